@@ -1,0 +1,46 @@
+"""What shardc raises when its user erred. One shallow tree; every message is pinned by a test.
+
+A message says who (function, source line), where (argument path), what (shape, placement, mesh), which rule was broken
+with its numbers, and a fix. Several offenders come in one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ShardcError(Exception):
+    """Base of all errors that shardc raises on purpose."""
+
+
+class PlacementError(ShardcError, ValueError):
+    """A placement that cannot be: wrong axis, wrong rank, S on a scalar, P where the value cannot be partial."""
+
+
+class ArgumentError(ShardcError, TypeError):
+    """A call or a decorator whose arguments do not fit the function: misspelt names, conflicting pins, foreign arrays."""
+
+
+class MeshError(ShardcError, ValueError):
+    """A mesh that the machine or the topology cannot give."""
+
+
+class TracingError(ShardcError, RuntimeError):
+    """Something in the function that cannot run on a mesh, such as an ordered effect on several devices."""
+
+
+class StepFailedError(ShardcError, RuntimeError):
+    """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """`' Did you mean "model"?'` if one of `words` is close to `word`, else an empty string."""
+    near = difflib.get_close_matches(word, [w for w in words if w != word], n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def all_offenders(head: str, offenders: Sequence[str]) -> str:
+    """One message for all offenders: `head`, then one indented line (or block) for each."""
+    blocks = ["  " + o.replace("\n", "\n  ") for o in offenders]
+    return "\n".join([head, *blocks])

@@ -1,0 +1,313 @@
+"""Placements: what each mesh axis does to a value.
+
+The three words come from OneFlow (Yuan et al. 2021, "OneFlow: Redesign the Distributed Deep Learning Framework from
+Scratch", section 3.1). One mesh axis either splits a value along a dimension, `S(i)`; broadcasts it, `B`; or leaves
+it partial, `P(op)`: the value is the op-reduction of what the devices along that axis hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import EllipsisType
+from typing import Final, Literal, TypeAlias, cast
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardc.errors import PlacementError
+
+ReduceOp: TypeAlias = Literal["sum", "max", "min"]
+REDUCE_OPS: Final[tuple[ReduceOp, ...]] = ("sum", "max", "min")
+AxisSizes: TypeAlias = Mapping[str, int]
+"""Name and size of each mesh axis, in the order of the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class S:
+    """Split along dimension `dim`; a negative `dim` counts from the last."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlacementError(f"S({self.dim!r}): a split wants the number of a dimension, as in S(0).")
+
+    def __repr__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Every device along the axis holds the whole value. `B` is its one instance."""
+
+    def __repr__(self) -> str:
+        return "B"
+
+
+@dataclass(frozen=True, slots=True)
+class P:
+    """Partial: the value is the `op`-reduction (sum, max or min) of what the devices along the axis hold."""
+
+    op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise PlacementError(
+                f"P({self.op!r}): a partial value is reduced by sum, max or min. Did you mean "
+                f"jax.sharding.PartitionSpec({self.op!r})?"
+            )
+
+    def __repr__(self) -> str:
+        return f"P({self.op})"
+
+
+B: Final = Broadcast()
+SBP: TypeAlias = S | Broadcast | P
+
+
+class Auto:
+    """The type of `AUTO`: the compiler chooses."""
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+
+AUTO: Final = Auto()
+
+
+def as_sbp(value: object) -> SBP:
+    """`S(i)`, `B` or `P(op)` from what a user may write for it: `P` alone is `P("sum")`, `None` is `B`."""
+    if isinstance(value, S | Broadcast | P):
+        return value
+    if value is P:
+        return P()
+    if value is None:
+        return B
+    raise PlacementError(f"{value!r} is not an sbp; write S(dim), B or P(op).")
+
+
+class Placement(Mapping[str, SBP]):
+    """An sbp for each mesh axis. Axes that are not named are `B`.
+
+    Immutable and hashable. Where several axes split one dimension, the order in which they are written is the order in
+    which they cut: `{a: S(0), b: S(0)}` cuts dimension 0 in pieces along `a`, and each piece along `b`.
+
+    Example:
+      >>> p = Placement({"data": S(0), "model": P("sum")})
+      >>> str(p)
+      '{data: S(0), model: P(sum)}'
+      >>> Placement.parse(str(p)) == p
+      True
+    """
+
+    __slots__ = ("__dict__", "_hash", "items_")
+
+    items_: tuple[tuple[str, SBP], ...]
+
+    def __init__(self, sbps: Mapping[str, object] | Sequence[tuple[str, object]] = ()) -> None:
+        pairs = list(sbps.items() if isinstance(sbps, Mapping) else sbps)
+        named = [(axis, as_sbp(sbp)) for axis, sbp in pairs]
+        splits = [(a, s) for a, s in named if isinstance(s, S)]
+        partials = [(a, s) for a, s in named if isinstance(s, P)]
+        if len({a for a, _ in named}) != len(named):
+            raise PlacementError(f"A placement names each axis once, got {[a for a, _ in named]}.")
+        if len({s.op for _, s in partials}) > 1:
+            raise PlacementError(
+                "One placement has one partial op, got "
+                + ", ".join(f"{a}: {s}" for a, s in partials)
+                + "; a sum and a max over different axes do not commute."
+            )
+        splits.sort(key=lambda item: item[1].dim)  # stable: the order of the axes of one dimension is kept
+        self.items_ = (*splits, *sorted(partials, key=lambda item: item[0]))
+        self._hash = hash(self.items_)
+
+    def __getitem__(self, axis: str) -> SBP:
+        for a, s in self.items_:
+            if a == axis:
+                return s
+        return B
+
+    def __contains__(self, axis: object) -> bool:
+        return any(a == axis for a, _ in self.items_)
+
+    def __iter__(self) -> Iterator[str]:
+        return (a for a, _ in self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.items_ == other.items_
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{a}: {s}" for a, s in self.items_) + "}"
+
+    def __repr__(self) -> str:
+        return f"Placement.parse({str(self)!r})"
+
+    def __reduce__(self) -> tuple[type[Placement], tuple[tuple[tuple[str, SBP], ...]]]:
+        return Placement, (self.items_,)
+
+    @classmethod
+    def parse(cls, text: str) -> Placement:
+        """The inverse of `str`: `{data: S(0), model: P(sum)}`."""
+        body = re.fullmatch(r"\s*\{(.*)\}\s*", text, re.DOTALL)
+        if body is None:
+            raise PlacementError(f"{text!r} is not a placement; write {{axis: S(0), other: P(sum)}}.")
+        pairs: list[tuple[str, SBP]] = []
+        for item in filter(None, (part.strip() for part in body[1].split(","))):
+            match = re.fullmatch(r"([^\s:]+)\s*:\s*(?:S\((-?\d+)\)|(B)|P(?:\((sum|max|min)\))?)", item)
+            if match is None:
+                raise PlacementError(f"{item!r} in {text!r} is not an axis and its sbp; write axis: S(0), B or P(sum).")
+            axis, dim, broadcast, op = match.groups()
+            pairs.append((axis, S(int(dim)) if dim else B if broadcast else P(cast(ReduceOp, op or "sum"))))
+        return cls(pairs)
+
+    @cached_property
+    def splits(self) -> dict[int, tuple[str, ...]]:
+        """For each split dimension the axes that split it, outermost first."""
+        axes: dict[int, list[str]] = {}
+        for axis, sbp in self.items_:
+            if isinstance(sbp, S):
+                axes.setdefault(sbp.dim, []).append(axis)
+        return {dim: tuple(names) for dim, names in axes.items()}
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The axes over which the value is partial, by name."""
+        return tuple(a for a, s in self.items_ if isinstance(s, P))
+
+    @cached_property
+    def partial_op(self) -> ReduceOp | None:
+        """The op of the partial axes; None if there are none."""
+        return next((s.op for _, s in self.items_ if isinstance(s, P)), None)
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim`, outermost first."""
+        return self.splits.get(dim, ())
+
+    def replace(self, axis: str, sbp: SBP) -> Placement:
+        """The same placement with another sbp on one axis; a new split becomes the innermost of its dimension."""
+        return Placement([*((a, s) for a, s in self.items_ if a != axis), (axis, sbp)])
+
+    def without(self, axes: Sequence[str]) -> Placement:
+        """The same placement with `B` on `axes`."""
+        return Placement([(a, s) for a, s in self.items_ if a not in axes])
+
+    def resolve(self, rank: int) -> Placement:
+        """The same placement with non-negative dimensions, for a value of `rank` dimensions."""
+        resolved: list[tuple[str, SBP]] = []
+        for axis, sbp in self.items_:
+            if isinstance(sbp, S) and not -rank <= sbp.dim < rank:
+                what = "a scalar cannot be split" if rank == 0 else f"the value has dimensions 0 to {rank - 1}"
+                raise PlacementError(f"{axis}: {sbp} does not fit a value of {rank} dimensions: {what}.")
+            resolved.append((axis, S(sbp.dim % rank) if isinstance(sbp, S) else sbp))
+        return Placement(resolved)
+
+    def to_spec(self) -> PartitionSpec:
+        """As a `PartitionSpec`. A partial placement has none."""
+        if self.partial_axes:
+            raise PlacementError(
+                f"{self} has partial axes, which a PartitionSpec cannot say; box them to B or S first, or keep the "
+                "value as a shardc.PlacedArray."
+            )
+        rank = max(self.splits, default=-1) + 1
+        names = [self.axes_of(d) for d in range(rank)]
+        return PartitionSpec(*(None if not n else n[0] if len(n) == 1 else n for n in names))
+
+    @classmethod
+    def from_spec(cls, spec: PartitionSpec) -> Placement:
+        """From a `PartitionSpec`, its `unreduced` axes as P(sum)."""
+        pairs: list[tuple[str, SBP]] = []
+        for dim, entry in enumerate(spec):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            if not isinstance(names, tuple):
+                raise PlacementError(f"{spec} leaves dimension {dim} open; shardc wants axis names or None there.")
+            pairs += [(name, S(dim)) for name in names]
+        pairs += [(name, P()) for name in sorted(spec.unreduced)]
+        return cls(pairs)
+
+    def to_sharding(self, mesh: object) -> NamedSharding:
+        """As a `NamedSharding` over `mesh` (a jax Mesh or AbstractMesh)."""
+        return NamedSharding(mesh, self.to_spec())  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_sharding(cls, sharding: NamedSharding) -> Placement:
+        """From a `NamedSharding`; axes of size 1 that it names are kept."""
+        return cls.from_spec(sharding.spec)
+
+
+REPLICATED: Final = Placement()
+
+
+def block_sizes(size: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the nested blocks of a dimension: `size`, then the piece that each axis in order cuts.
+
+    An axis of n devices cuts a block of k elements into pieces of ceil(k/n): the first pieces are full, then one may be
+    partly valid and the rest empty, so the valid elements are a prefix of every piece.
+
+    Example:
+      >>> block_sizes(13, (2, 4))
+      (13, 7, 2)
+    """
+    sizes = [size]
+    for n in counts:
+        sizes.append(-(-sizes[-1] // n))
+    return tuple(sizes)
+
+
+@lru_cache(maxsize=65536)
+def _local_shape(shape: tuple[int, ...], placement: Placement, axes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    sizes = dict(axes)
+    return tuple(block_sizes(d, [sizes[a] for a in placement.axes_of(i)])[-1] for i, d in enumerate(shape))
+
+
+def local_shape(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> tuple[int, ...]:
+    """Shape of the piece that each device holds, padding included."""
+    return _local_shape(tuple(shape), placement, tuple(sizes.items()))
+
+
+def is_even(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> bool:
+    """Whether no device holds padding."""
+    return all(
+        d % math.prod(sizes[a] for a in axes) == 0
+        for i, d in enumerate(shape)
+        if (axes := placement.axes_of(i))
+    )
+
+
+def local_extent(
+    size: int, axes: Sequence[str], sizes: AxisSizes, coords: Mapping[str, int]
+) -> tuple[int, int]:
+    """Offset and number of valid elements of the piece of a dimension at the device coordinates `coords`."""
+    offset, valid = 0, size
+    for (axis, block) in zip(axes, block_sizes(size, [sizes[a] for a in axes])[1:], strict=True):
+        start = coords[axis] * block
+        offset, valid = offset + start, min(max(valid - start, 0), block)
+    return offset, valid
+
+
+PlacementLike: TypeAlias = (
+    "Placement | Mapping[str, SBP] | tuple[SBP, ...] | PartitionSpec | NamedSharding | Auto | None | EllipsisType"
+)
+"""What a leaf of `in_placements` may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a user has said of one value: the sbp of some axes; those not `fixed` are the compiler's to choose."""
+
+    placement: Placement
+    fixed: frozenset[str] | None = None  # None: every axis is fixed
+
+    def allows(self, placement: Placement) -> bool:
+        """Whether `placement` agrees with the pin."""
+        if self.fixed is None:
+            return placement == self.placement
+        return all(placement[a] == self.placement[a] for a in self.fixed)

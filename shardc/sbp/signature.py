@@ -1,0 +1,248 @@
+"""Signatures: the legal combinations of operand and result sbps of an operation on one mesh axis.
+
+A rule describes its operation by *factors*, the named dimensions of an einsum (Shardy and TOAST use the same device).
+A factor that stands in operands and results may be split: S in, S out. A factor that is reduced away may be split too
+and leaves a partial value. Linearity and monotonicity give the signatures with partial operands. All-B is always legal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import jax
+import numpy as np
+
+from shardc.errors import PlacementError
+from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
+
+Factors: TypeAlias = tuple[str | None, ...]
+"""The factor of each dimension of one operand or result; None is never split."""
+Partials: TypeAlias = tuple[tuple[ReduceOp | None, ...], ReduceOp]
+"""Operands that are partial (None: B), and the partial op of all results."""
+Neutral: TypeAlias = Literal["zero", "one", "lowest", "highest"]
+
+
+class Aval(Protocol):
+    """Shape and dtype: a ShapedArray, a ShapeDtypeStruct or an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An equation as a rule sees it: one primitive, logical shapes, parameters."""
+
+    name: str
+    operands: tuple[Aval, ...]
+    results: tuple[Aval, ...]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a local piece runs: the placements around it and the device's own coordinates.
+
+    Attributes:
+      op: the operation, with logical shapes.
+      operands, results: the placements, one for each operand and result.
+      sizes: the mesh.
+      index: coordinate of this device along an axis; a traced integer on a mesh, a plain one in a proof.
+      bind: runs the operation's own primitive on local operands, with some of its parameters replaced.
+    """
+
+    op: Operation
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    sizes: AxisSizes
+    index: Callable[[str], Any]
+    bind: Callable[..., list[Any]]
+
+    def operand_shape(self, i: int) -> tuple[int, ...]:
+        """Local shape of operand `i`, padding included."""
+        return local_shape(self.op.operands[i].shape, self.operands[i], self.sizes)
+
+    def result_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Local shape of result `i`, padding included."""
+        return local_shape(self.op.results[i].shape, self.results[i], self.sizes)
+
+    def operand_extent(self, i: int, dim: int) -> tuple[Any, Any]:
+        """Offset of this device's piece of dimension `dim` of operand `i`, and how many of its elements are valid."""
+        return self._extent(self.op.operands[i].shape[dim], self.operands[i].axes_of(dim))
+
+    def result_extent(self, i: int, dim: int) -> tuple[Any, Any]:
+        """The same for result `i`."""
+        return self._extent(self.op.results[i].shape[dim], self.results[i].axes_of(dim))
+
+    def _extent(self, size: int, axes: Sequence[str]) -> tuple[Any, Any]:
+        return extent(size, axes, self.sizes, self.index)
+
+
+def extent(size: int, axes: Sequence[str], sizes: AxisSizes, index: Callable[[str], Any]) -> tuple[Any, Any]:
+    """`local_extent` for coordinates that may be traced."""
+    coords = {a: index(a) for a in axes}
+    if all(isinstance(c, int) for c in coords.values()):
+        return local_extent(size, axes, sizes, coords)
+    offset, valid, block = 0, size, size
+    for axis in axes:
+        block = -(-block // sizes[axis])
+        start = coords[axis] * block
+        offset, valid = offset + start, jax.numpy.clip(valid - start, 0, block)
+    return offset, valid
+
+
+Local: TypeAlias = Callable[..., Sequence[Any]]
+"""`local(site, *operands) -> results`: what one device computes on its pieces."""
+
+
+def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
+    """The default local piece: the primitive itself, parameters unchanged."""
+    return site.bind(*operands)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one operation may be placed.
+
+    Attributes:
+      operands, results: factors of each operand's and result's dimensions.
+      reduced: factors that stand in operands only, and the partial op that a split of them leaves.
+      partials: the legal partial combinations, by linearity (sum) or monotonicity (max, min).
+      neutral: for an operand, what its padding must hold before the local piece when a *reduced* factor is split
+        unevenly; operands that are not listed need nothing.
+      granule: factors whose split must fall on a unit: the devices that split them must divide this number
+        (reshapes; groups of a convolution).
+      local: what a device computes on its pieces.
+      flops: floating-point operations of the whole operation if it is heavy, 0 if it is bound by memory.
+    """
+
+    operands: tuple[Factors, ...]
+    results: tuple[Factors, ...]
+    reduced: Mapping[str, ReduceOp] = field(default_factory=dict[str, ReduceOp])
+    partials: tuple[Partials, ...] = ()
+    neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
+    granule: Mapping[str, int] = field(default_factory=dict[str, int])
+    local: Local = bind_same
+    flops: float = 0.0
+
+    def factors(self) -> tuple[str, ...]:
+        """Factors that may be split, in order of appearance."""
+        kept = {f for fs in self.results for f in fs if f}
+        seen = dict.fromkeys(f for fs in (*self.operands, *self.results) for f in fs if f)
+        return tuple(f for f in seen if f in kept or f in self.reduced)
+
+
+RuleFn: TypeAlias = Callable[[Operation], Rule | None]
+"""The rule of a primitive for one operation; None if this case has no split (all-B remains)."""
+
+_RULES: Final[dict[str, RuleFn]] = {}
+
+
+def rule(*names: str) -> Callable[[RuleFn], RuleFn]:
+    """Registers a function as the rule of the primitives `names`."""
+
+    def register(fn: RuleFn) -> RuleFn:
+        for name in names:
+            assert name not in _RULES, name
+            _RULES[name] = fn
+        return fn
+
+    return register
+
+
+def has_rule(name: str) -> bool:
+    return name in _RULES
+
+
+def rule_names() -> tuple[str, ...]:
+    """All primitives with a rule, sorted."""
+    return tuple(sorted(_RULES))
+
+
+def gathered(op: Operation) -> Rule:
+    """The rule of an operation that has none: everything B."""
+    return Rule(tuple((None,) * len(a.shape) for a in op.operands), tuple((None,) * len(a.shape) for a in op.results))
+
+
+def find_rule(op: Operation) -> Rule:
+    """The rule of an operation; `gathered` where the table has none."""
+    fn = _RULES.get(op.name)
+    return (fn(op) if fn else None) or gathered(op)
+
+
+def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
+    """Partials of an operation of `count` operands that is jointly linear in each of the groups of operands.
+
+    Example:
+      >>> linear(2, (0,), (1,))  # a product: linear in each
+      ((('sum', None), 'sum'), ((None, 'sum'), 'sum'))
+    """
+    return tuple((tuple("sum" if i in g else None for i in range(count)), "sum") for g in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One legal combination on one axis. `split` names the factor that is split, if one is."""
+
+    operands: tuple[SBP, ...]
+    results: tuple[SBP, ...]
+    split: str | None = None
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+
+
+def _may_be_partial(aval: Aval, op: ReduceOp) -> bool:
+    dtype = np.dtype(aval.dtype) if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else None
+    if dtype is None:
+        return False
+    return dtype != np.bool_ if op == "sum" else dtype.kind != "c"
+
+
+def signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
+    """All legal one-axis signatures, all-B first. Signatures of several axes are products of these."""
+    found = [Signature((B,) * len(rule.operands), (B,) * len(rule.results))]
+    for factor in rule.factors():
+        left = rule.reduced.get(factor)
+        operands = tuple(_sbp_of(fs, factor) for fs in rule.operands)
+        results = tuple(P(left) if left and factor not in fs else _sbp_of(fs, factor) for fs in rule.results)
+        found.append(Signature(operands, results, factor))
+    for ops, result in rule.partials:
+        found.append(Signature(tuple(P(o) if o else B for o in ops), (P(result),) * len(rule.results)))
+    return tuple(s for s in found if _legal(s, op))
+
+
+def _sbp_of(factors: Factors, factor: str) -> SBP:
+    return S(factors.index(factor)) if factor in factors else B
+
+
+def _legal(s: Signature, op: Operation) -> bool:
+    pairs = (*zip(s.operands, op.operands, strict=True), *zip(s.results, op.results, strict=True))
+    return all(_may_be_partial(aval, sbp.op) for sbp, aval in pairs if isinstance(sbp, P))
+
+
+def parse_factors(text: str) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
+    """Operand and result factors from `"b s d, d f -> b s f"`; `_` is a dimension that is never split.
+
+    Example:
+      >>> parse_factors("b s d, d f -> b s f")
+      ((('b', 's', 'd'), ('d', 'f')), (('b', 's', 'f'),))
+    """
+    left, arrow, right = text.partition("->")
+    words = re.compile(r"[A-Za-z_]\w*")
+    sides = [[part.split() for part in side.split(",")] if side.strip() else [] for side in (left, right)]
+    bad = [w for side in sides for part in side for w in part if not words.fullmatch(w)]
+    if not arrow or bad:
+        raise PlacementError(
+            f'{text!r} is not in factor notation{f": {bad[0]!r} is no name" if bad else ""}; write '
+            '"b s d, d f -> b s f", one group of names for each operand, an arrow, one for each result.'
+        )
+    operands, results = (
+        tuple(tuple(None if w == "_" else w for w in part) for part in side) for side in sides
+    )
+    return operands, results
