@@ -1,0 +1,33 @@
+"""The record of one planned collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a plan.
+
+    Attributes:
+      kind: which collective.
+      axes: the mesh axes whose devices take part, in the order in which they count devices.
+      bytes: sent per device, over all executions in one call of the function.
+      count: executions in one call: the trip counts of the loops around it.
+      source: line of user code that made the value, as `file.py:12 (function)`.
+      value: dtype and logical shape of what moves, as `f32[8,128]`.
+      src, dst: the placements before and after the boxing that this collective is a step of, as text.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    source: str
+    value: str = ""
+    src: str = ""
+    dst: str = ""
