@@ -1,0 +1,186 @@
+"""Emits the steps of a boxing on the pieces of one device, inside shard_map. The only place that makes collectives.
+
+Pieces of uneven splits: a group of axes that splits a block of K elements into nested pieces of c elements holds
+n*c >= K of them, padding between. `_unblock` drops that padding after a gather, `_block` puts it in before a scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardc.sbp.boxing import Shape, Step
+from shardc.sbp.placement import AxisSizes, Placement, ReduceOp, S, block_sizes, local_extent, local_shape
+
+
+def neutral_of(dtype: Any, op: ReduceOp) -> Any:
+    """The neutral element of a reduction in `dtype`."""
+    if op == "sum":
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(op == "min")
+    if jax.dtypes.issubdtype(dtype, np.inexact):
+        return np.asarray(-np.inf if op == "max" else np.inf, dtype)
+    info = jnp.iinfo(dtype)
+    return np.asarray(info.min if op == "max" else info.max, dtype)
+
+
+def _block(x: jax.Array, dim: int, counts: Sequence[int]) -> jax.Array:
+    """Dimension `dim`, one block, laid out as the pieces of nested splits: padding after each short piece."""
+    sizes = block_sizes(x.shape[dim], counts)
+    lead = x.shape[:dim]
+    for depth, n in enumerate(counts):
+        at = dim + depth
+        x = _pad_to(x, at, n * sizes[depth + 1])
+        x = x.reshape(*x.shape[:at], n, sizes[depth + 1], *x.shape[at + 1 :])
+    return x.reshape(*lead, math.prod(counts) * sizes[-1], *x.shape[dim + len(counts) + 1 :])
+
+
+def _unblock(x: jax.Array, dim: int, size: int, counts: Sequence[int]) -> jax.Array:
+    """The inverse of `_block`, for a block of `size` elements."""
+    sizes = block_sizes(size, counts)
+    x = x.reshape(*x.shape[:dim], *counts, sizes[-1], *x.shape[dim + 1 :])
+    for depth in reversed(range(len(counts))):
+        at = dim + depth
+        x = x.reshape(*x.shape[:at], counts[depth] * sizes[depth + 1], *x.shape[at + 2 :])
+        x = lax.slice_in_dim(x, 0, sizes[depth], axis=at)
+    return x
+
+
+def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+    if x.shape[dim] == size:
+        return x
+    widths = [(0, size - x.shape[dim] if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, np.zeros((), x.dtype), widths)
+
+
+class _Emitter:
+    """The step's surroundings: logical shape, mesh, and this device's coordinates."""
+
+    def __init__(self, step: Step, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> None:
+        self.step, self.shape, self.sizes, self.index = step, shape, sizes, index
+        self.axes = step.axes
+        self.counts = [sizes[a] for a in step.axes]
+
+    def dim_of(self, placement: Placement) -> int:
+        """The dimension that the step's axes split in `placement`."""
+        sbp = placement[self.axes[0]]
+        assert isinstance(sbp, S)
+        return sbp.dim
+
+    def block_size(self, placement: Placement, dim: int) -> int:
+        """Size of the block of `dim` that the step's axes cut in `placement`."""
+        return local_shape(self.shape, placement.without(self.axes), self.sizes)[dim]
+
+    def linear_index(self) -> Any:
+        at: Any = 0
+        for axis, n in zip(self.axes, self.counts, strict=True):
+            at = at * n + self.index(axis)
+        return at
+
+
+def _all_gather(e: _Emitter, x: jax.Array) -> jax.Array:
+    dim = e.dim_of(e.step.src)
+    x = lax.all_gather(x, e.axes, axis=dim, tiled=True)
+    return _unblock(x, dim, e.block_size(e.step.src, dim), e.counts)
+
+
+def _all_reduce(e: _Emitter, x: jax.Array) -> jax.Array:
+    match e.step.src.partial_op:
+        case "sum":
+            return lax.psum(x, e.axes)
+        case op:
+            reduce = lax.pmax if op == "max" else lax.pmin
+            if x.dtype == np.bool_:  # XLA has no max of booleans
+                return reduce(x.astype(np.uint8), e.axes).astype(np.bool_)
+            return reduce(x, e.axes)
+
+
+def _reduce_scatter(e: _Emitter, x: jax.Array) -> jax.Array:
+    dim = e.dim_of(e.step.dst)
+    return lax.psum_scatter(_block(x, dim, e.counts), e.axes, scatter_dimension=dim, tiled=True)
+
+
+def _all_to_all(e: _Emitter, x: jax.Array) -> jax.Array:
+    new = e.dim_of(e.step.dst)
+    x = _block(x, new, e.counts)
+    if e.step.src.partial_op in ("max", "min") and e.step.dst.partial_axes != e.step.src.partial_axes:
+        n = math.prod(e.counts)
+        x = x.reshape(*x.shape[:new], n, x.shape[new] // n, *x.shape[new + 1 :])
+        x = lax.all_to_all(x, e.axes, split_axis=new, concat_axis=new, tiled=True)
+        return x.max(new) if e.step.src.partial_op == "max" else x.min(new)
+    old = e.dim_of(e.step.src)
+    x = lax.all_to_all(x, e.axes, split_axis=new, concat_axis=old, tiled=True)
+    return _unblock(x, old, e.block_size(e.step.src, old), e.counts)
+
+
+def _slice(e: _Emitter, x: jax.Array) -> jax.Array:
+    dim = e.dim_of(e.step.dst)
+    x = _block(x, dim, e.counts)
+    size = x.shape[dim] // math.prod(e.counts)
+    return lax.dynamic_slice_in_dim(x, e.linear_index() * size, size, axis=dim)
+
+
+def _keep(e: _Emitter, x: jax.Array) -> jax.Array:
+    op = e.step.dst.partial_op
+    if op != "sum":  # max and min are idempotent: what all hold is its own maximum
+        return x
+    return jnp.where(e.linear_index() == 0, x, np.zeros((), x.dtype))
+
+
+def _fill(e: _Emitter, x: jax.Array) -> jax.Array:
+    dim, op = e.dim_of(e.step.src), e.step.dst.partial_op
+    assert op is not None
+    whole = jnp.full(
+        (*x.shape[:dim], math.prod(e.counts) * x.shape[dim], *x.shape[dim + 1 :]), neutral_of(x.dtype, op), x.dtype
+    )
+    whole = lax.dynamic_update_slice_in_dim(whole, x, e.linear_index() * x.shape[dim], axis=dim)
+    return _unblock(whole, dim, e.block_size(e.step.src, dim), e.counts)
+
+
+def permute_pairs(step: Step, shape: Shape, sizes: AxisSizes) -> list[tuple[int, int]]:
+    """(source, target) for each device of the group, as positions along `step.axes`; devices keep what they can."""
+    counts = [sizes[a] for a in step.axes]
+    coords = [dict(zip(step.axes, map(int, c), strict=True)) for c in np.ndindex(*counts)]
+
+    def key(placement: Placement, at: dict[str, int]) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            local_extent(size, [a for a in placement.axes_of(d)], sizes, at) for d, size in enumerate(shape)
+        )
+
+    sources = {i: key(step.src, at) for i, at in enumerate(coords)}
+    wanted = {i: key(step.dst, at) for i, at in enumerate(coords)}
+    pairs = [(i, i) for i in wanted if sources[i] == wanted[i]]
+    left: dict[object, list[int]] = {}
+    for i, held in sources.items():
+        if held != wanted[i]:
+            left.setdefault(held, []).append(i)
+    pairs += [(left[want].pop(0), i) for i, want in wanted.items() if sources[i] != want]
+    return sorted(pairs, key=lambda pair: pair[1])
+
+
+def _permute(e: _Emitter, x: jax.Array) -> jax.Array:
+    return lax.ppermute(x, e.axes, permute_pairs(e.step, e.shape, e.sizes))
+
+
+_EMIT: Final[dict[str, Callable[[_Emitter, jax.Array], jax.Array]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+    "slice": _slice,
+    "keep": _keep,
+    "fill": _fill,
+}
+
+
+def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
+    """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
+    return _EMIT[step.kind](_Emitter(step, shape, sizes, index), x)

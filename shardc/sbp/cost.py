@@ -1,0 +1,65 @@
+"""The one cost model: what a boxing step moves and how long that takes, and how long an operation computes.
+
+Bytes are those that each device sends. A collective over several axes at once is a multi-dimensional ring: its bytes
+are those of one ring of all its devices, its latency that of one ring after the other ("How to Scale Your Model",
+Austin et al. 2025, chapter "sharding"). The formulas for one ring are those of the alpha-beta model (Thakur et al.
+2005, "Optimization of Collective Communication Operations in MPICH").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+from shardc.mesh import MeshView
+from shardc.sbp.placement import Placement, local_shape
+
+StepKind: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "slice", "keep", "fill"
+]
+"""The five collectives, and three local steps: `slice` B->S, `keep` B->P, `fill` S->P."""
+LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
+
+ELEMENTWISE_FUSION: Final = 0.1
+"""Share of an elementwise operation's memory traffic that is left when XLA fuses it with its neighbours: about one
+operation in ten stands at the border of a fusion and really reads or writes memory."""
+
+
+def step_bytes(
+    kind: StepKind, shape: Sequence[int], itemsize: int, src: Placement, dst: Placement, mesh: MeshView, n: int
+) -> int:
+    """Bytes that each device sends in one boxing step over a group of `n` devices, padding included."""
+    if kind in LOCAL_STEPS:
+        return 0
+    before, after = (math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in (src, dst))
+    match kind:
+        case "all_gather":  # each device sends its piece to n-1 others, passed on around the ring
+            return (n - 1) * before
+        case "reduce_scatter":
+            return (n - 1) * after
+        case "all_reduce":  # a reduce-scatter and an all-gather
+            return 2 * (n - 1) * before // n
+        case "permute":
+            return before
+        case _:  # all_to_all: n-1 of n pieces leave
+            if dst.partial_axes == src.partial_axes:
+                pieces = zip(*(local_shape(shape, p, mesh.sizes) for p in (src, dst)), strict=True)
+                return (n - 1) * math.prod(map(min, pieces)) * itemsize
+            return (n - 1) * after  # P(max) -> S: the pieces of a reduce-scatter, reduced at their goal
+
+
+def step_seconds(kind: StepKind, moved: int, counts: Sequence[int], mesh: MeshView) -> float:
+    """Time of one boxing step that sends `moved` bytes over axes of `counts` devices."""
+    if kind in LOCAL_STEPS:
+        return 0.0
+    hops = 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
+    link = mesh.topology.link
+    return hops * link.latency + moved / link.bandwidth
+
+
+def compute_seconds(flops: float, memory: float, mesh: MeshView) -> float:
+    """Roofline time of a local piece: `flops` operations of a heavy one, else `memory` bytes read and written."""
+    if flops:
+        return max(flops / mesh.topology.flops, memory / mesh.topology.memory_bandwidth)
+    return ELEMENTWISE_FUSION * memory / mesh.topology.memory_bandwidth
