@@ -40,11 +40,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Boxing:
-    """The cheapest path: its steps, the bytes each device sends and the seconds that takes."""
+    """The cheapest path: its steps, the bytes each device sends in each of them, and the seconds all that takes."""
 
     steps: tuple[Step, ...]
-    bytes: int
+    moved: tuple[int, ...]
     seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.moved)
 
 
 def _move(p: Placement, axes: tuple[str, ...], sbp: SBP) -> Placement:
@@ -151,12 +155,12 @@ def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mes
     idle = [a for a, n in mesh.axes if n == 1]
     src, dst = src.without(idle), dst.without(idle)
     if src == dst:
-        return Boxing((), 0, 0.0)
+        return Boxing((), (), 0.0)
     ops = {p.partial_op for p in (src, dst)} - {None}
     if len(ops) == 2:  # one op has to end before the other begins
         middle = src.without(src.partial_axes)
         first, second = (find_boxing(shape, itemsize, a, b, mesh) for a, b in ((src, middle), (middle, dst)))
-        return Boxing(first.steps + second.steps, first.bytes + second.bytes, first.seconds + second.seconds)
+        return Boxing(first.steps + second.steps, first.moved + second.moved, first.seconds + second.seconds)
     return _shortest(shape, itemsize, src, dst, mesh, next(iter(ops), None) or "sum")
 
 
@@ -187,7 +191,7 @@ def _shortest(
         path.append(came[at])
         at = came[at][0].src
     path.reverse()
-    return Boxing(tuple(s for s, _ in path), sum(b for _, b in path), best[dst][0])
+    return Boxing(tuple(s for s, _ in path), tuple(b for _, b in path), best[dst][0])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Calls inlined, dead equations removed, every variable unique: `jit[...] f x --> the body of f`.
+
+What is left nested is what must stay: scan, while, cond and remat, which are planned where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from shardc import compat
+from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+
+INLINED: Final = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+"""Calls that only name their body; differentiation is over, so custom derivatives have done their work."""
+
+NESTED: Final = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat": ("jaxpr",),
+}
+"""Primitives whose bodies are planned where they stand, and the parameters that hold them."""
+
+
+class _Inliner:
+    def __init__(self) -> None:
+        self.eqns: list[Eqn] = []
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
+        env: dict[Var, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            invars = [read(a) for a in eqn.invars]
+            body = INLINED.get(eqn.primitive.name)
+            if body is not None:
+                closed = eqn.params[body]
+                results = self.run(closed.jaxpr, _as_literals(closed), invars)
+                env |= dict(zip(eqn.outvars, results, strict=True))
+                continue
+            outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
+            env |= dict(zip(eqn.outvars, outvars, strict=True))
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=_canonical_params(eqn)))
+        return [read(a) for a in jaxpr.outvars]
+
+
+def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
+    return [compat.literal(c, compat.aval_of(c)) for c in closed.consts]
+
+
+def _canonical_params(eqn: Eqn) -> dict[str, Any]:
+    keys = NESTED.get(eqn.primitive.name, ())
+    params = dict(eqn.params)
+    for key in keys:
+        body = params[key]
+        params[key] = tuple(map(_canonical_body, body)) if isinstance(body, tuple) else _canonical_body(body)
+    return params
+
+
+def _canonical_body(body: Any) -> Any:
+    if hasattr(body, "consts"):
+        return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body)))
+    return canonical_jaxpr(body, ())
+
+
+def canonical_jaxpr(jaxpr: Jaxpr, consts: Sequence[Atom]) -> Jaxpr:
+    """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`."""
+    inliner = _Inliner()
+    invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
+    outvars = inliner.run(jaxpr, consts, invars)
+    return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
+
+
+def canonicalize(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
+
+    Captured scalars become literals: there is nothing to place.
+    """
+    invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
+    captured: list[Any] = []
+    consts: list[Atom] = []
+    extra: list[Var] = []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if np.ndim(value) == 0 and not compat.is_tracer(value) and hasattr(np.asarray(value), "dtype"):
+            consts.append(compat.literal(value, var.aval))
+        else:
+            extra.append(compat.fresh_var(var.aval))
+            consts.append(extra[-1])
+            captured.append(value)
+    inliner = _Inliner()
+    outvars = inliner.run(closed.jaxpr, consts, invars)
+    jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
+    return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

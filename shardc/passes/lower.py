@@ -1,0 +1,152 @@
+"""Lowers a boxed program to what one device computes on its pieces, inside shard_map.
+
+Each equation runs its rule's local piece; each `box` the steps of its path. Nothing else moves data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax import lax
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.mesh import MeshView
+from shardc.passes.constrain import pin_of
+from shardc.passes.insert_boxing import Boxed, box_p
+from shardc.passes.lower_boxing import emit_step
+from shardc.passes.problem import REMAT, itemsize_of, operation_of
+from shardc.sbp.boxing import find_boxing
+from shardc.sbp.placement import REPLICATED, Placement, is_even
+from shardc.sbp.signature import Site, extent, find_rule, mask_padding
+
+
+class Lowering:
+    """Interprets a boxed jaxpr on local pieces."""
+
+    def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
+        self.boxed, self.mesh = boxed, mesh
+        self.sizes = {a: n for a, n in mesh.axes if n > 1}
+
+    def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+        """The local results of a jaxpr from its local arguments."""
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            with compat.with_source(eqn):
+                results = self.equation(eqn, [read(a) for a in eqn.invars])
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is box_p:
+            return [self.box(eqn, operands[0])]
+        if pin_of(eqn) is not None:
+            return operands
+        nested = _NESTED.get(eqn.primitive.name)
+        return nested(self, eqn, operands) if nested else self.operation(eqn, operands)
+
+    def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        op = operation_of(eqn)
+        rule = find_rule(op)
+        site = Site(
+            op,
+            tuple(map(self.placement, eqn.invars)),
+            tuple(map(self.placement, eqn.outvars)),
+            self.sizes,
+            lax.axis_index,
+            compat.bind_with(eqn.primitive, eqn.params),
+        )
+        return rule.local(site, *mask_padding(site, rule, operands))
+
+    def placement(self, atom: Atom) -> Placement:
+        return REPLICATED if compat.is_literal(atom) else self.boxed.placements[atom]
+
+    def box(self, eqn: Eqn, x: Any) -> Any:
+        aval = eqn.invars[0].aval
+        shape = tuple(aval.shape)
+        if compat.is_literal(eqn.invars[0]):
+            x = jax.numpy.asarray(x, aval.dtype)
+        for step in find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps:
+            x = emit_step(step, x, shape, self.sizes, lax.axis_index)
+        return x
+
+    def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
+        """Zero in the padding of a result that leaves unevenly split."""
+        if is_even(shape, placement, self.sizes):
+            return x
+        for dim, size in enumerate(shape):
+            axes = placement.axes_of(dim)
+            if axes:
+                _, valid = extent(size, axes, self.sizes, lax.axis_index)
+                at = lax.broadcasted_iota(np.int32, x.shape, dim)
+                x = lax.select(at < valid, x, jax.numpy.zeros_like(x))
+        return x
+
+
+def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    p = eqn.params
+    consts = operands[: p["num_consts"]]
+    carry = operands[p["num_consts"] : p["num_consts"] + p["num_carry"]]
+    xs = operands[p["num_consts"] + p["num_carry"] :]
+    body = p["jaxpr"].jaxpr
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = low.run(body, [*consts, *carry, *x])
+        split = p["num_carry"]
+        return [_typed(o, v) for o, v in zip(out[:split], body.outvars[:split], strict=True)], out[split:]
+
+    carry = [_typed(c, v) for c, v in zip(carry, body.outvars, strict=False)]
+    carry, ys = lax.scan(step, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+    return [*carry, *ys]
+
+
+def _typed(x: Any, var: Var) -> Any:
+    """A carry with the logical dtype and weak type, so that it leaves the body as it came in."""
+    aval = var.aval
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return x
+    return lax.convert_element_type(x, aval.dtype)
+
+
+def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    p = eqn.params
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    cond_consts, body_consts, init = operands[:nc], operands[nc : nc + nb], operands[nc + nb :]
+    init = [_typed(c, v) for c, v in zip(init, body.outvars, strict=True)]
+    return lax.while_loop(
+        lambda carry: low.run(cond, [*cond_consts, *carry])[0],
+        lambda carry: [_typed(o, v) for o, v in zip(low.run(body, [*body_consts, *carry]), body.outvars, strict=True)],
+        init,
+    )
+
+
+def _cond(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    index, *rest = operands
+
+    def branch(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+        return lambda *xs: [_typed(o, v) for o, v in zip(low.run(jaxpr, xs), jaxpr.outvars, strict=True)]
+
+    return lax.switch(index, [branch(b.jaxpr) for b in eqn.params["branches"]], *rest)
+
+
+def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    """A remat in the backward pass recomputes; the barrier keeps XLA from sharing that with the forward pass."""
+    if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+        operands = list(lax.optimization_barrier(tuple(operands)))
+    return low.run(eqn.params["jaxpr"], operands)
+
+
+_NESTED: Final[Mapping[str, Callable[[Lowering, Eqn, list[Any]], Sequence[Any]]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(REMAT, _remat),
+}

@@ -1,0 +1,290 @@
+"""Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
+
+One axis at a time, with the others as they are, and exactly: the problem on one axis has a handful of options a node,
+and a training step's graph is almost a tree (`eliminate`). The sweep over the axes is repeated until nothing improves,
+from several orders of axes. All costs are those of `shardc.sbp.cost`, boxings by their shortest paths on all axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.mesh import MeshView
+from shardc.passes.eliminate import minimize
+from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of
+from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
+from shardc.sbp.cost import compute_seconds
+from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
+
+log = logging.getLogger("shardc")
+
+SWEEPS: Final = 4
+"""Sweeps over the axes from one start, at most; they end when nothing improves."""
+GROWTH_PENALTY: Final = 1e3
+"""Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
+NEVER: Final = 1e18
+"""Cost of what may not be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A solution: the placement at each port of each node, the cost, and whether it is proved optimal."""
+
+    ports: Mapping[Node, tuple[Placement, ...]]
+    seconds: float
+    exact: bool
+
+
+@lru_cache(maxsize=512)
+def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> tuple[tuple[Placement, ...], NDArray[np.int64]]:
+    """Placements by code: sum over axes of digit·(rank+2)^position; and the row of each in a boxing table."""
+    index = {p: i for i, p in enumerate(all_placements(rank, axes, op))}
+    placements: list[Placement] = []
+    for code in range((rank + 2) ** len(axes)):
+        pairs: list[tuple[str, object]] = []
+        for axis in axes:
+            code, digit = divmod(code, rank + 2)
+            pairs += [(axis, P(op))] if digit == 1 else [(axis, S(digit - 2))] if digit else []
+        placements.append(Placement(pairs))
+    return tuple(placements), np.asarray([index[p] for p in placements])
+
+
+class _Port:
+    """One port of a node: its value's table and the digits of the node's options at it."""
+
+    def __init__(self, value: Value, column: NDArray[np.int64], solver: Solver) -> None:
+        self.value, self.column = value, column
+        self.radix = value.rank + 2
+        self.placements, self.rows = _by_code(value.rank, solver.axes, value.op)
+        self.table = solver.table(value)
+        self.pinned: int | None = None
+
+
+class Solver:
+    """The problem as numbers, and the state of the search: the option of each node on each axis."""
+
+    def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
+        self.problem, self.mesh = problem, mesh
+        self.axes = tuple(axes)
+        self.sizes = [mesh.sizes[a] for a in self.axes]
+        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
+        self.nodes = problem.nodes
+        self.tables: dict[tuple[tuple[int, ...], int, ReduceOp], BoxingTable] = {}
+        self.even: dict[tuple[tuple[int, ...], tuple[str, ...]], NDArray[np.bool_]] = {}
+        self.digits = [digits(n.options, len(n.operands) + len(n.results)) for n in self.nodes]
+        self.ports = [self._ports(n) for n in self.nodes]
+        self.factors = [self._factors(n) for n in self.nodes]
+        self.state = [[0] * len(self.axes) for _ in self.nodes]
+        self.edges = self._edges()
+        for n in self.nodes:
+            if n.pin is not None:
+                self._start_at_pin(n)
+
+    def table(self, value: Value) -> BoxingTable:
+        key = (value.shape, itemsize_of(value.aval), value.op)
+        if key not in self.tables:
+            self.tables[key] = boxing_table(key[0], key[1], self.view, key[2])
+        return self.tables[key]
+
+    def _ports(self, n: Node) -> list[_Port | None]:
+        columns = self.digits[n.number].T
+        return [
+            None if v is None else _Port(v, columns[i], self) for i, v in enumerate((*n.operands, *n.results))
+        ]
+
+    def _factors(self, n: Node) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each option the number of the factor it splits (-1: none), and the granule of that factor (0: none)."""
+        names = {f: i for i, f in enumerate(dict.fromkeys(o.split for o in n.options if o.split))}
+        granules = n.rule.granule if n.rule else {}
+        return (
+            np.asarray([names[o.split] if o.split else -1 for o in n.options]),
+            np.asarray([granules.get(o.split, 0) if o.split else 0 for o in n.options]),
+        )
+
+    def _edges(self) -> list[tuple[Value, Reader]]:
+        return [(v, r) for n in self.nodes for v in n.results for r in v.readers]
+
+    def _start_at_pin(self, n: Node) -> None:
+        assert n.pin is not None
+        for k, axis in enumerate(self.axes):
+            if n.pin.fixed is None or axis in n.pin.fixed:
+                column = self.digits[n.number][:, 0]
+                sbp = n.pin.placement[axis]
+                want = sbp.dim + 2 if isinstance(sbp, S) else 0 if not isinstance(sbp, P) else 1
+                hits = np.flatnonzero(column == want)
+                assert hits.size, (n.path, n.pin, axis)
+                self.state[n.number][k] = int(hits[0])
+
+    def codes(self, n: Node, port: int, axis: int) -> NDArray[np.int64]:
+        """Codes of the placements at a port for each option on `axis`, the other axes as they are."""
+        p = self.ports[n.number][port]
+        assert p is not None
+        code = p.column * p.radix**axis
+        for k, option in enumerate(self.state[n.number]):
+            if k != axis:
+                code = code + p.column[option] * p.radix**k
+        return code
+
+    def unary(self, n: Node, axis: int) -> NDArray[np.float64]:
+        """Cost of each option of a node on `axis`; NEVER where it is not allowed."""
+        count = len(n.options)
+        cost = np.zeros(count)
+        state = self.state[n.number]
+        if n.pin is not None and (n.pin.fixed is None or self.axes[axis] in n.pin.fixed):
+            cost[:] = NEVER
+            cost[state[axis]] = 0.0
+        ports = [p for p in self.ports[n.number] if p is not None]
+        memory = np.zeros(count)
+        for i, p in enumerate(self.ports[n.number]):
+            if p is None:
+                continue
+            rows = p.rows[self.codes(n, i, axis)]
+            memory += p.table.local_bytes[rows]
+            if n.plain:
+                cost += NEVER * ~self._plain(p)[rows]
+        factor, granule = self.factors[n.number]
+        if n.kind == "operation":
+            splits = np.where(factor >= 0, self.sizes[axis], 1).astype(np.float64)
+            for k, option in enumerate(state):
+                if k != axis and factor[option] >= 0:
+                    splits *= self.sizes[k]
+            flops = n.rule.flops if n.rule else 0.0
+            cost += n.weight * np.asarray([compute_seconds(flops / s, m, self.mesh) for s, m in zip(splits, memory, strict=True)])
+            if granule.any():
+                cost += NEVER * self._off_granule(factor, granule, state, axis)
+        elif ports:
+            cost += 1e-3 * memory / self.mesh.topology.memory_bandwidth
+        return cost
+
+    def _off_granule(
+        self, factor: NDArray[np.int64], granule: NDArray[np.int64], state: Sequence[int], axis: int
+    ) -> NDArray[np.bool_]:
+        total = np.full(len(factor), self.sizes[axis])
+        for k, option in enumerate(state):
+            if k != axis:
+                total = np.where((factor >= 0) & (factor == factor[option]), total * self.sizes[k], total)
+        return (granule > 0) & (np.maximum(granule, 1) % total != 0)
+
+    def _plain(self, p: _Port) -> NDArray[np.bool_]:
+        """For each row of the port's table: whether a jax.Array can be placed so."""
+        key = (p.value.shape, (p.value.op,))
+        if key not in self.even:
+            self.even[key] = np.asarray(
+                [not q.partial_axes and is_even(p.value.shape, q, self.view.sizes) for q in p.table.index]
+            )
+        return self.even[key]
+
+    def edge(self, value: Value, reader: Reader, axis: int) -> NDArray[np.float64]:
+        """Cost of the boxing between maker and reader, for each pair of their options on `axis`."""
+        maker = value.maker
+        out_port = len(maker.operands) + value.port
+        out, into = self.ports[maker.number][out_port], self.ports[reader.node.number][reader.port]
+        assert out is not None and into is not None
+        rows, columns = (
+            out.rows[self.codes(maker, out_port, axis)], into.rows[self.codes(reader.node, reader.port, axis)]
+        )  # fmt: skip
+        cost = reader.weight * out.table.seconds[rows[:, None], columns[None, :]]
+        if reader.small or value.stacked:
+            before, after = out.table.local_bytes[rows][:, None], out.table.local_bytes[columns][None, :]
+            wrong = (after > before) if reader.small else (after < before)
+            cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+        return cost
+
+    def improve(self, axis: int) -> tuple[float, bool]:
+        """Sets the best options on one axis. Returns the cost, and whether it is proved best on this axis."""
+        unary = [self.unary(n, axis) for n in self.nodes]
+        pairwise: dict[tuple[int, int], NDArray[np.float64]] = {}
+        for value, reader in self.edges:
+            i, j = value.maker.number, reader.node.number
+            cost = self.edge(value, reader, axis)
+            if i == j:
+                unary[i] = unary[i] + np.diagonal(cost)
+                continue
+            key, cost = ((i, j), cost) if i < j else ((j, i), cost.T)
+            pairwise[key] = pairwise[key] + cost if key in pairwise else cost
+        found = minimize(unary, pairwise, [s[axis] for s in self.state])
+        before = self._cost(unary, pairwise, [s[axis] for s in self.state])
+        if found.cost < before - 1e-12 - 1e-9 * abs(before):
+            for s, value in zip(self.state, found.values, strict=True):
+                s[axis] = value
+            return found.cost, found.exact
+        return before, found.exact
+
+    @staticmethod
+    def _cost(
+        unary: Sequence[NDArray[np.float64]],
+        pairwise: Mapping[tuple[int, int], NDArray[np.float64]],
+        values: Sequence[int],
+    ) -> float:
+        alone = sum(float(u[x]) for u, x in zip(unary, values, strict=True))
+        return alone + sum(float(t[values[i], values[j]]) for (i, j), t in pairwise.items())
+
+    def placements(self, n: Node) -> tuple[Placement, ...]:
+        """The placement at each port in the present state."""
+        if n.pin is not None and n.pin.fixed is None:  # its own order of axes may be another than the plan's
+            return (n.pin.placement,) * (len(n.operands) + len(n.results))
+        found: list[Placement] = []
+        for i, p in enumerate(self.ports[n.number]):
+            if p is None:
+                found.append(Placement(self._literal(n, i)))
+            else:
+                code = sum(int(p.column[o]) * p.radix**k for k, o in enumerate(self.state[n.number]))
+                found.append(p.placements[code])
+        return tuple(found)
+
+    def _literal(self, n: Node, port: int) -> list[tuple[str, object]]:
+        """A literal operand may have to be partial, or split if it is an array."""
+        sbps: list[tuple[str, object]] = []
+        for k, axis in enumerate(self.axes):
+            option = n.options[self.state[n.number][k]]
+            sbps.append((axis, (*option.operands, *option.results)[port]))
+        return sbps
+
+
+def axis_order(problem: Problem, mesh: MeshView) -> tuple[str, ...]:
+    """Axes of more than one device, in the order in which they cut a shared dimension: that of the pins, else the mesh's."""
+    axes = [a for a, n in mesh.axes if n > 1]
+    before: set[tuple[str, str]] = set()
+    for n in problem.nodes:
+        if n.pin is not None:
+            for names in n.pin.placement.splits.values():
+                before |= set(itertools.combinations(names, 2))
+    for order in itertools.permutations(axes):
+        if all(order.index(a) < order.index(b) for a, b in before if a in order and b in order):
+            return order
+    return tuple(axes)
+
+
+def place(problem: Problem, mesh: MeshView) -> Placed:
+    """The best placement found for a problem on a mesh."""
+    axes = axis_order(problem, mesh)
+    best: tuple[float, list[list[int]], bool] | None = None
+    solver = Solver(problem, mesh, axes)
+    start = [list(s) for s in solver.state]
+    orders = [tuple(range(len(axes)))] + ([tuple(reversed(range(len(axes))))] if len(axes) > 1 else [])
+    for order in orders:
+        solver.state = [list(s) for s in start]
+        cost, exact = math.inf, True
+        for _ in range(SWEEPS if len(axes) > 1 else 1):
+            before = cost
+            for axis in order:
+                cost, proved = solver.improve(axis)
+                exact = exact and proved
+            if cost >= before * (1 - 1e-9):
+                break
+        log.debug("axes %s: cost %.3e", [axes[i] for i in order], cost)
+        if best is None or cost < best[0] * (1 - 1e-9):
+            best = (cost, [list(s) for s in solver.state], exact)
+    if best is None:  # one device: nothing to choose
+        return Placed({n: solver.placements(n) for n in problem.nodes}, 0.0, True)
+    solver.state = best[1]
+    return Placed({n: solver.placements(n) for n in problem.nodes}, best[0], best[2] and len(axes) <= 1)

@@ -1,0 +1,434 @@
+"""The placement problem of a program: values, nodes with signatures, and who reads what how often.
+
+Every equation becomes a node whose options are its one-axis signatures. What only carries a value (arguments, results,
+loop carries, the borders of scan, while, cond and remat, and a *hold* for each value with several readers) is a node
+whose ports all have the same sbp. The graph is flat: a loop's body stands in it once, weighted by its trip count.
+
+A hold is what makes one boxing serve many readers: the value is boxed once, to where the hold keeps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.canonicalize import NESTED
+from shardc.passes.constrain import pin_of
+from shardc.sbp import rules as _rules
+from shardc.sbp.placement import B, P, Pin, ReduceOp, S
+from shardc.sbp.signature import Operation, Rule, Signature, find_rule, signatures
+
+del _rules  # imported for its registrations
+
+REMAT: Final = ("remat2", "checkpoint", "remat")
+
+
+def itemsize_of(aval: Any) -> int:
+    """Bytes of one element; of a PRNG key those of its words."""
+    dtype = aval.dtype
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:
+        return int(dtype.itemsize)
+
+
+@dataclass(eq=False)
+class Value:
+    """One value of the program. `op` is what P means for it."""
+
+    aval: Any
+    maker: Node
+    port: int
+    op: ReduceOp = "sum"
+    weight: float = 1.0
+    """How often the scope runs in which it is seen: how often a boxing of it would."""
+    stacked: bool = False
+    """Results of a loop's steps: what can make them smaller belongs inside the loop."""
+    readers: list[Reader] = field(default_factory=list["Reader"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def rank(self) -> int:
+        return len(self.aval.shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reader:
+    """One use of a value. `weight`: how often a boxing for it would run. `small`: it may not make the value larger."""
+
+    node: Node
+    port: int
+    weight: float
+    small: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """Something that relates the placements of values.
+
+    Attributes:
+      kind: operation, source (argument), sink (result), carrier or hold.
+      operands, results: values at its ports; None is a literal.
+      options: its one-axis signatures, for any axis on its own.
+      weight: how often it runs.
+      rule: of an operation.
+      pin: what the user said of it; for a carrier, source or sink.
+      plain: only what a jax.Array can be: no P, no uneven split.
+      eqn: the equation.
+    """
+
+    kind: str
+    operands: list[Value | None]
+    results: list[Value]
+    options: tuple[Signature, ...]
+    weight: float = 1.0
+    rule: Rule | None = None
+    pin: Pin | None = None
+    plain: bool = False
+    eqn: Eqn | None = None
+    path: str = ""
+    number: int = -1
+
+    @property
+    def avals(self) -> list[Any]:
+        return [v.aval if v is not None else None for v in (*self.operands, *self.results)]
+
+
+@dataclass(eq=False)
+class Nested:
+    """A scan, while, cond or remat: carriers on its border and a scope for each body.
+
+    `entries[i]` is the carrier that operand i of the equation enters by (None: read as B), `exits[j]` the one that
+    result j leaves by. `returns[s][k]` is the (node, port) that output k of scope s is read by.
+    """
+
+    entries: list[Node]
+    scopes: list[Scope]
+    exits: list[Node]
+    returns: list[list[tuple[Node, int]]]
+    trips: list[float]
+
+
+@dataclass(eq=False)
+class Scope:
+    """One jaxpr with the node of each of its equations."""
+
+    jaxpr: Jaxpr
+    inputs: list[Value]
+    nodes: list[Node | Nested] = field(default_factory=list["Node | Nested"])
+    outputs: list[Value | None] = field(default_factory=list["Value | None"])
+
+
+@dataclass(eq=False)
+class Problem:
+    """The whole: top scope, all nodes, the sinks of the results, and the operations without a rule."""
+
+    scope: Scope
+    nodes: list[Node]
+    sources: list[Node]
+    sinks: list[Node]
+    holds: dict[int, Node]
+    """By id of the value that is held."""
+
+
+def _same(ranks: Sequence[int], aval: Any, splits: Sequence[Sequence[int]]) -> tuple[Signature, ...]:
+    """Options of a node that only carries: B, P(sum) if it may be, and each of `splits` (a dimension for each port)."""
+    found = [Signature((B,) * len(ranks), ())]
+    dtype = aval.dtype
+    if not _is_key(dtype) and dtype != np.bool_:
+        found.append(Signature((P(),) * len(ranks), ()))
+    found += [Signature(tuple(S(d) for d in dims), (), f"d{dims[0]}") for dims in splits]
+    return tuple(found)
+
+
+def _is_key(dtype: Any) -> bool:
+    return not isinstance(dtype, np.dtype)
+
+
+class Builder:
+    """Walks a canonical program and makes its problem."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def add(self, node: Node) -> Node:
+        node.number = len(self.nodes)
+        self.nodes.append(node)
+        return node
+
+    def read(self, value: Value | None, node: Node, port: int, weight: float, small: bool = False) -> None:
+        if value is not None:
+            value.readers.append(Reader(node, port, weight, small))
+
+    def carrier(
+        self, kind: str, aval: Any, operands: list[Value | None], outs: Sequence[tuple[Any, float]],
+        shift_in: int = 0, shift_out: int = 0,
+    ) -> Node:  # fmt: skip
+        """A node with one sbp for all ports and no cost of its own.
+
+        `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension.
+        """
+        rank = len(aval.shape)
+        ports = [shift_in] * len(operands) + [shift_out] * len(outs)
+        splits = [[d + s for s in ports] for d in range(rank) if aval.shape[d] != 1]
+        same = _same(ports, aval, splits)
+        n = len(operands)
+        options = tuple(Signature(s.operands[:n], s.operands[n:], s.split) for s in same)
+        node = self.add(Node(kind, operands, [], options, 0.0))
+        node.results = [Value(a, node, i, weight=w) for i, (a, w) in enumerate(outs)]
+        return node
+
+    def build(self, jaxpr: Jaxpr, env: dict[Var, Value], weight: float) -> Scope:
+        scope = Scope(jaxpr, [env[v] for v in jaxpr.invars])
+
+        def find(atom: Atom) -> Value | None:
+            return None if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [find(a) for a in eqn.invars]
+            if eqn.primitive.name in NESTED:
+                made = _NESTED_BUILDERS[eqn.primitive.name](self, eqn, operands, weight)
+                results = [node.results[-1] for node in made.exits]
+            else:
+                made = self.operation(eqn, operands, weight)
+                results = made.results
+            scope.nodes.append(made)
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        scope.outputs = [find(a) for a in jaxpr.outvars]
+        return scope
+
+    def operation(self, eqn: Eqn, operands: list[Value | None], weight: float) -> Node:
+        pin = pin_of(eqn)
+        if pin is not None:
+            aval = eqn.outvars[0].aval
+            node = self.carrier("carrier", aval, operands, [(aval, weight)])
+            node.pin, node.eqn, node.path = pin, eqn, "constrain"
+        else:
+            op = operation_of(eqn)
+            rule = find_rule(op)
+            options, ops = _with_ops(signatures(rule, op), operands, len(eqn.outvars))
+            node = self.add(Node("operation", operands, [], options, weight, rule, eqn=eqn))
+            node.results = [Value(v.aval, node, i, ops[i], weight) for i, v in enumerate(eqn.outvars)]
+        for i, value in enumerate(operands):
+            self.read(value, node, i, weight)
+        return node
+
+    def enter(
+        self, value: Value | None, aval: Any, weight: float, inside: float, small: bool = False, shift: int = 0
+    ) -> Node:
+        """The carrier of one operand of a nested equation; `aval` is what the body sees."""
+        node = self.carrier("carrier", aval, [value], [(aval, inside)], shift_in=shift)
+        self.read(value, node, 0, weight, small)
+        return node
+
+    def leave(
+        self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float, shift: int = 0
+    ) -> Node:
+        """The carrier of one result of a nested equation; `aval` is what the body made."""
+        node = self.carrier("carrier", aval, list(inner), [(out, weight)], shift_out=shift)
+        for port, value in enumerate(inner):
+            self.read(value, node, port, inside)
+        node.results[0].stacked = shift > 0
+        return node
+
+    def whole(self, value: Value | None, weight: float) -> None:
+        """`value` decides control flow: every device needs all of it."""
+        if value is not None:
+            node = self.add(Node("sink", [value], [], (Signature((B,), ()),), weight))
+            self.read(value, node, 0, weight)
+
+
+def operation_of(eqn: Eqn) -> Operation:
+    """The equation as a rule sees it."""
+    return Operation(
+        eqn.primitive.name, tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars), eqn.params
+    )
+
+
+def _with_ops(
+    options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
+) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
+    """The options whose partial operands are what the values can be, and what P means for each result."""
+    fit = [
+        s for s in options
+        if all(not isinstance(sbp, P) or v is None or v.op == sbp.op for sbp, v in zip(s.operands, operands, strict=True))
+    ]  # fmt: skip
+    ops: list[ReduceOp] = []
+    for i in range(results):
+        found: list[ReduceOp] = [sbp.op for s in fit if isinstance(sbp := s.results[i], P)]
+        other: list[ReduceOp] = [op for op in found if op != "sum"]
+        ops.append(other[0] if other else "sum")
+    fit = [
+        s for s in fit
+        if all(not isinstance(sbp, P) or sbp.op == op for sbp, op in zip(s.results, ops, strict=True))
+    ]  # fmt: skip
+    return tuple(fit), ops
+
+
+def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    body: Jaxpr = eqn.params["jaxpr"].jaxpr
+    trips = float(eqn.params["length"])
+    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    inner = weight * trips
+    entries: list[Node] = []
+    for i, (value, var) in enumerate(zip(operands, body.invars, strict=True)):
+        if consts <= i < consts + carries:
+            node = b.carrier("carrier", var.aval, [value, None], [(var.aval, inner), (var.aval, weight)])
+            b.read(value, node, 0, weight)
+        else:
+            xs = i >= consts + carries
+            node = b.enter(value, var.aval, weight, inner, small=xs, shift=int(xs))
+        entries.append(node)
+    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, inner)
+    exits: list[Node] = []
+    returns: list[tuple[Node, int]] = []
+    for j, (value, out) in enumerate(zip(scope.outputs, eqn.outvars, strict=True)):
+        if j < carries:
+            node = entries[consts + j]
+            node.operands[1] = value
+            b.read(value, node, 1, inner)
+            returns.append((node, 1))
+        else:
+            node = b.leave([value], body.outvars[j].aval, out.aval, weight, inner, shift=1)
+            returns.append((node, 0))
+        exits.append(node)
+    return Nested(entries, [scope], exits, [returns], [trips])
+
+
+def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    body: Jaxpr = eqn.params["jaxpr"]
+    entries = [b.enter(v, var.aval, weight, weight, small=True) for v, var in zip(operands, body.invars, strict=True)]
+    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, weight)
+    exits = [b.leave([v], out.aval, out.aval, weight, weight) for v, out in zip(scope.outputs, eqn.outvars, strict=True)]
+    return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
+
+
+def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    cond: Jaxpr = eqn.params["cond_jaxpr"].jaxpr
+    body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
+    nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    consts = [
+        b.enter(v, var.aval, weight, weight)
+        for v, var in zip(operands[: nc + nb], [*cond.invars[:nc], *body.invars[:nb]], strict=True)
+    ]
+    carries: list[Node] = []
+    for value, var in zip(operands[nc + nb :], body.invars[nb:], strict=True):
+        node = b.carrier("carrier", var.aval, [value, None], [(var.aval, weight)] * 3)
+        b.read(value, node, 0, weight)
+        carries.append(node)
+    cond_env = [n.results[0] for n in (*consts[:nc], *carries)]
+    cond_scope = b.build(cond, dict(zip(cond.invars, cond_env, strict=True)), weight)
+    b.whole(cond_scope.outputs[0], weight)
+    body_env = [*(n.results[0] for n in consts[nc:]), *(n.results[1] for n in carries)]
+    body_scope = b.build(body, dict(zip(body.invars, body_env, strict=True)), weight)
+    for value, node in zip(body_scope.outputs, carries, strict=True):
+        node.operands[1] = value
+        b.read(value, node, 1, weight)
+    returns = [[(n, 1) for n in carries]]
+    return Nested([*consts, *carries], [cond_scope, body_scope], carries, [[], *returns], [1.0, 1.0])
+
+
+def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    branches: list[Jaxpr] = [br.jaxpr for br in eqn.params["branches"]]
+    aval = eqn.invars[0].aval
+    index = b.add(Node("carrier", [operands[0]], [], (Signature((B,), ()),), weight))
+    index.results = [Value(aval, index, 0, weight=weight)] * len(branches)
+    b.read(operands[0], index, 0, weight)
+    entries: list[Node] = []
+    for value, *variables in zip(operands[1:], *(br.invars for br in branches), strict=True):
+        node = b.carrier("carrier", variables[0].aval, [value], [(v.aval, weight) for v in variables])
+        b.read(value, node, 0, weight)
+        entries.append(node)
+    scopes = [
+        b.build(br, {v: n.results[k] for v, n in zip(br.invars, entries, strict=True)}, weight)
+        for k, br in enumerate(branches)
+    ]
+    exits = [
+        b.leave([s.outputs[j] for s in scopes], out.aval, out.aval, weight, weight) for j, out in enumerate(eqn.outvars)
+    ]
+    returns = [[(n, k) for n in exits] for k in range(len(scopes))]
+    return Nested([index, *entries], scopes, exits, returns, [1.0] * len(scopes))
+
+
+_NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None], float], Nested]]] = {
+    "scan": _build_scan,
+    "while": _build_while,
+    "cond": _build_cond,
+    **dict.fromkeys(REMAT, _build_remat),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What is said of one argument or result of the function.
+
+    `pin`: the placement that was asked for; None: free. `tie`: for a result, the number of the donated argument whose
+    placement it takes.
+    """
+
+    pin: Pin | None = None
+    tie: int | None = None
+
+
+def build_problem(
+    jaxpr: Jaxpr, inputs: Sequence[Border], outputs: Sequence[Border], in_paths: Sequence[str], out_paths: Sequence[str]
+) -> Problem:
+    """The problem of a canonical jaxpr whose arguments and results are bound as said."""
+    b = Builder()
+    sources: list[Node] = []
+    for var, border, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
+        node = b.carrier("source", var.aval, [None], [(var.aval, 1.0)])
+        node.pin, node.plain, node.path = border.pin, border.pin is None, path
+        sources.append(node)
+    scope = b.build(jaxpr, {v: n.results[0] for v, n in zip(jaxpr.invars, sources, strict=True)}, 1.0)
+    sinks: list[Node] = []
+    for value, var, border, path in zip(scope.outputs, jaxpr.outvars, outputs, out_paths, strict=True):
+        if border.tie is not None and border.pin is None:
+            node = sources[border.tie]  # it leaves where it came in: the argument reads the result, as a loop's carry
+            node.operands[0] = value
+        else:
+            node = b.carrier("sink", var.aval, [value], [])
+            node.pin, node.plain, node.path = border.pin, border.pin is None, path
+        b.read(value, node, 0, 1.0)
+        sinks.append(node)
+    return Problem(scope, b.nodes, sources, sinks, _add_holds(b))
+
+
+def _add_holds(b: Builder) -> dict[int, Node]:
+    holds: dict[int, Node] = {}
+    for node, port in [(n, i) for n in b.nodes for i in range(len(n.results))]:
+        value = node.results[port]
+        free = [r for r in value.readers if not r.small]
+        if node.kind == "hold" or len(free) < 2:
+            continue
+        hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)])
+        held = hold.results[0]
+        held.op, held.stacked, held.readers = value.op, value.stacked, free
+        if value.op != "sum":
+            hold.options = tuple(
+                Signature((P(value.op),), (P(value.op),)) if isinstance(s.operands[0], P) else s for s in hold.options
+            )
+        value.readers = [r for r in value.readers if r.small]
+        value.readers.append(Reader(hold, 0, value.weight))
+        holds[id(value)] = hold
+    return holds
+
+
+def digits(options: Sequence[Signature], ports: int) -> NDArray[np.int64]:
+    """Options as a matrix (option, port) of small numbers: 0 is B, 1 is P, 2 + d is S(d)."""
+    rows = [[_digit(s) for s in itertools.chain(o.operands, o.results)] for o in options]
+    return np.asarray(rows, np.int64).reshape(len(options), ports)
+
+
+def _digit(sbp: object) -> int:
+    return sbp.dim + 2 if isinstance(sbp, S) else 1 if isinstance(sbp, P) else 0

@@ -1,0 +1,38 @@
+"""The program: a traced function as one flat jaxpr, with the paths of its arguments and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.compat import Jaxpr
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function.
+
+    Attributes:
+      name: the function's name.
+      jaxpr: without constants; its inputs are the flat arguments, then the captured arrays.
+      in_paths: path of each input, `argument/key/0`; captured arrays are `closure/0`.
+      out_paths: path of each result, the results' own path without the argument.
+      captured: the values of the captured arrays.
+      in_tree, out_tree: pytree structures of (args, kwargs) and of the result.
+    """
+
+    name: str
+    jaxpr: Jaxpr
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    captured: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [v.aval for v in self.jaxpr.invars]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [v.aval for v in self.jaxpr.outvars]
