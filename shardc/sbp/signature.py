@@ -7,6 +7,7 @@ and leaves a partial value. Linearity and monotonicity give the signatures with 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from shardc.errors import PlacementError
-from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
+from shardc.sbp.placement import REDUCE_OPS, SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
 
 Factors: TypeAlias = tuple[str | None, ...]
 """The factor of each dimension of one operand or result; None is never split."""
@@ -175,6 +176,19 @@ def find_rule(op: Operation) -> Rule:
     return (fn(op) if fn else None) or gathered(op)
 
 
+def dims(rank: int, prefix: str = "d") -> tuple[str, ...]:
+    """Factor names of `rank` dimensions: `d0`, `d1`, ..."""
+    return tuple(f"{prefix}{i}" for i in range(rank))
+
+
+def passes(count: int, *groups: Sequence[int], ops: Sequence[ReduceOp] = REDUCE_OPS) -> tuple[Partials, ...]:
+    """Partials of an operation of `count` operands that commutes with `ops` in each of the groups of operands.
+
+    What only moves elements about commutes with all three.
+    """
+    return tuple((tuple(op if i in g else None for i in range(count)), op) for g in groups for op in ops)
+
+
 def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
     """Partials of an operation of `count` operands that is jointly linear in each of the groups of operands.
 
@@ -182,7 +196,47 @@ def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
       >>> linear(2, (0,), (1,))  # a product: linear in each
       ((('sum', None), 'sum'), ((None, 'sum'), 'sum'))
     """
-    return tuple((tuple("sum" if i in g else None for i in range(count)), "sum") for g in groups)
+    return passes(count, *groups, ops=("sum",))
+
+
+def mask_padding(site: Site, rule: Rule, operands: Sequence[Any]) -> list[Any]:
+    """The operands with their declared neutral values in the padding of reduced factors.
+
+    Kept factors are left alone: what their padding holds stays in padding. Even splits cost nothing.
+    """
+    return [
+        _mask_operand(site, i, [d for d, f in enumerate(rule.operands[i]) if f in rule.reduced], rule.neutral[i], x)
+        if i in rule.neutral
+        else x
+        for i, x in enumerate(operands)
+    ]
+
+
+def _mask_operand(site: Site, i: int, reduced: Sequence[int], kind: Neutral, x: Any) -> Any:
+    for dim in reduced:
+        axes = site.operands[i].axes_of(dim)
+        if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes):
+            _, valid = site.operand_extent(i, dim)
+            inside = jax.lax.broadcasted_iota(np.int32, x.shape, dim) < valid
+            x = jax.numpy.where(inside, x, neutral_value(kind, x.dtype))
+    return x
+
+
+def neutral_value(kind: Neutral, dtype: Any) -> Any:
+    """The element of `dtype` that a sum (zero), product (one), max (lowest) or min (highest) does not notice."""
+    if kind in ("zero", "one"):
+        return np.asarray(kind == "one", dtype)
+    low = kind == "lowest"
+    if jax.dtypes.issubdtype(dtype, np.bool_):
+        return np.asarray(not low)
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        info = jax.numpy.iinfo(dtype)
+        return np.asarray(info.min if low else info.max, dtype)
+    infinity = np.asarray(-np.inf if low else np.inf, dtype)
+    if np.isinf(infinity.astype(np.float64)):
+        return infinity
+    info = jax.numpy.finfo(dtype)  # some float8 types have no infinity
+    return np.asarray(info.min if low else info.max, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,40 +1,72 @@
-"""Operations that work element by element."""
+"""Operations that work element by element.
+
+`P(max)` and `P(min)` pass a map only if it is monotone on everything that a device may hold: the parts of a P(max) lie
+anywhere below the value, down to the lowest of the dtype, so `sqrt` and `log` pass P(min) alone, and wrapping integer
+negation neither.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 
-from shardc.sbp.signature import Operation, Partials, Rule, linear, rule
+from shardc.sbp.placement import ReduceOp
+from shardc.sbp.signature import Operation, Partials, Rule, dims, linear, passes, rule
+
+EXTREMA: Final[tuple[ReduceOp, ...]] = ("max", "min")
+FLIPPED: Final[tuple[Partials, ...]] = ((("max",), "min"), (("min",), "max"))
+"""Decreasing maps swap max and min."""
 
 
 def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
-    """Every dimension is a factor; scalars beside arrays are read whole."""
-    rank = max((len(a.shape) for a in (*op.operands, *op.results)), default=0)
-    names = tuple(f"d{i}" for i in range(rank))
+    """Every dimension is a factor; scalars and dimensions of size 1 beside arrays are read whole."""
+    shape = op.results[0].shape
+    names = dims(len(shape))
     return Rule(
-        tuple(names if a.shape else () for a in op.operands),
+        tuple(
+            tuple(f if d == full else None for f, d, full in zip(names, a.shape, shape, strict=True)) if a.shape else ()
+            for a in op.operands
+        ),
         tuple(names for _ in op.results),
         partials=partials,
     )
 
 
+def _is_a(dtype: Any, kind: type) -> bool:
+    return dtypes.issubdtype(dtype, kind)
+
+
 @rule(
-    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp", "clz", "cos",
-    "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "floor", "ge", "gt", "is_finite",
-    "le", "le_to", "lgamma", "lt", "lt_to", "ne", "nextafter", "not", "or", "population_count",
-    "pow", "rem", "round", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-    "square", "tan", "xor",
+    "abs", "acos", "acosh", "asin", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "clz", "cos", "cosh", "digamma",
+    "eq", "eq_to", "erf_inv", "erfc", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "is_finite", "le", "le_to",
+    "lgamma", "lt", "lt_to", "mulhi", "ne", "nextafter", "polygamma", "population_count", "pow", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sin", "square", "tan", "threefry2x32", "xor", "zeta",
 )  # fmt: skip
 def elementwise(op: Operation) -> Rule:
     """Split any dimension; nothing passes a partial value."""
     return pointwise(op)
 
 
-@rule("add", "add_any", "sub")
+@rule("copy", "copy_p", "name", "stop_gradient")
+def identity(op: Operation) -> Rule:
+    """Identities pass everything."""
+    return pointwise(op, passes(1, (0,)))
+
+
+@rule("add", "add_any", "sub", "complex")
 def sums(op: Operation) -> Rule:
     """Linear in both operands together: P, P -> P."""
     return pointwise(op, linear(2, (0, 1)))
+
+
+@rule("real", "imag", "conj")
+def parts(op: Operation) -> Rule:
+    """Linear over the reals."""
+    return pointwise(op, linear(1, (0,)))
 
 
 @rule("mul")
@@ -46,13 +78,108 @@ def product(op: Operation) -> Rule:
 @rule("div")
 def quotient(op: Operation) -> Rule:
     """Linear in the dividend where division is exact arithmetic: integer division truncates, so it is not."""
-    inexact = dtypes.issubdtype(op.results[0].dtype, np.inexact)
-    return pointwise(op, linear(2, (0,)) if inexact else ())
+    return pointwise(op, linear(2, (0,)) if _is_a(op.results[0].dtype, np.inexact) else ())
 
 
-@rule("exp", "exp2", "expm1", "log", "log1p", "logistic", "sqrt", "tanh")
+@rule("neg")
+def negation(op: Operation) -> Rule:
+    """Linear; max(-x) = -min(x) but where the lowest integer is its own negative."""
+    return pointwise(op, (*linear(1, (0,)), *(FLIPPED if _is_a(op.results[0].dtype, np.floating) else ())))
+
+
+@rule("max", "min")
+def extremum(op: Operation) -> Rule:
+    """Associative and idempotent: max(max_d x_d, y) = max_d max(x_d, y)."""
+    return pointwise(op, passes(2, (0, 1), (0,), (1,), ops=("max" if op.name == "max" else "min",)))
+
+
+@rule("or", "and")
+def logical(op: Operation) -> Rule:
+    """On booleans `or` is max and `and` is min; on integers they are neither."""
+    ops: tuple[ReduceOp, ...] = ("max" if op.name == "or" else "min",)
+    return pointwise(op, passes(2, (0, 1), (0,), (1,), ops=ops) if _is_a(op.results[0].dtype, np.bool_) else ())
+
+
+@rule("not")
+def complement(op: Operation) -> Rule:
+    """Decreasing on booleans, and on integers too: not x = -1 - x, which does not wrap."""
+    return pointwise(op, FLIPPED)
+
+
+@rule(
+    "asinh", "atan", "cbrt", "ceil", "erf", "exp", "exp2", "expm1", "floor", "logistic", "round", "sign", "sinh", "tanh"
+)
 def increasing(op: Operation) -> Rule:
-    """Monotone maps: they commute with max and min."""
-    if not dtypes.issubdtype(op.results[0].dtype, np.floating):
-        return pointwise(op)
-    return pointwise(op, ((("max",), "max"), (("min",), "min")))
+    """Monotone on the whole line: they commute with max and min."""
+    return pointwise(op, passes(1, (0,), ops=EXTREMA) if _is_a(op.results[0].dtype, np.floating) else ())
+
+
+@rule("log", "log1p", "sqrt")
+def increasing_above(op: Operation) -> Rule:
+    """Monotone above a bound: the parts of a P(min) are in the domain if the value is; of a P(max) they need not be."""
+    return pointwise(op, passes(1, (0,), ops=("min",)) if _is_a(op.results[0].dtype, np.floating) else ())
+
+
+@rule("integer_pow")
+def power(op: Operation) -> Rule:
+    """The first power is the identity; other odd powers are increasing, where they do not wrap."""
+    y = op.params["y"]
+    if y == 1:
+        return identity(op)
+    return increasing(op) if y > 0 and y % 2 else pointwise(op)
+
+
+@rule("clamp")
+def clamp(op: Operation) -> Rule:
+    """min(max(x, low), high) is monotone in x."""
+    return pointwise(op, passes(3, (1,), ops=EXTREMA))
+
+
+@rule("select_n")
+def select(op: Operation) -> Rule:
+    """Under one predicate a choice between cases is linear and monotone in all cases together."""
+    n = len(op.operands)
+    return pointwise(op, passes(n, range(1, n)))
+
+
+@rule("convert_element_type")
+def conversion(op: Operation) -> Rule:
+    """Passes the reductions with which rounding commutes."""
+    return pointwise(op, passes(1, (0,), ops=conversion_ops(op.operands[0].dtype, op.results[0].dtype)))
+
+
+@rule("bitcast_convert_type")
+def bitcast(op: Operation) -> Rule:
+    """The bits of each element; a narrower type adds a last dimension, a wider one takes it away."""
+    names = dims(min(len(op.operands[0].shape), len(op.results[0].shape)))
+    operands, results = ((*names, None)[: len(a.shape)] for a in (op.operands[0], op.results[0]))
+    return Rule((operands,), (results,))
+
+
+def conversion_ops(old: Any, new: Any) -> tuple[ReduceOp, ...]:
+    """The reductions that commute with a conversion from dtype `old` to `new`.
+
+    Sums do where every value of `old` is one of `new` (floats), or where both wrap alike (integers of one width: the
+    parts of an int8 sum may wrap where a wider sum would not). Maxima do where the conversion is monotone to the very
+    ends: not where integers wrap, not to a float without infinities, not from a float to an integer.
+    """
+    if old == new:
+        return ("sum", *EXTREMA)
+    if _is_a(new, np.inexact) and _is_a(old, np.inexact):
+        into_real = _is_a(new, np.floating)
+        exact = _covers(new, old) and (_is_a(old, np.floating) or not into_real)
+        ordered = into_real and _is_a(old, np.floating) and np.dtype(new).itemsize > 1
+        return (*(("sum",) if exact else ()), *(EXTREMA if ordered else ()))
+    if _is_a(new, np.floating) and _is_a(old, np.integer):
+        return EXTREMA if np.dtype(new).itemsize > 1 else ()
+    if _is_a(old, np.bool_):
+        return EXTREMA if _is_a(new, np.integer) or _is_a(new, np.floating) else ()
+    if _is_a(new, np.integer) and _is_a(old, np.integer):
+        n, o = jnp.iinfo(new), jnp.iinfo(old)
+        return (*(("sum",) if n.bits == o.bits else ()), *(EXTREMA if n.min <= o.min and n.max >= o.max else ()))
+    return ()
+
+
+def _covers(new: Any, old: Any) -> bool:
+    n, o = jnp.finfo(new), jnp.finfo(old)
+    return bool(n.nmant >= o.nmant and n.maxexp >= o.maxexp and n.minexp <= o.minexp)

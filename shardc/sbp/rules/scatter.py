@@ -1,0 +1,112 @@
+"""Scatter: operand with operand[indices[batch] + window] combined with updates[batch, window].
+
+Factors: `o*` dimensions that every window covers, `i*` dimensions of indices and updates (shared with the operand where
+it is batched, else reduced where updates may come in any number of parts), and `v*` dimensions of which every window
+touches one element: a split table, of which each device takes the updates of its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from shardc.sbp.placement import ReduceOp
+from shardc.sbp.rules.gather import as_int32, is_first, ranges_here
+from shardc.sbp.rules.reduction import NEUTRAL
+from shardc.sbp.signature import Factors, Operation, Partials, Rule, Site, dims, linear, passes, rule
+
+_COMBINES: Mapping[str, ReduceOp] = {
+    "scatter-add": "sum", "scatter-sub": "sum", "scatter-max": "max", "scatter-min": "min",
+}  # fmt: skip
+
+
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min")
+def scatter(op: Operation) -> Rule | None:
+    """Batched, covered and looked-up dimensions; parts of the updates where the combination is a sum, max or min."""
+    if op.params["mode"] == GatherScatterMode.ONE_HOT:
+        return None
+    operand, batch, updates = _factors(op)
+    combine = _COMBINES.get(op.name)
+    loose = [f for f in batch if f not in operand]
+    return Rule(
+        (operand, (*batch, None), updates), (operand,),
+        reduced=dict.fromkeys(loose, combine) if combine else {},
+        partials=_partials(op, combine),
+        neutral={2: NEUTRAL[combine]} if combine else {},
+        local=_scatter_here,
+    )  # fmt: skip
+
+
+def _partials(op: Operation, combine: ReduceOp | None) -> tuple[Partials, ...]:
+    """Sums are linear in operand and updates together, max and min in each; overwriting is, if no two updates meet."""
+    if combine == "sum":
+        return linear(3, (0, 2))
+    if combine:
+        return passes(3, (0, 2), (0,), (2,), ops=(combine,))
+    alone = op.params["unique_indices"] or np.prod(op.operands[1].shape[:-1]) == 1
+    return passes(3, (0, 2)) if op.name == "scatter" and op.params["update_jaxpr"] is None and alone else ()
+
+
+def _windows(op: Operation) -> dict[int, int | None]:
+    """Dimension of the updates that runs along each dimension of the operand; None where it is a single element."""
+    numbers = op.params["dimension_numbers"]
+    single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    along = iter(numbers.update_window_dims)
+    return {d: None if d in single else next(along) for d in range(len(op.operands[0].shape))}
+
+
+def _sizes(op: Operation) -> list[int]:
+    return [1 if u is None else op.operands[2].shape[u] for u in _windows(op).values()]
+
+
+def _looked_up(op: Operation) -> tuple[int, ...]:
+    numbers, sizes, shape = op.params["dimension_numbers"], _sizes(op), op.operands[0].shape
+    single = numbers.inserted_window_dims
+    return tuple(d for d in numbers.scatter_dims_to_operand_dims if sizes[d] == 1 and (shape[d] > 1 or d in single))
+
+
+def _factors(op: Operation) -> tuple[Factors, Factors, Factors]:
+    """Factors of the operand, of the batch of indices, of the updates."""
+    numbers, shape = op.params["dimension_numbers"], op.operands[0].shape
+    batch = dims(len(op.operands[1].shape) - 1, "i")
+    updates: list[str | None] = [None] * len(op.operands[2].shape)
+    for f, u in zip(batch, (u for u in range(len(updates)) if u not in numbers.update_window_dims), strict=True):
+        updates[u] = f
+    operand: list[str | None] = [f"v{d}" if d in _looked_up(op) else None for d in range(len(shape))]
+    for d, u in _windows(op).items():
+        if u is not None and operand[d] is None and op.operands[2].shape[u] == shape[d]:
+            operand[d] = updates[u] = f"o{d}"
+    for d, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        operand[d] = batch[j]
+    return tuple(operand), batch, tuple(updates)
+
+
+def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
+    op, p = site.op, site.op.params
+    mapped = p["dimension_numbers"].scatter_dims_to_operand_dims
+    operand, _, names = _factors(op)
+    loose = [a for u, f in enumerate(names) if f and f not in operand for a in site.operands[2].axes_of(u)]
+    if loose and _COMBINES[op.name] == "sum":
+        x = jnp.where(is_first(site, loose), x, jnp.zeros((), x.dtype))  # the operand counts once
+    split = [d for d in _looked_up(op) if site.operands[0].axes_of(d)]
+    if not split:
+        ordered = not site.operands[1].splits  # padding is in no order and not unique
+        return site.bind(
+            x, indices, updates,
+            indices_are_sorted=p["indices_are_sorted"] and ordered, unique_indices=p["unique_indices"] and ordered,
+        )  # fmt: skip
+    limits = np.asarray([op.operands[0].shape[d] - _sizes(op)[d] for d in mapped], np.int32)
+    asked = as_int32(indices)
+    if p["mode"] == GatherScatterMode.CLIP:
+        asked = jnp.clip(asked, 0, limits)
+    starts, counts = ranges_here(site, mapped, split, limits)
+    here = asked - starts
+    mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
+    return site.bind(
+        x, jnp.where(mine, here, -1), updates,
+        indices_are_sorted=False, unique_indices=False, mode=GatherScatterMode.FILL_OR_DROP,
+    )  # fmt: skip
