@@ -146,7 +146,7 @@ def generate(params, cfg: Config, prompt: bytes, length: int, temperature: float
     """`length` bytes that follow the prompt, drawn from a window of at most `cfg.seq` tokens."""
 
     @jax.jit
-    def draw(window_T, last, key):
+    def draw(params, window_T, last, key):
         logits_TV = GPT2(cfg).apply({"params": params}, window_T[None])[0]
         return jax.random.categorical(key, logits_TV[last, :256].astype(float) / temperature)
 
@@ -154,5 +154,5 @@ def generate(params, cfg: Config, prompt: bytes, length: int, temperature: float
     for key in jax.random.split(jax.random.key(seed), length):
         window = tokens[-cfg.seq :]
         padded = jnp.array(window + [0] * (cfg.seq - len(window)))  # no position looks at those after it
-        tokens.append(int(draw(padded, len(window) - 1, key)))
+        tokens.append(int(draw(params, padded, len(window) - 1, key)))
     return bytes(tokens[len(prompt) :])
