@@ -1,0 +1,57 @@
+"""Real input that every machine with Python has: handwritten digits and the source of the standard library.
+
+Batches depend on the seed alone, never on where they will live.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+Batch: TypeAlias = dict[str, np.ndarray]
+
+
+def digits(test: int = 297) -> tuple[Batch, Batch]:
+    """The 1797 digits of scikit-learn, shuffled, as (train, test): image (N, 8, 8, 1) in [0, 1] and label (N,)."""
+    raw = load_digits()
+    order = np.random.default_rng(0).permutation(len(raw.target))
+    image = (raw.images[order, :, :, None] / 16).astype(np.float32)
+    label = raw.target[order].astype(np.int32)
+    return {"image": image[test:], "label": label[test:]}, {"image": image[:test], "label": label[:test]}
+
+
+def text_bytes(limit: int = 4_000_000) -> np.ndarray:
+    """The first `limit` bytes of the standard library's modules in order of name, as uint8."""
+    text = b""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(text) >= limit:
+            break
+        text += path.read_bytes()
+    return np.frombuffer(text[:limit], dtype=np.uint8)
+
+
+def digit_batches(data: Batch, batch: int, seed: int = 0) -> Iterator[Batch]:
+    """Batches without end: each epoch in an order of its own, its incomplete last batch left out."""
+    rows = len(data["label"])
+    if batch > rows:
+        raise ValueError(f"A batch of {batch} wants at least as many rows, got {rows}.")
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(rows)
+        for start in range(0, rows - batch + 1, batch):
+            pick = order[start : start + batch]
+            yield {name: column[pick] for name, column in data.items()}
+
+
+def text_batches(text: np.ndarray, batch: int, seq: int, seed: int = 0) -> Iterator[Batch]:
+    """Batches without end of random windows: inputs (batch, seq) and, one byte further on, targets, as int32."""
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(text) - seq, size=(batch, 1))
+        window = text[starts + np.arange(seq + 1)].astype(np.int32)
+        yield {"inputs": window[:, :-1], "targets": window[:, 1:]}

@@ -1,0 +1,158 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), in flax, over bytes.
+
+Sizes: B rows, T and S positions, D width, H heads, K width of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclass(frozen=True)
+class Config:
+    layers: int
+    d_model: int
+    heads: int
+    seq: int
+    vocab: int = 256
+    scan_layers: bool = False  # one traced block, its parameters stacked along a new dimension 0
+    remat: bool = False  # recompute each block in the backward pass
+    dtype: Any = float  # of activations; parameters are JAX's default float: float32, or float64 under x64
+    learning_rate: float = 1e-3
+
+
+CONFIGS = {
+    "tiny": Config(layers=2, d_model=128, heads=8, seq=128, learning_rate=3e-3),
+    "test": Config(layers=2, d_model=32, heads=4, seq=16, learning_rate=1e-2),
+    "small124m": Config(layers=12, d_model=768, heads=12, seq=1024, vocab=50257, learning_rate=6e-4),
+}
+
+
+class Attention(nn.Module):
+    cfg: Config
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        cfg = self.cfg
+        B, T, D = x_BTD.shape
+        q_BTHK, k_BSHK, v_BSHK = (
+            dense(cfg, D, name=name)(x_BTD).reshape(B, T, cfg.heads, D // cfg.heads) for name in ("q", "k", "v")
+        )
+        scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) / (D // cfg.heads) ** 0.5
+        causal_TS = jnp.tril(jnp.ones((T, T), bool))
+        scores_BHTS = jnp.where(causal_TS, scores_BHTS.astype(float), -jnp.inf)
+        weights_BHTS = jax.nn.softmax(scores_BHTS).astype(x_BTD.dtype)
+        out_BTHK = jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+        return dense(cfg, D, name="out", residual=True)(out_BTHK.reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    cfg: Config
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        D = x_BTD.shape[-1]
+        h_BTF = jax.nn.gelu(dense(self.cfg, 4 * D, name="up")(x_BTD))
+        return dense(self.cfg, D, name="down", residual=True)(h_BTF)
+
+
+class Block(nn.Module):
+    cfg: Config
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        x_BTD = x_BTD + Attention(self.cfg, name="attn")(norm(self.cfg, name="ln_1")(x_BTD))
+        x_BTD = x_BTD + MLP(self.cfg, name="mlp")(norm(self.cfg, name="ln_2")(x_BTD))
+        return x_BTD, None  # the carry of a scan, and nothing that it would stack
+
+
+class GPT2(nn.Module):
+    """Logits (B, T, V) for the token after each of tokens (B, T), T at most `cfg.seq`."""
+
+    cfg: Config
+
+    @nn.compact
+    def __call__(self, tokens_BT):
+        cfg = self.cfg
+        wte = embed(cfg, cfg.vocab, name="wte")
+        wpe = embed(cfg, cfg.seq, name="wpe")
+        x_BTD = wte(tokens_BT) + wpe(jnp.arange(tokens_BT.shape[1]))
+        block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
+        if cfg.scan_layers:
+            stacked = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=cfg.layers)
+            x_BTD, _ = stacked(cfg, name="blocks")(x_BTD)
+        else:
+            for i in range(cfg.layers):
+                x_BTD, _ = block(cfg, name=f"blocks_{i}")(x_BTD)
+        return wte.attend(norm(cfg, name="ln_f")(x_BTD))  # the head is the embedding once more
+
+
+def dense(cfg: Config, features: int, name: str, residual: bool = False):
+    """A dense layer; one that writes to the residual stream starts smaller, as it is one of 2·layers."""
+    init = nn.initializers.normal(0.02 / (2 * cfg.layers) ** 0.5 if residual else 0.02)
+    return nn.Dense(features, name=name, dtype=cfg.dtype, param_dtype=float, kernel_init=init)
+
+
+def embed(cfg: Config, rows: int, name: str):
+    init = nn.initializers.normal(0.02)
+    return nn.Embed(rows, cfg.d_model, name=name, dtype=cfg.dtype, param_dtype=float, embedding_init=init)
+
+
+def norm(cfg: Config, name: str):
+    return nn.LayerNorm(name=name, dtype=cfg.dtype, param_dtype=float, epsilon=1e-5)
+
+
+def loss(params, batch, cfg: Config):
+    """Mean cross entropy of the next token."""
+    logits_BTV = GPT2(cfg).apply({"params": params}, batch["inputs"]).astype(float)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
+
+
+def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
+    """`init_fn(key)` and `step_fn(params, opt_state, batch)`, which returns both anew and the loss.
+
+    `accumulate` may replace `fn(params, batch)` by its mean over parts of the batch.
+    """
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(cfg.learning_rate))
+
+    def init_fn(key):
+        params = GPT2(cfg).init(key, jnp.zeros((1, cfg.seq), int))["params"]
+        return params, optimizer.init(params)
+
+    def step_fn(params, opt_state, batch):
+        loss_, grads = accumulate(jax.value_and_grad(partial(loss, cfg=cfg)))(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss_
+
+    return init_fn, step_fn
+
+
+def stack_blocks(params, cfg: Config):
+    """Parameters of `scan_layers=False` --> those of the same model with `scan_layers=True`."""
+    params = dict(params)
+    blocks = [params.pop(f"blocks_{i}") for i in range(cfg.layers)]
+    return {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+
+def generate(params, cfg: Config, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+    """`length` bytes that follow the prompt, drawn from a window of at most `cfg.seq` tokens."""
+
+    @jax.jit
+    def draw(params, window_T, last, key):
+        logits_TV = GPT2(cfg).apply({"params": params}, window_T[None])[0]
+        return jax.random.categorical(key, logits_TV[last, :256].astype(float) / temperature)
+
+    tokens = list(prompt)
+    for key in jax.random.split(jax.random.key(seed), length):
+        window = tokens[-cfg.seq :]
+        padded = jnp.array(window + [0] * (cfg.seq - len(window)))  # no position looks at those after it
+        tokens.append(int(draw(params, padded, len(window) - 1, key)))
+    return bytes(tokens[len(prompt) :])

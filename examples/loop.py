@@ -1,0 +1,102 @@
+"""The training loop of `examples.train`: mesh, plan, audit, steps, result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+import shardc
+from examples.data import Batch
+from examples.meter import Meter
+from examples.zoo import MODELS, Model
+
+TOLERANCE = 1e-4
+"""Relative: what another order of float32 sums may change in a loss over some 50 steps."""
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train as the options say. Returns the exit status: 0, or 1 if the audit or the check fails."""
+    model = MODELS[options.model]
+    cfg = config_of(model, options)
+    rows = options.batch or model.rows
+    unit, per_row = model.units(cfg)
+    meter = partial(Meter, steps=options.steps, unit=unit, per_step=rows * per_row)
+
+    accumulate = partial(shardc.accumulate, microbatches=options.microbatches) if options.microbatches > 1 else same
+    init_fn, step_fn = model.make_step(cfg, accumulate)
+    mesh = shardc.make_mesh(**mesh_axes(options))
+    step = shardc.function(mesh=mesh, **pick(model.plans, options.plan, "--plan")())(step_fn)
+
+    def start() -> tuple:
+        return jax.jit(init_fn)(jax.random.key(options.seed))
+
+    def batches() -> Iterator[Batch]:
+        return islice(model.batches(cfg, rows, options.seed), options.steps)
+
+    args = (*start(), next(batches()))
+    plan = step.plan(*args)
+    print(plan.explain())
+    audit = step.compile(*args).audit()
+    print("audit: planned = found" if audit.ok else audit)
+    if not audit.ok:
+        return 1
+    *state, _ = shardc.put(args, mesh, plan.in_placements)
+    with open(options.loss_log or os.devnull, "w", buffering=1) as log:
+        losses, state = run(step, state, batches(), meter(name="train"), log)
+    print(model.result(cfg, to_host(state)))
+    if not options.check_against_one_device:
+        return 0
+    reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
+    worst = float(np.max(np.abs(np.divide(losses, reference) - 1)))
+    print(f"check: the losses differ from those of one device by at most {worst:.1e} of their size")
+    return int(worst > TOLERANCE)
+
+
+def run(step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter, log: TextIO | None = None):
+    """The loop itself: (losses, state) after a step on each batch."""
+    losses: list[float] = []
+    with meter:
+        for i, batch in enumerate(batches):
+            *state, loss = step(*state, batch)
+            losses.append(float(loss))
+            meter.step(losses[-1])
+            if log:
+                print(json.dumps({"step": i, "loss": losses[-1]}), file=log)
+    return losses, tuple(state)
+
+
+def same(fn: Callable) -> Callable:
+    return fn
+
+
+def config_of(model: Model, options: argparse.Namespace) -> Any:
+    changes = {"vocab": options.vocab, "scan_layers": options.scan, "remat": options.remat}
+    return replace(
+        pick(model.configs, options.config, "--config"), **{name: value for name, value in changes.items() if value}
+    )
+
+
+def mesh_axes(options: argparse.Namespace) -> dict[str, int]:
+    """The mesh that the options ask for; on one device it keeps its axes, each of size 1."""
+    axes = options.mesh or {"data": options.devices or jax.device_count()}
+    return dict.fromkeys(axes, 1) if options.devices == 1 else axes
+
+
+def pick(table: Mapping[str, Any], name: str, option: str) -> Any:
+    if name not in table:
+        raise SystemExit(f"{option} {name}: this model has {', '.join(table)}.")
+    return table[name]
+
+
+def to_host(tree: Any) -> Any:
+    """Every array of the tree, wherever it lives, as one numpy array."""
+    return jax.tree.map(np.asarray, tree, is_leaf=lambda leaf: isinstance(leaf, shardc.PlacedArray))

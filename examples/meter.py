@@ -1,0 +1,43 @@
+"""How a long loop shows where it is: a progress bar on a terminal, elsewhere a line every ten steps."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Meter:
+    """Counts steps of `per_step` units each. The first step compiles, and is left out of the rate."""
+
+    def __init__(self, steps: int, unit: str, per_step: int, name: str) -> None:
+        self.steps, self.unit, self.per_step, self.name = steps, unit, per_step, name
+        self.done, self.start = 0, 0.0
+        console = Console()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=console) if console.is_terminal else None
+
+    def __enter__(self) -> Meter:
+        if self.bar:
+            self.bar.start()
+            self.task = self.bar.add_task(self.name, total=self.steps)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if self.bar:
+            self.bar.stop()
+
+    def step(self, loss: float) -> None:
+        """Say that one more step is done."""
+        now = time.perf_counter()
+        self.done += 1
+        if self.done == 1:
+            self.start = now
+        rate = (self.done - 1) * self.per_step / (now - self.start) if self.done > 1 else 0.0
+        line = f"{self.name}  loss {loss:.4f}  {rate:,.0f} {self.unit}/s"
+        if self.bar:
+            self.bar.update(self.task, advance=1, description=line)
+        elif self.done in (1, self.steps) or self.done % 10 == 0:
+            print(f"step {self.done:{len(str(self.steps))}}/{self.steps}  {line}", flush=True)

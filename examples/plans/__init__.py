@@ -1,0 +1,10 @@
+"""Where the arrays of each model live: one file per model, one function per plan.
+
+A plan is the keyword arguments of `shardc.function`. It says where a few arrays live; what it does not name, the
+compiler places. Weights are split by a dimension counted from the last, so that a rule holds for one layer's weights
+and for those of all layers stacked.
+"""
+
+from examples.plans import gpt2, mlp, resnet
+
+__all__ = ["gpt2", "mlp", "resnet"]

@@ -1,0 +1,32 @@
+"""Plans of ResNet.
+
+Batch statistics are means over all rows, whoever holds them: with the rows split they are partial sums, and the plan
+shows what it costs to finish them.
+"""
+
+from shardc import S, rules
+
+EVERYWHERE = rules({"*": {}})
+DONATE = ("params", "batch_stats", "opt_state")
+
+
+def data():
+    """Every device holds the model and sees a part of the images."""
+    model = dict.fromkeys(DONATE, EVERYWHERE)
+    return {"in_placements": {**model, "batch": {"data": S(0)}}, "donate_argnames": DONATE}
+
+
+def zero1():
+    """ZeRO stage 1: each device keeps, and updates, its part of the optimizer's state."""
+    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
+    places = data()["in_placements"] | {"opt_state": moments}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def fsdp():
+    """The weights are split by output channel as well, and gathered where they are used."""
+    places = zero1()["in_placements"] | {"params": rules({"*": {"data": S(-1)}})}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+PLANS = {plan.__name__: plan for plan in (data, zero1, fsdp)}

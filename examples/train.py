@@ -1,0 +1,75 @@
+"""Train a model of the zoo under a plan.
+
+    python -m examples.train --model gpt2 --mesh data=4,model=2 --plan data_tensor --devices 8
+
+The losses are those of one device, whatever the mesh and the plan: try --devices 1, or --check-against-one-device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="gpt2", choices=("mlp", "resnet", "gpt2"))
+    add("--config", default="tiny", help="a named config of the model's file")
+    add("--plan", default="data", help="a plan of examples/plans/")
+    add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
+    add("--devices", type=positive, help="fake so many CPU devices; 1 gives every axis of --mesh the size 1")
+    add("--steps", type=positive, default=60)
+    add("--batch", type=positive, help="rows in a batch")
+    add("--microbatches", type=positive, default=1, help="parts into which each batch is cut, one after the other")
+    add("--seed", type=int, default=0)
+    add("--vocab", type=positive, help="gpt2: rows of the embedding, 256 or more")
+    add("--scan", action="store_true", help="gpt2: scan over stacked layers")
+    add("--remat", action="store_true", help="gpt2: recompute each block in the backward pass")
+    add("--loss-log", help="write one JSON line per step to this file")
+    add("--check-against-one-device", action="store_true", help="train once more without shardc, compare the losses")
+    options = parser.parse_args(argv)
+    if options.model != "gpt2" and (options.vocab or options.scan or options.remat):
+        parser.error("--vocab, --scan and --remat are for gpt2")
+    if options.vocab is not None and options.vocab < 256:
+        parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
+    return options
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def axes(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.isdecimal() and int(size) for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write data=4,model=2")
+    return {name.strip(): int(size) for name, _, size in pairs}
+
+
+def fake_cpu_devices(devices: int) -> None:
+    """Tell JAX, before it starts, to cut this machine's CPU in `devices`."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+    # Collectives block threads of XLA's pool: with fewer than two per device they can wait for each other for ever.
+    os.environ["NPROC"] = str(max(2 * devices, int(os.environ.get("NPROC", "0"))))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if options.devices and os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
+        fake_cpu_devices(options.devices)
+    from examples.loop import train  # noqa: PLC0415 JAX reads the environment when it starts
+
+    return train(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
