@@ -1,0 +1,42 @@
+"""shardc: a sharding compiler for JAX.
+
+Write a training step for one device; say where a few global arrays live: split `S(i)`, broadcast `B` or partial `P` over
+the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
+"""
+
+from shardc.accumulate import accumulate
+from shardc.api import constrain, function
+from shardc.errors import (
+    ArgumentError,
+    MeshError,
+    PlacementError,
+    ShardcError,
+    StepFailedError,
+    TracingError,
+)
+from shardc.mesh import make_mesh
+from shardc.passes.pins import rules
+from shardc.runtime.placed import PlacedArray, put
+from shardc.sbp.placement import AUTO, B, P, Placement, S
+
+__all__ = [
+    "AUTO",
+    "ArgumentError",
+    "B",
+    "MeshError",
+    "P",
+    "PlacedArray",
+    "Placement",
+    "PlacementError",
+    "S",
+    "ShardcError",
+    "StepFailedError",
+    "TracingError",
+    "accumulate",
+    "constrain",
+    "function",
+    "make_mesh",
+    "put",
+    "rules",
+]
+__version__ = "0.1.0"

@@ -93,7 +93,7 @@ def is_tracer(x: Any) -> bool:
 
 def aval_of(x: Any) -> Any:
     """Shape, dtype and weak type of an array, number or ShapeDtypeStruct, without shardings."""
-    aval = _core.get_aval(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = bool(getattr(aval, "weak_type", False))
     return jax.core.ShapedArray(tuple(aval.shape), aval.dtype, weak_type=weak)
 
@@ -102,8 +102,7 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
     """Binds `prim` with `params`, always to a list of results."""
 
     def bind(*operands: Any, **overrides: Any) -> list[Any]:
-        subfuns, bind_params = prim.get_bind_params({**params, **overrides})
-        out = prim.bind(*subfuns, *operands, **bind_params)
+        out = prim.bind(*operands, **{**params, **overrides})
         return list(out) if prim.multiple_results else [out]
 
     return bind

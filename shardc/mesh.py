@@ -1,7 +1,8 @@
 """Meshes and topologies: names, sizes, links and memory. Imports nothing of ours but the errors.
 
 Figures of TPUs are those of the "How to Scale Your Model" book (Austin et al. 2025, chapters tpus and sharding), of
-GPUs those of NVIDIA's data sheets and of autoparallel's cost model (H100: NVSwitch all-gather about 320 GB/s).
+GPUs those of NVIDIA's data sheets and of autoparallel's cost model (H100: NVSwitch all-gather about 320 GB/s, 7 us
+to launch a kernel).
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from shardc.errors import MeshError, did_you_mean
 
 @dataclass(frozen=True)
 class Link:
-    """One mesh axis's connection: `bandwidth` in bytes/s that a device can send along it, `latency` in s per step."""
+    """One mesh axis's connection.
+
+    Attributes:
+      bandwidth: bytes/s that a device can send along it.
+      latency: seconds for each step from neighbour to neighbour.
+      launch: seconds to start one collective, whatever it moves.
+    """
 
     bandwidth: float
     latency: float
+    launch: float
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,16 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: t
         for t in (
-            # Fake devices of one host share its cores and memory: measured here on 2 cores, 8 devices.
-            Topology("cpu", 2e10, 4e9, 4 * GB, Link(1e9, 2e-5)),
-            Topology("v4", 2.75e14, 1.2e12, 32 * GB, Link(9e10, 1e-6)),
-            Topology("v5e", 1.97e14, 8.1e11, 16 * GB, Link(9e10, 1e-6)),
-            Topology("v5p", 4.59e14, 2.8e12, 95 * GB, Link(1.8e11, 1e-6)),
-            Topology("v6e", 9.2e14, 1.6e12, 32 * GB, Link(1.8e11, 1e-6)),
-            Topology("h100", 9.89e14, 3.35e12, 80 * GB, Link(3.2e11, 3e-6)),
-            Topology("h200", 9.89e14, 4.8e12, 141 * GB, Link(3.2e11, 3e-6)),
-            Topology("b200", 2.25e15, 8e12, 180 * GB, Link(7e11, 3e-6)),
+            # Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone takes
+            # some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
+            Topology("cpu", 1e10, 4e9, 4 * GB, Link(1e9, 2e-7, 2e-6)),
+            Topology("v4", 2.75e14, 1.2e12, 32 * GB, Link(9e10, 1e-7, 1e-6)),
+            Topology("v5e", 1.97e14, 8.1e11, 16 * GB, Link(9e10, 1e-7, 1e-6)),
+            Topology("v5p", 4.59e14, 2.8e12, 95 * GB, Link(1.8e11, 1e-7, 1e-6)),
+            Topology("v6e", 9.2e14, 1.6e12, 32 * GB, Link(1.8e11, 1e-7, 1e-6)),
+            Topology("h100", 9.89e14, 3.35e12, 80 * GB, Link(3.2e11, 1e-7, 1e-6)),
+            Topology("h200", 9.89e14, 4.8e12, 141 * GB, Link(3.2e11, 1e-7, 1e-6)),
+            Topology("b200", 2.25e15, 8e12, 180 * GB, Link(7e11, 1e-7, 1e-6)),
         )
     }
 )

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
-from shardc.passes.eliminate import minimize
+from shardc.passes.eliminate import FORBIDDEN, elimination_order, minimize
 from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
-from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
+from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even, local_shape
 
 log = logging.getLogger("shardc")
 
@@ -31,17 +31,17 @@ SWEEPS: Final = 4
 """Sweeps over the axes from one start, at most; they end when nothing improves."""
 GROWTH_PENALTY: Final = 1e3
 """Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
-NEVER: Final = 1e18
-"""Cost of what may not be."""
+NEVER: Final = 2 * FORBIDDEN
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A solution: the placement at each port of each node, the cost, and whether it is proved optimal."""
+    """A solution: the placement at each port of each node, its cost, and the relative gap to a lower bound (None: no
+    bound is known)."""
 
     ports: Mapping[Node, tuple[Placement, ...]]
     seconds: float
-    exact: bool
+    gap: float | None
 
 
 @lru_cache(maxsize=512)
@@ -85,6 +85,9 @@ class Solver:
         self.factors = [self._factors(n) for n in self.nodes]
         self.state = [[0] * len(self.axes) for _ in self.nodes]
         self.edges = self._edges()
+        self.order = elimination_order(
+            len(self.nodes), [(v.maker.number, r.node.number) for v, r in self.edges if v.maker is not r.node]
+        )
         for n in self.nodes:
             if n.pin is not None:
                 self._start_at_pin(n)
@@ -199,8 +202,8 @@ class Solver:
             cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
         return cost
 
-    def improve(self, axis: int) -> tuple[float, bool]:
-        """Sets the best options on one axis. Returns the cost, and whether it is proved best on this axis."""
+    def improve(self, axis: int) -> tuple[float, float]:
+        """Sets the best options found on one axis, the others as they are. Returns the cost and its lower bound."""
         unary = [self.unary(n, axis) for n in self.nodes]
         pairwise: dict[tuple[int, int], NDArray[np.float64]] = {}
         for value, reader in self.edges:
@@ -211,22 +214,10 @@ class Solver:
                 continue
             key, cost = ((i, j), cost) if i < j else ((j, i), cost.T)
             pairwise[key] = pairwise[key] + cost if key in pairwise else cost
-        found = minimize(unary, pairwise, [s[axis] for s in self.state])
-        before = self._cost(unary, pairwise, [s[axis] for s in self.state])
-        if found.cost < before - 1e-12 - 1e-9 * abs(before):
-            for s, value in zip(self.state, found.values, strict=True):
-                s[axis] = value
-            return found.cost, found.exact
-        return before, found.exact
-
-    @staticmethod
-    def _cost(
-        unary: Sequence[NDArray[np.float64]],
-        pairwise: Mapping[tuple[int, int], NDArray[np.float64]],
-        values: Sequence[int],
-    ) -> float:
-        alone = sum(float(u[x]) for u, x in zip(unary, values, strict=True))
-        return alone + sum(float(t[values[i], values[j]]) for (i, j), t in pairwise.items())
+        found = minimize(unary, pairwise, [s[axis] for s in self.state], self.order)
+        for s, value in zip(self.state, found.values, strict=True):
+            s[axis] = value
+        return found.cost, found.bound
 
     def placements(self, n: Node) -> tuple[Placement, ...]:
         """The placement at each port in the present state."""
@@ -267,24 +258,40 @@ def axis_order(problem: Problem, mesh: MeshView) -> tuple[str, ...]:
 def place(problem: Problem, mesh: MeshView) -> Placed:
     """The best placement found for a problem on a mesh."""
     axes = axis_order(problem, mesh)
-    best: tuple[float, list[list[int]], bool] | None = None
     solver = Solver(problem, mesh, axes)
     start = [list(s) for s in solver.state]
-    orders = [tuple(range(len(axes)))] + ([tuple(reversed(range(len(axes))))] if len(axes) > 1 else [])
-    for order in orders:
+    best, state, bound = math.inf, start, 0.0
+    turns = [tuple(range(len(axes)))] + ([tuple(reversed(range(len(axes))))] if len(axes) > 1 else [])
+    for turn in turns if axes else []:
         solver.state = [list(s) for s in start]
-        cost, exact = math.inf, True
+        cost = math.inf
         for _ in range(SWEEPS if len(axes) > 1 else 1):
             before = cost
-            for axis in order:
-                cost, proved = solver.improve(axis)
-                exact = exact and proved
-            if cost >= before * (1 - 1e-9):
+            for axis in turn:
+                cost, bound = solver.improve(axis)
+            if cost >= before * (1 - 1e-6):
                 break
-        log.debug("axes %s: cost %.3e", [axes[i] for i in order], cost)
-        if best is None or cost < best[0] * (1 - 1e-9):
-            best = (cost, [list(s) for s in solver.state], exact)
-    if best is None:  # one device: nothing to choose
-        return Placed({n: solver.placements(n) for n in problem.nodes}, 0.0, True)
-    solver.state = best[1]
-    return Placed({n: solver.placements(n) for n in problem.nodes}, best[0], best[2] and len(axes) <= 1)
+        log.debug("axes %s: cost %.3e", [axes[i] for i in turn], cost)
+        if cost < best * (1 - 1e-9):
+            best, state = cost, [list(s) for s in solver.state]
+    solver.state = state
+    gap = None if len(axes) > 1 else 0.0 if not axes else max(best - bound, 0.0) / best if best else 0.0
+    return Placed({n: solver.placements(n) for n in problem.nodes}, 0.0 if not axes else best, gap)
+
+
+def compute_time(problem: Problem, placed: Placed, mesh: MeshView) -> float:
+    """Seconds that a device computes in one call."""
+    total = 0.0
+    for n in problem.nodes:
+        if n.kind != "operation":
+            continue
+        pairs = zip((*n.operands, *n.results), placed.ports[n], strict=True)
+        memory = sum(math.prod(local_shape(v.shape, p, mesh.sizes)) * itemsize_of(v.aval) for v, p in pairs if v)
+        flops = n.rule.flops if n.rule else 0.0
+        total += n.weight * compute_seconds(flops / math.prod(mesh.sizes[a] for a in _split_axes(n, placed)), memory, mesh)
+    return total
+
+
+def _split_axes(n: Node, placed: Placed) -> set[str]:
+    """The axes that share the work of an operation: those that split one of its operands or results."""
+    return {a for p in placed.ports[n] for names in p.splits.values() for a in names}

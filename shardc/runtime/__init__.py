@@ -1,0 +1,1 @@
+"""What runs: arrays on a mesh. Knows tasks and arrays, no jaxprs."""

@@ -21,9 +21,9 @@ StepKind: TypeAlias = Literal[
 """The five collectives, and three local steps: `slice` B->S, `keep` B->P, `fill` S->P."""
 LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
 
-ELEMENTWISE_FUSION: Final = 0.1
-"""Share of an elementwise operation's memory traffic that is left when XLA fuses it with its neighbours: about one
-operation in ten stands at the border of a fusion and really reads or writes memory."""
+LIGHT: Final = 1e-4
+"""Share of a light operation's memory traffic that counts. XLA fuses such operations into their neighbours, whose
+traffic is priced; what is left decides between placements that move the same, for the one that holds less."""
 
 
 def step_bytes(
@@ -55,11 +55,11 @@ def step_seconds(kind: StepKind, moved: int, counts: Sequence[int], mesh: MeshVi
         return 0.0
     hops = 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
     link = mesh.topology.link
-    return hops * link.latency + moved / link.bandwidth
+    return link.launch + hops * link.latency + moved / link.bandwidth
 
 
 def compute_seconds(flops: float, memory: float, mesh: MeshView) -> float:
     """Roofline time of a local piece: `flops` operations of a heavy one, else `memory` bytes read and written."""
     if flops:
         return max(flops / mesh.topology.flops, memory / mesh.topology.memory_bandwidth)
-    return ELEMENTWISE_FUSION * memory / mesh.topology.memory_bandwidth
+    return LIGHT * memory / mesh.topology.memory_bandwidth

@@ -1,0 +1,67 @@
+"""Memory of a plan, per device: what the pieces of a boxed program need while it runs.
+
+An estimate from above in the order of the program: XLA may reorder, fuse and reuse, and adds its own scratch memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardc import compat
+from shardc.compat import Jaxpr, Var
+from shardc.passes.canonicalize import NESTED
+from shardc.passes.problem import itemsize_of
+from shardc.sbp.placement import AxisSizes, Placement, local_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes per device. `peak` is arguments, results and the most that lives between them at one time."""
+
+    arguments: int
+    results: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+
+def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
+    return math.prod(local_shape(var.aval.shape, placement, sizes)) * itemsize_of(var.aval)
+
+
+def estimate_memory(jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Memory:
+    """Peak by liveness: every value lives from its equation to its last reader."""
+
+    def size(var: Var) -> int:
+        return local_bytes(var, placements[var], sizes)
+
+    def peak(body: Jaxpr) -> int:
+        last: dict[Var, int] = {}
+        for i, eqn in enumerate(body.eqns):
+            last |= {v: i for v in eqn.invars if not compat.is_literal(v)}
+        last |= {v: len(body.eqns) for v in body.outvars if not compat.is_literal(v)}
+        inputs = set(body.invars)
+        live = most = 0
+        for i, eqn in enumerate(body.eqns):
+            live += sum(size(v) for v in eqn.outvars)
+            most = max(most, live + max((peak(b) for b in bodies_of(eqn)), default=0))
+            ends = {v for v in (*eqn.invars, *eqn.outvars) if not compat.is_literal(v) and last.get(v, i) == i}
+            live -= sum(size(v) for v in ends if v not in inputs)
+        return most
+
+    arguments = sum(size(v) for v in jaxpr.invars)
+    results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
+    return Memory(arguments, results, peak(jaxpr))
+
+
+def bodies_of(eqn: compat.Eqn) -> list[Jaxpr]:
+    """The nested jaxprs of an equation."""
+    found: list[Jaxpr] = []
+    for key in NESTED.get(eqn.primitive.name, ()):
+        body = eqn.params[key]
+        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
+    return found

@@ -1,0 +1,211 @@
+"""The plan: a program with a placement for every value, its boxings, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from shardc import compat
+from shardc.mesh import MeshView
+from shardc.passes.collective import Collective
+from shardc.passes.constrain import constrain_p
+from shardc.passes.insert_boxing import Boxed, insert_boxing
+from shardc.passes.memory import Memory, bodies_of, estimate_memory
+from shardc.passes.place import compute_time, place
+from shardc.passes.problem import Border, build_problem
+from shardc.passes.program import Program
+from shardc.sbp.placement import Pin, Placement
+from shardc.sbp.signature import has_rule
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of one input before planning.
+
+    Attributes:
+      pin: what the user said; None is AUTO.
+      arrival: where the array already lives on the mesh; None if it is put where the plan wants it.
+      donated: its buffer may be reused for a result.
+    """
+
+    pin: Pin | None = None
+    arrival: Placement | None = None
+    donated: bool = False
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Operations of one primitive that were computed whole on every device for want of a rule."""
+
+    primitive: str
+    count: int
+    sources: tuple[str, ...]
+
+
+class Plan:
+    """A program placed on a mesh. Needs no devices.
+
+    Attributes:
+      program: the traced function.
+      mesh: names, sizes and topology.
+      collectives: what moves: kind, axes, bytes sent per device (all executions), count, source line.
+      seconds: time of one call: computing and moving, without overlap.
+      gap: how far the cost may be above the optimum, relative; None where nothing is proved.
+      ties: for each result the number of the donated input whose buffer it takes; None if none.
+    """
+
+    def __init__(
+        self, program: Program, mesh: MeshView, boxed: Boxed, compute_seconds: float, gap: float | None,
+        inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None], notes: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.program, self.mesh, self.boxed = program, mesh, boxed
+        self.collectives: tuple[Collective, ...] = boxed.collectives
+        self.compute_seconds = compute_seconds
+        self.seconds = compute_seconds + boxed.seconds
+        self.gap = gap
+        self.inputs, self.outputs, self.ties = tuple(inputs), tuple(outputs), tuple(ties)
+        self.notes = tuple(notes)
+
+    @cached_property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device sends in one call."""
+        return sum(c.bytes for c in self.collectives)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes that each device holds."""
+        return estimate_memory(self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes)
+
+    @cached_property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """Operations without a rule that cost a gather or a repeated computation."""
+        found: dict[str, list[str]] = {}
+        for eqn in _all_eqns(self.boxed.jaxpr):
+            name = eqn.primitive.name
+            if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
+                found.setdefault(name, []).append(compat.source_line(eqn))
+        return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
+
+    @cached_property
+    def in_placements(self) -> Any:
+        """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
+        return self._in_tree
+
+    @cached_property
+    def out_placements(self) -> Any:
+        """A placement for each leaf of the result."""
+        return jax.tree.unflatten(self.program.out_tree, self.outputs)
+
+    _in_tree: Any = None
+
+    def explain(self) -> str:
+        """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
+        from shardc.report.explain import explain
+
+        return explain(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.program.name} on {self.mesh}: {len(self.collectives)} collectives, "
+            f"{self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
+        )
+
+
+_BY_THE_PLANNER = frozenset(
+    ("box", "constrain", "sharding_constraint", "scan", "while", "cond", "remat2", "checkpoint", "remat")
+)
+
+
+def _all_eqns(jaxpr: compat.Jaxpr) -> list[compat.Eqn]:
+    found: list[compat.Eqn] = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for body in bodies_of(eqn):
+            found += _all_eqns(body)
+    return found
+
+
+def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:
+    """For each result the donated input that it replaces: the same path (but for the place in the result's tuple) and
+    aval."""
+    waiting: dict[tuple[str, tuple[int, ...], Any], list[int]] = {}
+    for i, (path, var, argument) in enumerate(zip(program.in_paths, program.jaxpr.invars, arguments, strict=False)):
+        if argument.donated:
+            aval = var.aval
+            for key in (path, path.partition("/")[2]):
+                waiting.setdefault((key, aval.shape, aval.dtype), []).append(i)
+    taken: set[int] = set()
+    ties: list[int | None] = []
+    for path, var in zip(program.out_paths, program.jaxpr.outvars, strict=True):
+        key_paths = dict.fromkeys((path, path.partition("/")[2] if path.partition("/")[0].isdigit() else path))
+        candidates = [i for k in key_paths for i in waiting.get((k, var.aval.shape, var.aval.dtype), ())]
+        hit = next((i for i in candidates if i not in taken), None)
+        if hit is not None:
+            taken.add(hit)
+        ties.append(hit)
+    return ties
+
+
+def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
+    """Arguments that arrive elsewhere than they are pinned: `f x --> f constrain[pin] x`."""
+    moved: dict[compat.Var, compat.Var] = {}
+    eqns: list[compat.Eqn] = []
+    for var, a in zip(program.jaxpr.invars, arguments, strict=False):
+        if _moves(a):
+            moved[var] = compat.fresh_var(var.aval)
+            eqns.append(compat.new_eqn([var], [moved[var]], constrain_p, {"pin": a.pin}, None))
+    if not moved:
+        return program
+
+    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
+        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
+
+    body = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns]
+    jaxpr = compat.new_jaxpr(
+        program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr
+    )
+    return Program(
+        program.name, jaxpr, program.in_paths, program.out_paths, program.captured, program.in_tree, program.out_tree
+    )
+
+
+def make_plan(
+    program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
+    notes: Sequence[str] = (),
+) -> Plan:  # fmt: skip
+    """Places a program on a mesh."""
+    arguments = [*arguments, *([Argument()] * (len(program.in_paths) - len(arguments)))]
+    program = pin_entries(program, arguments)
+    ties = match_donated(program, arguments)
+    inputs = [
+        Border(_without_idle(a.pin if a.arrival is None else Pin(a.arrival), mesh)) for a in arguments
+    ]
+    outputs: list[Border] = []
+    for pin, tie in zip(results, ties, strict=True):
+        if pin is None and tie is not None and _moves(arguments[tie]):
+            pin = arguments[tie].pin  # where the next call wants it
+        outputs.append(Border(_without_idle(pin, mesh), tie))
+    problem = build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
+    placed = place(problem, mesh)
+    boxed = insert_boxing(problem, placed, mesh)
+    return Plan(
+        program, mesh, boxed, compute_time(problem, placed, mesh), placed.gap,
+        [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks], ties, notes,
+    )  # fmt: skip
+
+
+def _moves(a: Argument) -> bool:
+    return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)
+
+
+def _without_idle(pin: Pin | None, mesh: MeshView) -> Pin | None:
+    """Axes of one device place nothing."""
+    if pin is None:
+        return None
+    idle = [a for a, n in mesh.axes if n == 1]
+    return Pin(pin.placement.without(idle), None if pin.fixed is None else pin.fixed - set(idle)) if idle else pin
+

@@ -1,0 +1,152 @@
+"""From a call of a Python function to a program: arguments to leaves with paths, the function to a canonical jaxpr."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.errors import ArgumentError, TracingError, did_you_mean
+from shardc.passes.canonicalize import canonicalize
+from shardc.passes.program import Program
+from shardc.runtime.placed import PlacedArray, is_placed
+
+
+def path_text(path: Iterable[Any]) -> str:
+    """`layers/0/kernel`: keys, attribute names and indices joined by `/`."""
+    return "/".join(_entry(k) for k in path)
+
+
+def _entry(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function, taken apart.
+
+    Attributes:
+      names: the argument that each leaf belongs to.
+      inner: path of each leaf inside its argument.
+      leaves: arrays, and what is no array (static).
+      tree: structure of the arguments by name.
+      static: values of the static arguments, by name.
+    """
+
+    names: tuple[str, ...]
+    inner: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    tree: Any
+    static: tuple[tuple[str, Any], ...]
+
+    @property
+    def paths(self) -> list[str]:
+        return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced; what is not is a constant of the trace."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (
+        isinstance(x, int | float | complex) or compat.is_tracer(x)
+    )
+
+
+class Arguments:
+    """How a function's arguments are named: its signature, its static ones."""
+
+    def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
+        self.fn = fn
+        self.signature = inspect.signature(fn)
+        self.static = frozenset(static)
+        self.names = tuple(self.signature.parameters)
+        kinds = inspect.Parameter
+        self.var_positional = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_POSITIONAL), None)
+        self.var_keyword = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_KEYWORD), None)
+
+    def check(self, names: Iterable[str], what: str) -> list[str]:
+        """A line for each of `names` that is no argument of the function."""
+        if self.var_keyword is not None:
+            return []
+        return [
+            f"{what} names {n!r}, which is no argument of {self.fn.__name__}({', '.join(self.names)})."
+            f"{did_you_mean(n, self.names)}"
+            for n in names
+            if n not in self.names
+        ]
+
+    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.fn.__name__}: {error}.") from None
+        bound.apply_defaults()
+        dynamic = {n: v for n, v in bound.arguments.items() if n not in self.static}
+        static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
+        flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
+        names = tuple(_entry(path[0]) for path, _ in flat)
+        inner = tuple(path_text(path[1:]) for path, _ in flat)
+        return Call(names, inner, tuple(x for _, x in flat), tree, static)
+
+    def call(self, tree: Any, leaves: Sequence[Any], static: Sequence[tuple[str, Any]]) -> Any:
+        """Calls the function with leaves put back together."""
+        values = {**jax.tree.unflatten(tree, leaves), **dict(static)}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self.signature.parameters.items():
+            if name not in values:
+                continue
+            match parameter.kind:
+                case inspect.Parameter.VAR_POSITIONAL:
+                    args.extend(values[name])
+                case inspect.Parameter.VAR_KEYWORD:
+                    kwargs.update(values[name])
+                case inspect.Parameter.KEYWORD_ONLY:
+                    kwargs[name] = values[name]
+                case _:
+                    args.append(values[name])
+        return self.fn(*args, **kwargs)
+
+
+def leaf_aval(x: Any) -> Any:
+    """Logical shape, dtype and weak type of a leaf."""
+    if isinstance(x, PlacedArray):
+        return jax.core.ShapedArray(x.shape, x.dtype)
+    return compat.aval_of(x)
+
+
+def trace(arguments: Arguments, call: Call) -> Program:
+    """The canonical program of a function at the avals of a call."""
+    dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
+    avals = [leaf_aval(call.leaves[i]) for i in dynamic]
+    out_info: list[Any] = []
+
+    def flat(*values: Any) -> list[Any]:
+        leaves = list(call.leaves)
+        for i, value in zip(dynamic, values, strict=True):
+            leaves[i] = value
+        out = arguments.call(call.tree, leaves, call.static)
+        pairs, tree = jax.tree_util.tree_flatten_with_path(out)
+        bad = [f"{path_text(p)}: {type(x).__name__}" for p, x in pairs if not is_array(x)]
+        if bad:
+            raise ArgumentError(f"{arguments.fn.__name__} returns what is no array: {', '.join(bad)}.")
+        out_info[:] = [[path_text(p) for p, _ in pairs], tree]
+        return [x for _, x in pairs]
+
+    closed = jax.make_jaxpr(flat)(*avals)
+    ordered = [e for e in closed.effects if "Ordered" in type(e).__name__ and "IO" not in type(e).__name__]
+    if ordered:
+        raise TracingError(f"{arguments.fn.__name__} has an ordered effect ({ordered[0]}), which several devices cannot keep.")
+    jaxpr, captured = canonicalize(closed)
+    paths = [call.paths[i] for i in dynamic]
+    paths += [f"closure/{i}" for i in range(len(captured))]
+    return Program(
+        arguments.fn.__name__, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+    )

@@ -1,0 +1,115 @@
+"""Arrays on a mesh: `put`, and `PlacedArray` for what a jax.Array cannot say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardc.errors import ArgumentError
+from shardc.mesh import AnyMesh
+from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
+from shardc.sbp.placement import Placement
+
+
+@jax.tree_util.register_pytree_node_class
+class PlacedArray:
+    """A logical array whose placement JAX cannot say: an uneven split or a partial sum.
+
+    A pytree node over the physical array. shardc functions take it as the logical array.
+
+    Attributes:
+      physical: the jax.Array that holds the pieces of all devices.
+      shape: the logical shape.
+      placement: where it lives on `mesh`.
+    """
+
+    __slots__ = ("mesh", "physical", "placement", "shape")
+
+    def __init__(self, physical: Any, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
+        self.physical, self.shape, self.placement, self.mesh = physical, shape, placement, mesh
+
+    @property
+    def dtype(self) -> Any:
+        return self.physical.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # the pieces have to be put together: always a new array
+        value = to_logical(np.asarray(self.physical), self.shape, self.placement, dict(self.mesh.shape))
+        return value if dtype is None else value.astype(dtype)
+
+    def to_jax(self) -> jax.Array:
+        """The logical value as a jax.Array, whole on every device."""
+        return jax.device_put(np.asarray(self), NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+
+    def __repr__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        return f"PlacedArray({self.dtype}[{dims}], {self.placement}, {dict(self.mesh.shape)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], Placement, Mesh]]:
+        return (self.physical,), (self.shape, self.placement, self.mesh)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[tuple[int, ...], Placement, Mesh], children: tuple[Any]) -> PlacedArray:
+        return cls(children[0], *aux)
+
+
+def is_placed(x: object) -> bool:
+    return isinstance(x, PlacedArray)
+
+
+def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
+    """One array at `placement`: a jax.Array where JAX can say that, else a PlacedArray."""
+    sizes = dict(mesh.shape)
+    shape = tuple(np.shape(x)) if not is_placed(x) else x.shape
+    placement = placement.resolve(len(shape))
+    if is_plain(shape, placement, sizes):
+        value = np.asarray(x) if is_placed(x) else x
+        return jax.device_put(value, NamedSharding(mesh, physical_spec(placement)))
+    physical = to_physical(np.asarray(x), placement, sizes)
+    return PlacedArray(jax.device_put(physical, NamedSharding(mesh, physical_spec(placement))), shape, placement, mesh)
+
+
+def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
+    """Puts the arrays of a pytree on a mesh.
+
+    Args:
+      tree: pytree of arrays; leaves that are no arrays are left as they are.
+      mesh: a mesh with devices.
+      placements: a pytree of placements of the same structure, or a prefix of it; as `plan.in_placements` gives them.
+
+    Returns:
+      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
+
+    Raises:
+      ArgumentError: the mesh has no devices, or the two trees do not match.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ArgumentError("shardc.put wants a mesh with devices; this one is for planning (it names a topology).")
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
+
+    def is_leaf(p: object) -> bool:
+        return p is None or isinstance(p, Placement)
+
+    wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)
+    if len(wanted) != len(leaves):
+        try:
+            spread = jax.tree.broadcast(placements, tree, is_leaf=is_leaf)
+        except ValueError as error:
+            raise ArgumentError(
+                f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
+                f"structure {other}."
+            ) from error
+        wanted = jax.tree.leaves(spread, is_leaf=is_leaf)
+    done = [x if p is None else put_leaf(x, mesh, p) for x, p in zip(leaves, wanted, strict=True)]
+    return jax.tree.unflatten(structure, done)
