@@ -51,7 +51,7 @@ def elementwise(op: Operation) -> Rule:
     return pointwise(op)
 
 
-@rule("copy", "copy_p", "name", "stop_gradient")
+@rule("copy", "name", "stop_gradient")
 def identity(op: Operation) -> Rule:
     """Identities pass everything."""
     return pointwise(op, passes(1, (0,)))
