@@ -73,7 +73,7 @@ def placements_of(rule: Rule, op: Operation, combo: Combo) -> tuple[list[Placeme
 def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool = False) -> bool:
     """Whether the combination is legal; AssertionError if it is and the joined results are not those of the whole.
 
-    With `traced` the local piece sees its coordinates as arrays, as it does on a mesh.
+    With `traced` the local piece is compiled and sees its coordinates as arrays, as it does on a mesh.
     """
     rule = find_rule(eqn.op)
     placed = placements_of(rule, eqn.op, combo)
@@ -82,16 +82,19 @@ def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool
     operands, results = placed
     sizes = {axis: n for axis, (n, _) in combo.items()}
     split = [Split(x, p, sizes, rng) for x, p in zip(eqn.inputs, operands, strict=True)]
+
+    def piece(coords: Mapping[str, Any], *xs: Any) -> Sequence[Any]:
+        site = Site(eqn.op, tuple(operands), tuple(results), sizes, coords.__getitem__, eqn.bind)
+        return rule.local(site, *mask_padding(site, rule, xs))
+
+    run = jax.jit(piece) if traced else piece
     pieces: dict[tuple[int, ...], list[np.ndarray]] = {}
     for device in devices(sizes):
         coords = dict(zip(sizes, device, strict=True))
-        index = (lambda a, c=coords: jnp.int32(c[a])) if traced else coords.__getitem__
-        site = Site(eqn.op, tuple(operands), tuple(results), sizes, index, eqn.bind)
-        local = mask_padding(site, rule, [jnp.asarray(s.piece(coords)) for s in split])
-        pieces[device] = [np.asarray(y) for y in rule.local(site, *local)]
-        for i, y in enumerate(pieces[device]):
-            assert y.shape == site.result_shape(i), f"result {i} has local shape {y.shape}, not {site.result_shape(i)}"
-            assert y.dtype == eqn.op.results[i].dtype, f"result {i} has dtype {y.dtype}"
+        pieces[device] = [np.asarray(y) for y in run(coords, *(s.piece(coords) for s in split))]
+        for aval, placement, y in zip(eqn.op.results, results, pieces[device], strict=True):
+            assert y.shape == local_shape(aval.shape, placement, sizes)
+            assert y.dtype == aval.dtype
     slack = tolerance(*(a.dtype for a in (*eqn.op.operands, *eqn.op.results)))
     for i, whole in enumerate(eqn.bind(*eqn.inputs)):
         for joined in join({d: ys[i] for d, ys in pieces.items()}, whole.shape, results[i], sizes):
