@@ -108,7 +108,8 @@ CONVERSIONS = [
 for old, new in CONVERSIONS:
     value = (ints(4, low=-99, high=99) if np.issubdtype(np.dtype(old), np.integer) else X * 9).astype(old)
     case(f"convert_{np.dtype(old).name}_to_{np.dtype(new).name}",
-         lambda x, new=new: lax.convert_element_type(x, np.dtype(new)), value, primitive="convert_element_type")  # fmt: skip
+         lambda x, new=new: lax.convert_element_type(x, np.dtype(new)), value,
+         primitive="convert_element_type")  # fmt: skip
 
 X, Y, N, T = floats(3, 5), floats(3, 5), ints(3, 5), bools(3, 5)
 for fn in (lax.add, lax.mul, lax.max):
@@ -150,7 +151,8 @@ def primitives_by_name(name: str) -> Any:
 # --- slicing ---
 case("slice", lambda x: lax.slice(x, (0, 1, 0), (3, 4, 6), (1, 2, 1)), A)
 case("slice_strided", lambda x: lax.slice(x, (0, 0, 0), (3, 4, 6), (1, 1, 2)), A)
-case("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, i, i), (3, 2, 6)), A, np.int32(1), primitive="dynamic_slice")
+case("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, i, i), (3, 2, 6)), A, np.int32(1),
+     primitive="dynamic_slice")  # fmt: skip
 case("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)), A, floats(3, 2, 6),
      np.int32(1), primitive="dynamic_update_slice")  # fmt: skip
 case("split", lambda x: lax.split(x, (1, 3), 1), A)
@@ -216,7 +218,8 @@ case("select_and_gather_add", lambda t, x: primitives.select_and_gather_add_p.bi
     t, x, **SELECT, base_dilation=(1,) * 4, window_dilation=(1,) * 4), floats(*W.shape), W)  # fmt: skip
 
 # --- linear algebra ---
-SPD = np.eye(4) * 9 + (lambda a: a @ a.swapaxes(1, 2))(floats(3, 4, 4))
+ROOT = floats(3, 4, 4)
+SPD = np.eye(4) * 9 + ROOT @ ROOT.swapaxes(1, 2)
 case("cholesky", primitives.cholesky_p.bind, SPD)
 case("eigh", lambda a: lax.linalg.eigh(a, symmetrize_input=False), SPD)
 case("eig", lax.linalg.eig, SPD)
@@ -275,8 +278,8 @@ gather("gather_bool", bools(5, 4), WILD, ROWS, (1, 4), MODES[1])
 gather("gather_one_row", floats(1, 4), np.zeros((2, 3, 1), np.int32), ROWS, (1, 4), MODES[0])
 gather("gather_scalar", floats(5), ints(1, low=0, high=5), GatherDimensionNumbers((), (0,), (0,)), (1,), MODES[2])
 gather("gather_nothing", floats(5, 4), ints(0, 3, 1), ROWS, (1, 4), MODES[1])
-case("gather_sorted", lambda x, i: lax.gather(x, i, ROWS, (1, 4), indices_are_sorted=True, unique_indices=True,
-                                             mode="clip"), TABLE, np.array([[[0], [1], [2]], [[3], [4], [4]]]))  # fmt: skip
+case("gather_sorted", lambda x, i: lax.gather(x, i, ROWS, (1, 4), indices_are_sorted=True, unique_indices=True),
+     TABLE, np.array([[[0], [1], [2]], [[3], [4], [4]]]))  # fmt: skip
 scatter("scatter_add_int", lax.scatter_add, ints(5, 4), WILD, ints(2, 3, 4), INTO_ROWS, MODES[1])
 scatter("scatter_max_int", lax.scatter_max, ints(5, 4), WILD, ints(2, 3, 4), INTO_ROWS, MODES[1])
 scatter("scatter_unique", lax.scatter, TABLE, np.array([[[0], [4]], [[1], [7]]]), floats(2, 2, 4), INTO_ROWS, MODES[1],

@@ -41,7 +41,8 @@ def equation_of(fn: Callable[..., Any], *args: Any, primitive: str | None = None
     assert primitive in (None, eqns[index].primitive.name), f"no {primitive} in {closed}"
     e = eqns[index]
     asked = [v for v in e.invars if not isinstance(v, core.Literal)]
-    before = closed.jaxpr.replace(eqns=eqns[:index], outvars=asked, debug_info=closed.jaxpr.debug_info.with_unknown_names())
+    names = closed.jaxpr.debug_info.with_unknown_names()
+    before = closed.jaxpr.replace(eqns=eqns[:index], outvars=asked, debug_info=names)
     values = iter(core.jaxpr_as_fun(core.ClosedJaxpr(before, closed.consts))(*jax.tree.leaves(args)))
 
     def bind(*xs: Any, **overrides: Any) -> list[Any]:
