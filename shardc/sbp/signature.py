@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -141,13 +141,14 @@ class Rule:
 RuleFn: TypeAlias = Callable[[Operation], Rule | None]
 """The rule of a primitive for one operation; None if this case has no split (all-B remains)."""
 
+_Fn = TypeVar("_Fn", bound=RuleFn)
 _RULES: Final[dict[str, RuleFn]] = {}
 
 
-def rule(*names: str) -> Callable[[RuleFn], RuleFn]:
+def rule(*names: str) -> Callable[[_Fn], _Fn]:
     """Registers a function as the rule of the primitives `names`."""
 
-    def register(fn: RuleFn) -> RuleFn:
+    def register(fn: _Fn) -> _Fn:
         for name in names:
             assert name not in _RULES, name
             _RULES[name] = fn
@@ -227,9 +228,9 @@ def neutral_value(kind: Neutral, dtype: Any) -> Any:
     if kind in ("zero", "one"):
         return np.asarray(kind == "one", dtype)
     low = kind == "lowest"
-    if jax.dtypes.issubdtype(dtype, np.bool_):
+    if jax.numpy.issubdtype(dtype, np.bool_):
         return np.asarray(not low)
-    if jax.dtypes.issubdtype(dtype, np.integer):
+    if jax.numpy.issubdtype(dtype, np.integer):
         info = jax.numpy.iinfo(dtype)
         return np.asarray(info.min if low else info.max, dtype)
     infinity = np.asarray(-np.inf if low else np.inf, dtype)
@@ -252,7 +253,7 @@ class Signature:
 
 
 def _may_be_partial(aval: Aval, op: ReduceOp) -> bool:
-    dtype = np.dtype(aval.dtype) if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else None
+    dtype = np.dtype(aval.dtype) if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended) else None
     if dtype is None:
         return False
     return dtype != np.bool_ if op == "sum" else dtype.kind != "c"

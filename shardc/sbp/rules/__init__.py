@@ -1,6 +1,6 @@
 """The rules of operations, one family in each file. Importing this package registers them all."""
 
-from shardc.sbp.rules import (  # noqa: F401  (imported for what they register)
+from shardc.sbp.rules import (
     contraction,
     convolution,
     elementwise,
@@ -14,4 +14,16 @@ from shardc.sbp.rules import (  # noqa: F401  (imported for what they register)
     windows,
 )
 
-__all__: list[str] = []
+__all__ = [
+    "contraction",
+    "convolution",
+    "elementwise",
+    "gather",
+    "layout",
+    "linalg",
+    "ordering",
+    "reduction",
+    "scatter",
+    "slicing",
+    "windows",
+]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 
 from shardc.sbp.signature import Operation, Partials, Rule, dims, linear, rule
 
@@ -13,7 +13,7 @@ from shardc.sbp.signature import Operation, Partials, Rule, dims, linear, rule
 def bilinear(op: Operation) -> tuple[Partials, ...]:
     """Linear in each operand, if sums wrap in the operand as they do in the result."""
     result = op.results[0].dtype
-    wraps = [dtypes.issubdtype(a.dtype, np.integer) and a.dtype != result for a in op.operands]
+    wraps = [jnp.issubdtype(a.dtype, np.integer) and a.dtype != result for a in op.operands]
     return linear(2, *((i,) for i in (0, 1) if not wraps[i]))
 
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Operation, Partials, Rule, dims, linear, passes, rule
@@ -36,7 +35,7 @@ def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
 
 
 def _is_a(dtype: Any, kind: type) -> bool:
-    return dtypes.issubdtype(dtype, kind)
+    return jnp.issubdtype(dtype, kind)
 
 
 @rule(
@@ -51,7 +50,7 @@ def elementwise(op: Operation) -> Rule:
     return pointwise(op)
 
 
-@rule("copy", "copy_p", "name", "stop_gradient")
+@rule("copy", "name", "stop_gradient")
 def identity(op: Operation) -> Rule:
     """Identities pass everything."""
     return pointwise(op, passes(1, (0,)))

@@ -16,7 +16,7 @@ def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Ru
     return Rule(operands, results, partials=partials)
 
 
-@rule("cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd")
+@rule("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd")
 def factorization(op: Operation) -> Rule:
     """Of the last two dimensions."""
     return batched(op, 2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Neutral, Operation, Partials, Rule, dims, linear, passes, rule
@@ -53,7 +53,7 @@ def reduce_min(op: Operation) -> Rule:
 @rule("reduce_or", "reduce_and")
 def reduce_logical(op: Operation) -> Rule:
     """On booleans max and min; bitwise on integers they are neither."""
-    if not dtypes.issubdtype(op.operands[0].dtype, np.bool_):
+    if not jnp.issubdtype(op.operands[0].dtype, np.bool_):
         return kept_only(op)
     return reduction(op, "max" if op.name == "reduce_or" else "min")
 

@@ -31,10 +31,10 @@ def scatter(op: Operation) -> Rule | None:
         return None
     operand, batch, updates = _factors(op)
     combine = _COMBINES.get(op.name)
-    loose = [f for f in batch if f not in operand]
+    loose = [f for f in batch if f and f not in operand]
     return Rule(
         (operand, (*batch, None), updates), (operand,),
-        reduced=dict.fromkeys(loose, combine) if combine else {},
+        reduced={f: combine for f in loose} if combine else {},  # noqa: C420  (fromkeys widens the type)
         partials=_partials(op, combine),
         neutral={2: NEUTRAL[combine]} if combine else {},
         local=_scatter_here,

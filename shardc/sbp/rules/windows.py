@@ -38,7 +38,7 @@ def min_window(op: Operation) -> Rule:
     return _windowed(op, passes(1, (0,), ops=("min",)))
 
 
-@rule("reduce_window", "select_and_scatter")
+@rule("reduce_window")
 def any_window(op: Operation) -> Rule:
     """Any monoid; initial values are scalars."""
     return _windowed(op, ())

@@ -1,0 +1,299 @@
+"""One small call for every primitive with a rule, and for each set of parameters that its rule tells apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.extend.core.primitives as primitives
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
+
+RNG: Final = np.random.default_rng(0)
+CASES: Final[dict[str, tuple[Callable[..., Any], tuple[Any, ...], str | None]]] = {}
+"""Name -> function, arguments, primitive (None: the last equation)."""
+
+
+def case(name: str, fn: Callable[..., Any], *args: Any, primitive: str | None = None) -> None:
+    """Adds a case; its arguments are made with x64 on, as NumPy arrays."""
+    assert name not in CASES, name
+    CASES[name] = (fn, args, primitive)
+
+
+def floats(*shape: int, dtype: Any = np.float64) -> np.ndarray:
+    return RNG.normal(size=shape).astype(dtype)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return np.abs(floats(*shape)) + 0.1
+
+
+def ints(*shape: int, low: int = -50, high: int = 50, dtype: Any = np.int32) -> np.ndarray:
+    return RNG.integers(low, high, shape).astype(dtype)
+
+
+def bools(*shape: int) -> np.ndarray:
+    return RNG.integers(0, 2, shape).astype(bool)
+
+
+def cplx(*shape: int) -> np.ndarray:
+    return floats(*shape) + 1j * floats(*shape)
+
+
+# --- elementwise ---
+X, Y, N, M, T = floats(4), floats(4), ints(4), ints(4), bools(4)
+UNIT = np.clip(floats(4) / 4, -0.9, 0.9)
+for fn in (lax.abs, lax.asinh, lax.atan, lax.cbrt, lax.ceil, lax.cos, lax.cosh, lax.erf, lax.erfc, lax.exp, lax.exp2,
+           lax.expm1, lax.floor, lax.is_finite, lax.logistic, lax.neg, lax.round, lax.sign, lax.sin, lax.sinh,
+           lax.square, lax.tan, lax.tanh, lax.bessel_i0e, lax.bessel_i1e, lax.stop_gradient):  # fmt: skip
+    case(fn.__name__, fn, X)
+for fn in (lax.acos, lax.asin, lax.atanh, lax.erf_inv):
+    case(fn.__name__, fn, UNIT)
+for fn in (lax.digamma, lax.lgamma, lax.log, lax.log1p, lax.rsqrt, lax.sqrt):
+    case(fn.__name__, fn, positive(4))
+case("acosh", lax.acosh, positive(4) + 1)
+for fn in (lax.clz, lax.population_count, lax.neg, lax.bitwise_not, lax.sign, lax.square):
+    case(f"{fn.__name__}_int", fn, N)
+case("not_bool", lax.bitwise_not, T)
+for fn in (lax.add, lax.sub, lax.mul, lax.div, lax.max, lax.min, lax.atan2, lax.nextafter, lax.rem, lax.eq, lax.ne,
+           lax.ge, lax.gt, lax.le, lax.lt):  # fmt: skip
+    case(fn.__name__, fn, X, Y)
+    if fn not in (lax.atan2, lax.nextafter):
+        case(f"{fn.__name__}_int", fn, N, np.where(M == 0, 1, M).astype(np.int32))
+for fn in (lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor):
+    case(f"{fn.__name__}_int", fn, N, M)
+    case(f"{fn.__name__}_bool", fn, T, bools(4))
+for fn in (lax.shift_left, lax.shift_right_arithmetic, lax.shift_right_logical, lax.mulhi):
+    case(fn.__name__, fn, N, ints(4, low=0, high=8))
+case("add_any", primitives.add_jaxvals_p.bind, X, Y)
+case("add_scalar", lambda x: lax.add(x, 2.0), X)
+case("max_uint", lax.max, ints(4, low=0, dtype=np.uint8), ints(4, low=0, dtype=np.uint8))
+case("pow", lax.pow, positive(4), Y)
+for y in (-1, 1, 2, 3):
+    case(f"integer_pow_{y}", lambda x, y=y: primitives.integer_pow_p.bind(x, y=y), X)
+case("integer_pow_3_int", lambda x: lax.integer_pow(x, 3), N)
+for name in ("igamma", "igammac", "igamma_grad_a", "polygamma", "zeta"):
+    case(name, getattr(primitives, f"{name}_p").bind, np.round(positive(4)) + 2, positive(4) + 2)
+case("betainc", primitives.regularized_incomplete_beta_p.bind, positive(4), positive(4), np.clip(positive(4), 0.1, 0.9))
+for name, fn in (("eq_to", primitives.eq_to_p), ("le_to", primitives.le_to_p), ("lt_to", primitives.lt_to_p)):
+    case(name, fn.bind, X, Y)
+case("complex", lax.complex, X, Y)
+for fn in (lax.real, lax.imag, lax.conj, lax.neg, lax.exp, lax.log):
+    case(f"{fn.__name__}_complex", fn, cplx(4))
+case("select_n", lax.select_n, T, X, Y)
+case("select_n_scalar", lax.select_n, np.bool_(True), X, Y)
+case("select_n_three", lax.select_n, ints(6, low=0, high=3), ints(6), ints(6), ints(6))
+case("clamp", lax.clamp, UNIT - 0.5, X, UNIT + 0.5)
+case("clamp_scalars", lambda x: lax.clamp(-0.5, x, 0.5), X)
+case("clamp_int", lambda x: lax.clamp(np.int32(-9), x, np.int32(9)), N)
+case("copy", primitives.copy_p.bind, X)
+case("name", lambda x: checkpoint_name(x, "x"), X)
+case("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), floats(7, dtype=np.float32))
+case("threefry2x32", primitives.threefry2x32_p.bind, *(ints(4, low=0, dtype=np.uint32) for _ in range(4)))
+case("threefry2x32_one_key", primitives.threefry2x32_p.bind, np.uint32(3), np.uint32(4),
+     *(ints(4, low=0, dtype=np.uint32) for _ in range(2)))  # fmt: skip
+case("bitcast", lambda x: lax.bitcast_convert_type(x, np.int64), X)
+case("bitcast_narrow", lambda x: lax.bitcast_convert_type(x, np.int32), X)
+case("bitcast_wide", lambda x: lax.bitcast_convert_type(x, np.int64), ints(3, 5, 2))
+CONVERSIONS = [
+    (np.float32, np.float64), (np.float64, np.float32), (np.float32, "bfloat16"), ("bfloat16", np.float32),
+    ("float16", "bfloat16"), ("bfloat16", "float16"), (np.float32, "float8_e4m3fn"), (np.float64, np.int32),
+    (np.float32, bool), (np.int32, np.float32), (np.int32, np.float64), (np.int8, np.int32), (np.int32, np.int8),
+    (np.int32, np.uint32), (np.uint8, np.int32), (np.uint8, np.int8), (bool, np.int32), (bool, np.float32),
+    (np.int32, bool), (np.float32, np.complex64), (np.float64, np.complex64), (np.complex64, np.complex128),
+]  # fmt: skip
+for old, new in CONVERSIONS:
+    value = (ints(4, low=-99, high=99) if np.issubdtype(np.dtype(old), np.integer) else X * 9).astype(old)
+    case(f"convert_{np.dtype(old).name}_to_{np.dtype(new).name}",
+         lambda x, new=new: lax.convert_element_type(x, np.dtype(new)), value,
+         primitive="convert_element_type")  # fmt: skip
+
+X, Y, N, T = floats(3, 5), floats(3, 5), ints(3, 5), bools(3, 5)
+for fn in (lax.add, lax.mul, lax.max):
+    case(f"{fn.__name__}_2d", fn, X, Y)
+case("select_n_2d", lax.select_n, T, X, Y)
+
+# --- layout ---
+A = floats(3, 4, 6)
+case("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (3, 2, 5), (0, 2)), X)
+case("broadcast_in_dim_stretch", lambda x: lax.broadcast_in_dim(x, (4, 5), (0, 1)), floats(1, 5))
+case("broadcast_in_dim_scalar", lambda x: lax.broadcast_in_dim(x, (3, 5), ()), np.int32(7))
+for old, new in [((4, 6), (24,)), ((24,), (4, 6)), ((4, 6), (6, 4)), ((4, 6, 5), (24, 5)), ((5, 4, 6), (5, 24)),
+                 ((1, 4, 6), (24,)), ((6, 4), (1, 6, 1, 4)), ((1, 1), (1,)), ((), (1, 1)), ((2, 3, 4), (6, 2, 2)),
+                 ((3, 6), (6, 3)), ((0, 3), (3, 0))]:  # fmt: skip
+    case(f"reshape_{old}_{new}", lambda x, new=new: primitives.reshape_p.bind(
+        x, new_sizes=new, dimensions=None, sharding=None), floats(*old))  # fmt: skip
+case("reshape_transposed", lambda x: lax.reshape(x, (24, 3), dimensions=(1, 2, 0)), A)
+case("transpose", lambda x: lax.transpose(x, (2, 0, 1)), A)
+case("squeeze", lambda x: lax.squeeze(x, (1,)), floats(3, 1, 5))
+case("expand_dims", lambda x: lax.expand_dims(x, (1,)), X)
+case("rev", lambda x: lax.rev(x, (1,)), A)
+case("tile", lambda x: primitives_by_name("tile").bind(x, reps=(2, 1)), X)
+case("stack", lambda x, y: primitives_by_name("stack").bind(x, y, axis=1), X, Y)
+case("unstack", lambda x: primitives_by_name("unstack").bind(x, axis=1), X)
+for dtype in (np.int32, np.uint8, np.float32):
+    case(f"iota_{np.dtype(dtype).name}", lambda dtype=dtype: lax.broadcasted_iota(dtype, (3, 5), 1))
+
+
+def primitives_by_name(name: str) -> Any:
+    """Primitives that `jax.extend` does not name, taken from a trace."""
+    traces = {
+        "tile": lambda: jax.make_jaxpr(lambda x: lax.tile(x, (2,)))(X[0]),
+        "stack": lambda: jax.make_jaxpr(lambda x: jax.numpy.stack([x, x]))(X),
+        "unstack": lambda: jax.make_jaxpr(lambda x: lax.unstack(x, 0))(X),
+    }
+    return traces[name]().eqns[-1].primitive
+
+
+# --- slicing ---
+case("slice", lambda x: lax.slice(x, (0, 1, 0), (3, 4, 6), (1, 2, 1)), A)
+case("slice_strided", lambda x: lax.slice(x, (0, 0, 0), (3, 4, 6), (1, 1, 2)), A)
+case("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, i, i), (3, 2, 6)), A, np.int32(1),
+     primitive="dynamic_slice")  # fmt: skip
+case("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)), A, floats(3, 2, 6),
+     np.int32(1), primitive="dynamic_update_slice")  # fmt: skip
+case("split", lambda x: lax.split(x, (1, 3), 1), A)
+case("concatenate", lambda x, y: lax.concatenate([x, y, x], 1), X, floats(3, 2))
+case("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 0), (0, 1, 1))), A, np.float64(2))
+case("pad_negative", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, 0, 0))), X)
+
+# --- contractions ---
+case("dot", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 5), floats(5, 4))
+case("dot_batch", lambda a, b: lax.dot_general(a, b, (((3, 1), (1, 2)), ((0,), (3,)))), floats(3, 2, 4, 5),
+     floats(2, 5, 2, 3))  # fmt: skip
+case("dot_vector", lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), floats(5), floats(5))
+case("dot_int8", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=np.int32),
+     ints(3, 5, dtype=np.int8), ints(5, 4, dtype=np.int8))  # fmt: skip
+case("dot_bf16", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=np.float32),
+     floats(3, 5, dtype="bfloat16"), floats(5, 4, dtype="bfloat16"))  # fmt: skip
+case("dot_empty", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 0), floats(0, 4))
+
+
+def conv(x: Any, k: Any, spec: tuple[str, str, str] = ("NHC", "HIO", "NHC"), **kwargs: Any) -> Any:
+    return lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=spec, **kwargs)
+
+
+case("conv", conv, floats(3, 4, 5), floats(3, 5, 4))
+case("conv_2d", lambda x, k: lax.conv_general_dilated(x, k, (2, 1), ((1, 0), (0, 1)), (1, 2), (2, 1)),
+     floats(2, 3, 5, 4), floats(3, 3, 2, 2))  # fmt: skip
+case("conv_depthwise", lambda x, k: conv(x, k, feature_group_count=6), floats(3, 4, 6), floats(3, 1, 12))
+case("conv_grouped", lambda x, k: conv(x, k, feature_group_count=6), floats(2, 4, 12), floats(3, 2, 6))
+case("conv_batch_grouped", lambda x, k: conv(x, k, batch_group_count=6), floats(12, 4, 3), floats(3, 3, 12))
+
+# --- reductions ---
+for name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+    for kind, value in (("float", A), ("int", ints(3, 4, 5))):
+        case(f"{name}_{kind}", lambda x, name=name: getattr(lax, name)(x, (0, 2)), value)
+case("reduce_sum_all", lambda x: lax.reduce_sum(x, (0, 1)), X)
+case("reduce_sum_bf16", lambda x: lax.reduce_sum(x, (1,)), floats(3, 5, dtype="bfloat16"))
+case("reduce_max_bool", lambda x: lax.reduce_max(x, (1,)), T)
+for name in ("reduce_and", "reduce_or", "reduce_xor"):
+    case(f"{name}_bool", lambda x, name=name: getattr(lax, name)(x, (1,)), bools(2, 7))
+    case(f"{name}_int", lambda x, name=name: getattr(lax, name)(x, (1,)), N)
+case("reduce", lambda x, n: lax.reduce(
+    (x, n), (np.float64(0), np.int32(1)), lambda a, b: (a[0] + b[0] * b[0], a[1] * b[1]), (1,)), X, N)  # fmt: skip
+for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+    case(name, lambda x, name=name: getattr(lax, name)(x, axis=1, reverse=True), X)
+case("argmax", lambda x: lax.argmax(x, 1, np.int32), X)
+case("argmin", lambda x: lax.argmin(x, 0, np.int32), X)
+case("sort", lambda x, n: lax.sort((n, x), dimension=1, num_keys=1), X, N)
+case("top_k", lambda x: lax.top_k(x, 2), X)
+
+# --- windows ---
+W = floats(3, 6, 4, 5)
+WINDOW: dict[str, Any] = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 1, 1)}
+PLAIN = ((0, 0),) * 4
+PADDED = ((0, 0), (0, 0), (1, 0), (0, 0))
+for name, fn, start in (("sum", lax.add, 0.0), ("max", lax.max, -np.inf), ("min", lax.min, np.inf)):
+    case(f"reduce_window_{name}", lambda x, fn=fn, start=start: lax.reduce_window(
+        x, start, fn, padding=PADDED, **WINDOW), W, primitive=f"reduce_window_{name}")  # fmt: skip
+case("reduce_window", lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b, padding=PADDED, **WINDOW), W)
+SELECT: dict[str, Any] = {**WINDOW, "padding": PLAIN, "select_prim": primitives.ge_p}
+case("select_and_scatter_add", lambda s, x: primitives.select_and_scatter_add_p.bind(s, x, **SELECT),
+     floats(3, 3, 3, 5), W)  # fmt: skip
+case("select_and_gather_add", lambda t, x: primitives.select_and_gather_add_p.bind(
+    t, x, **SELECT, base_dilation=(1,) * 4, window_dilation=(1,) * 4), floats(*W.shape), W)  # fmt: skip
+
+# --- linear algebra ---
+ROOT = floats(3, 4, 4)
+SPD = np.eye(4) * 9 + ROOT @ ROOT.swapaxes(1, 2)
+case("cholesky", primitives.cholesky_p.bind, SPD)
+case("eigh", lambda a: lax.linalg.eigh(a, symmetrize_input=False), SPD)
+case("eig", lax.linalg.eig, SPD)
+case("hessenberg", lax.linalg.hessenberg, SPD, primitive="hessenberg")
+case("schur", lax.linalg.schur, SPD)
+case("lu", lax.linalg.lu, SPD, primitive="lu")
+case("lu_pivots", lambda p: lax.linalg.lu_pivots_to_permutation(p, 4), np.array([[1, 1, 3, 3]] * 3, np.int32))
+case("qr", lax.linalg.qr, SPD, primitive="qr")
+case("svd", lax.linalg.svd, SPD, primitive="svd")
+case("householder_product", lax.linalg.householder_product, floats(3, 4, 2), floats(3, 2))
+case("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), SPD,
+     floats(3, 4, 2), primitive="triangular_solve")  # fmt: skip
+case("fft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.FFT, fft_lengths=(4,)), cplx(3, 2, 4))
+case("irfft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.IRFFT, fft_lengths=(2, 4)), cplx(3, 2, 3))
+
+# --- gather and scatter ---
+MODES = (GatherScatterMode.CLIP, GatherScatterMode.FILL_OR_DROP, GatherScatterMode.PROMISE_IN_BOUNDS)
+ROWS = GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
+INTO_ROWS = ScatterDimensionNumbers(
+    update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+)
+WILD = ints(2, 3, 1, low=-3, high=9)  # for a table of 5 rows: in and out of bounds
+TAME = ints(2, 3, 1, low=0, high=5)
+
+
+def gather(name: str, x: Any, i: Any, numbers: Any, sizes: Any, mode: Any, fill: Any = None) -> None:
+    case(name, lambda x, i: lax.gather(x, i, numbers, sizes, mode=mode, fill_value=fill), x, i)
+
+
+def scatter(name: str, fn: Any, x: Any, i: Any, u: Any, numbers: Any, mode: Any, unique: bool = False) -> None:
+    case(name, lambda x, i, u: fn(x, i, u, numbers, mode=mode, unique_indices=unique), x, i, u)
+
+
+SCATTERS = {"": lax.scatter, "_add": lax.scatter_add, "_sub": lax.scatter_sub, "_mul": lax.scatter_mul,
+            "_max": lax.scatter_max, "_min": lax.scatter_min}  # fmt: skip
+TABLE = floats(5, 4)
+for mode in MODES:
+    where = mode.name.lower()
+    asked = TAME if mode is GatherScatterMode.PROMISE_IN_BOUNDS else WILD
+    gather(f"gather_{where}", TABLE, asked, ROWS, (1, 4), mode)
+    gather(f"gather_int_{where}", ints(5, 4), asked, ROWS, (1, 4), mode, 7 if where == "fill_or_drop" else None)
+    for suffix, fn in SCATTERS.items():
+        scatter(f"scatter{suffix}_{where}", fn, TABLE, asked, floats(2, 3, 4), INTO_ROWS, mode)
+gather("gather_kept", TABLE, WILD.astype(np.int8), GatherDimensionNumbers((1, 3), (), (0,)), (1, 4), MODES[1])
+gather("gather_partial_slice", TABLE, WILD, GatherDimensionNumbers((1, 3), (), (0,)), (2, 4), MODES[0])
+gather("gather_whole_indexed", TABLE, ints(6, 2, low=-1, high=5), GatherDimensionNumbers((1,), (0,), (1, 0)), (1, 4),
+       MODES[1])  # fmt: skip
+gather("gather_two", A, ints(7, 2, low=-1, high=6), GatherDimensionNumbers((1,), (0, 2), (2, 0)), (1, 4, 1), MODES[1])
+gather("gather_two_clip", A, ints(7, 2, low=-1, high=6), GatherDimensionNumbers((1,), (0, 2), (2, 0)), (1, 4, 1),
+       MODES[0])  # fmt: skip
+gather("gather_unsigned", TABLE, np.array([[3], [2**32 - 1], [9]], np.uint32), GatherDimensionNumbers((1,), (0,), (0,)),
+       (1, 4), MODES[0])  # fmt: skip
+gather("gather_batched", A, ints(3, 2, 1, low=-1, high=7), GatherDimensionNumbers((2,), (2,), (2,), (0,), (0,)),
+       (1, 4, 1), MODES[1])  # fmt: skip
+gather("gather_bool", bools(5, 4), WILD, ROWS, (1, 4), MODES[1])
+gather("gather_one_row", floats(1, 4), np.zeros((2, 3, 1), np.int32), ROWS, (1, 4), MODES[0])
+gather("gather_scalar", floats(5), ints(1, low=0, high=5), GatherDimensionNumbers((), (0,), (0,)), (1,), MODES[2])
+gather("gather_nothing", floats(5, 4), ints(0, 3, 1), ROWS, (1, 4), MODES[1])
+case("gather_sorted", lambda x, i: lax.gather(x, i, ROWS, (1, 4), indices_are_sorted=True, unique_indices=True),
+     TABLE, np.array([[[0], [1], [2]], [[3], [4], [4]]]))  # fmt: skip
+scatter("scatter_add_int", lax.scatter_add, ints(5, 4), WILD, ints(2, 3, 4), INTO_ROWS, MODES[1])
+scatter("scatter_max_int", lax.scatter_max, ints(5, 4), WILD, ints(2, 3, 4), INTO_ROWS, MODES[1])
+scatter("scatter_unique", lax.scatter, TABLE, np.array([[[0], [4]], [[1], [7]]]), floats(2, 2, 4), INTO_ROWS, MODES[1],
+        unique=True)  # fmt: skip
+scatter("scatter_add_batched", lax.scatter_add, A, ints(3, 2, 1, low=-1, high=7), floats(3, 2, 4),
+        ScatterDimensionNumbers((2,), (2,), (2,), (0,), (0,)), MODES[0])  # fmt: skip
+scatter("scatter_add_two", lax.scatter_add, A, ints(7, 2, low=-1, high=6), floats(7, 4),
+        ScatterDimensionNumbers((1,), (0, 2), (2, 0)), MODES[1])  # fmt: skip
+scatter("scatter_add_two_clip", lax.scatter_add, A, ints(7, 2, low=-1, high=6), floats(7, 4),
+        ScatterDimensionNumbers((1,), (0, 2), (2, 0)), MODES[0])  # fmt: skip
+scatter("scatter_add_window", lax.scatter_add, TABLE, WILD, floats(2, 3, 2, 4),
+        ScatterDimensionNumbers((2, 3), (), (0,)), MODES[0])  # fmt: skip
+scatter("scatter_add_kept", lax.scatter_add, TABLE, WILD, floats(2, 3, 1, 4), ScatterDimensionNumbers((2, 3), (), (0,)),
+        MODES[0])  # fmt: skip
+case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO_ROWS, update_shape=(2, 2, 4),
+                                                     unique_indices=True), TABLE, np.array([[[0], [4]], [[1], [7]]]),
+     primitive="scatter")  # fmt: skip

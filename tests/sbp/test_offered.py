@@ -1,0 +1,81 @@
+"""Which signatures are offered, and which must not be: those that other systems got wrong among them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from shardc.sbp import rules
+from shardc.sbp.rules.elementwise import conversion_ops
+from shardc.sbp.signature import find_rule, signatures
+from tests.sbp.cases import CASES
+from tests.sbp.harness import equation_of
+
+assert rules  # imported for what it registers
+
+
+def _offers(name: str) -> list[str]:
+    fn, args, primitive = CASES[name]
+    with jax.enable_x64(True):
+        op = equation_of(fn, *args, primitive=primitive).op
+    return [str(s) for s in signatures(find_rule(op), op)]
+
+
+OFFERED = [
+    ("dot", "S(1), S(0) -> P(sum)"), ("dot", "P(sum), B -> P(sum)"), ("dot", "B, S(1) -> S(1)"),
+    ("dot_batch", "S(0), S(3) -> S(0)"), ("dot_bf16", "B, P(sum) -> P(sum)"),
+    ("conv", "S(2), S(1) -> P(sum)"), ("conv_depthwise", "S(2), S(2) -> S(2)"),
+    ("reduce_sum_float", "S(0) -> P(sum)"), ("reduce_max_float", "S(2) -> P(max)"),
+    ("reduce_max_float", "P(max) -> P(max)"),
+    ("reduce_or_bool", "S(1) -> P(max)"), ("reduce_and_bool", "S(1) -> P(min)"),
+    ("gather_fill_or_drop", "S(0), B -> P(sum)"), ("gather_fill_or_drop", "S(1), B -> S(2)"),
+    ("gather_fill_or_drop", "B, S(1) -> S(1)"), ("gather_kept", "S(0), B -> P(sum)"),
+    ("gather_batched", "S(0), S(0) -> S(0)"), ("gather_two", "S(2), B -> P(sum)"),
+    ("scatter_add_clip", "S(0), B, B -> S(0)"), ("scatter_add_clip", "B, S(0), S(0) -> P(sum)"),
+    ("scatter_add_clip", "P(sum), B, P(sum) -> P(sum)"), ("scatter_max_clip", "B, S(1), S(1) -> P(max)"),
+    ("scatter_add_batched", "S(0), S(0), S(0) -> S(0)"), ("scatter_unique", "P(max), B, P(max) -> P(max)"),
+    ("max", "P(max), B -> P(max)"), ("neg", "P(max) -> P(min)"), ("select_n", "B, P(sum), P(sum) -> P(sum)"),
+    ("reshape_(4, 6)_(24,)", "S(0) -> S(0)"), ("reshape_(5, 4, 6)_(5, 24)", "S(1) -> S(1)"),
+    ("broadcast_in_dim", "B -> S(1)"), ("iota_int32", " -> S(1)"), ("pad", "P(sum), P(sum) -> P(sum)"),
+    ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
+    ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
+    ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "signature"), OFFERED)
+def test_offered(name: str, signature: str) -> None:
+    assert signature in _offers(name)
+
+
+WRONG = [
+    ("convert_float64_to_int32", "P"), ("convert_float64_to_float32", "P(sum)"),
+    ("convert_float32_to_bfloat16", "P(sum)"),
+    ("convert_int32_to_int8", "P"), ("convert_int8_to_int32", "P(sum)"), ("convert_int32_to_float64", "P(sum)"),
+    ("convert_int32_to_uint32", "P(max)"), ("convert_float32_to_bool", "P"), ("convert_float32_to_float8_e4m3fn", "P"),
+    ("div_int", "P"), ("sqrt", "P(sum)"), ("sqrt", "P(max)"), ("log", "P(max)"), ("rsqrt", "P"), ("max", "P(sum)"),
+    ("max", "P(min)"), ("abs", "P"), ("square", "P"), ("integer_pow_2", "P"), ("integer_pow_3", "P(sum)"),
+    ("integer_pow_3_int", "P"), ("neg_int", "P(max)"), ("scatter_mul_clip", "P"), ("scatter_clip", "P"),
+    ("scatter_apply", "P"), ("reduce_prod_float", "P"), ("reduce_max_float", "P(sum)"), ("reduce_sum_float", "P(max)"),
+    ("reduce_sum_float", "P(min)"), ("reduce_and_int", "P"), ("cumprod", "P"), ("sort", "P"), ("argmax", "P"),
+    ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
+    ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
+    ("sort", "S(1)"), ("cumsum", "S(1)"), ("gather_partial_slice", "S(0), B"), ("scatter_add_window", "S(0), B, B"),
+    ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "operands"), WRONG)
+def test_not_offered(name: str, operands: str) -> None:
+    assert not [s for s in _offers(name) if s.startswith(operands)]
+
+
+def test_conversions_agree_with_numpy_on_what_they_cover() -> None:
+    assert conversion_ops(np.float32, np.float64) == ("sum", "max", "min")
+    assert conversion_ops(np.int32, np.int64) == ("max", "min")
+    assert conversion_ops(np.uint32, np.int32) == ("sum",)
+    assert conversion_ops(np.complex64, np.float32) == ()
+    assert conversion_ops("float16", "bfloat16") == conversion_ops("bfloat16", "float16") == ("max", "min")
+
+
