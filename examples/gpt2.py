@@ -25,7 +25,7 @@ class Config:
     vocab: int = 256
     scan_layers: bool = False  # one traced block, its parameters stacked along a new dimension 0
     remat: bool = False  # recompute each block in the backward pass
-    dtype: Any = float  # of activations; parameters are JAX's default float: float32, or float64 under x64
+    dtype: Any = None  # of activations; None: that of the parameters, which is float32, or float64 under x64
     learning_rate: float = 1e-3
 
 

@@ -35,8 +35,9 @@ class Meter:
         self.done += 1
         if self.done == 1:
             self.start = now
-        rate = (self.done - 1) * self.per_step / (now - self.start) if self.done > 1 else 0.0
-        line = f"{self.name}  loss {loss:.4f}  {rate:,.0f} {self.unit}/s"
+        line = f"{self.name}  loss {loss:.4f}"
+        if self.done > 1:
+            line += f"  {(self.done - 1) * self.per_step / (now - self.start):,.0f} {self.unit}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=line)
         elif self.done in (1, self.steps) or self.done % 10 == 0:

@@ -28,7 +28,7 @@ class Config:
 
 CONFIGS = {
     "tiny": Config(stages=(1, 1), width=16, classes=10, image=(8, 8, 1), learning_rate=3e-3),
-    "test": Config(stages=(1, 1), width=4, classes=10, image=(8, 8, 1), learning_rate=3e-3),
+    "test": Config(stages=(1, 1), width=4, classes=10, image=(8, 8, 1), learning_rate=1e-2),
     "resnet50": Config(stages=(3, 4, 6, 3), width=64, classes=1000, image=(224, 224, 3), large_stem=True),
 }
 
@@ -96,7 +96,8 @@ def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
 
     def init_fn(key):
         variables = ResNet(cfg).init(key, jnp.zeros((1, *cfg.image)), train=False)
-        return variables["params"], variables["batch_stats"], optimizer.init(variables["params"])
+        batch_stats = jax.tree.map(lambda x: x.astype(float), variables["batch_stats"])  # flax: float32 even under x64
+        return variables["params"], batch_stats, optimizer.init(variables["params"])
 
     def loss_and_grads(variables, batch):
         return jax.value_and_grad(partial(loss, cfg=cfg), has_aux=True)(*variables, batch)

@@ -51,7 +51,10 @@ def axes(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and size.isdecimal() and int(size) for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write data=4,model=2")
-    return {name.strip(): int(size) for name, _, size in pairs}
+    sizes = {name.strip(): int(size) for name, _, size in pairs}
+    if len(sizes) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
+    return sizes
 
 
 def fake_cpu_devices(devices: int) -> None:

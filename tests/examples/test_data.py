@@ -1,0 +1,72 @@
+"""Input is real, and the same on every run."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from examples import data
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_text_is_deterministic_source_code():
+    text = data.text_bytes(300_000)
+    assert (text.dtype, text.shape) == (np.uint8, (300_000,))
+    np.testing.assert_array_equal(text, data.text_bytes(300_000))
+    np.testing.assert_array_equal(text[:1000], data.text_bytes(1000))
+    assert b"\ndef " in text.tobytes()
+
+
+def test_digits_are_split_in_train_and_test():
+    train, test = data.digits()
+    assert (train["image"].shape, train["label"].shape, test["image"].shape) == (
+        (1500, 8, 8, 1),
+        (1500,),
+        (297, 8, 8, 1),
+    )
+    assert (train["image"].dtype, train["label"].dtype) == (np.float32, np.int32)
+    assert (train["image"].min(), train["image"].max()) == (0.0, 1.0)
+    assert set(test["label"]) == set(range(10))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: data.text_batches(data.text_bytes(10_000), 4, 16, seed),
+        lambda seed: data.digit_batches(data.digits()[0], 400, seed),
+    ],
+    ids=["text", "digits"],
+)
+def test_batches_depend_on_the_seed_alone(make):
+    first, again, other = (list(islice(make(seed), 5)) for seed in (0, 0, 1))
+    assert all(map(equal, first, again))
+    assert not any(map(equal, first, other))
+    assert not any(map(equal, first, first[1:]))
+
+
+def test_text_targets_are_the_next_inputs():
+    text = np.arange(256, dtype=np.uint8)
+    batch = next(data.text_batches(text, batch=3, seq=8))
+    assert batch["inputs"].shape == batch["targets"].shape == (3, 8)
+    np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
+
+
+def test_every_byte_of_the_text_can_be_drawn():
+    batches = data.text_batches(np.arange(10, dtype=np.uint8), batch=64, seq=8)
+    assert set(np.unique(next(batches)["targets"])) == set(range(1, 10))
+
+
+def test_an_epoch_shows_each_row_once():
+    rows = {"image": np.arange(10), "label": np.arange(10)}
+    seen = np.concatenate([batch["label"] for batch in islice(data.digit_batches(rows, 5), 2)])
+    assert sorted(seen) == list(range(10))
+
+
+def test_a_batch_larger_than_the_data_is_an_error():
+    with pytest.raises(ValueError, match="A batch of 11 wants at least as many rows, got 10"):
+        next(data.digit_batches({"label": np.arange(10)}, 11))

@@ -1,0 +1,89 @@
+"""Plans fit their models: they name the arguments of the step, and each pattern finds a leaf that can be split so."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import jax
+import pytest
+
+import shardc
+from examples import data, gpt2, mlp, resnet
+from shardc.sbp.placement import S
+
+FOLDER = Path(gpt2.__file__).parent / "plans"
+MODELS = {
+    "mlp": (mlp, mlp.CONFIGS["test"]),
+    "resnet": (resnet, resnet.CONFIGS["test"]),
+    "gpt2": (gpt2, gpt2.CONFIGS["test"]),
+    "gpt2 scanned": (gpt2, replace(gpt2.CONFIGS["test"], scan_layers=True)),
+}
+
+
+@pytest.fixture
+def plans_of(monkeypatch):
+    """The plans of a model, with `shardc.rules` left out: rules are then a plain dict from pattern to placement."""
+    monkeypatch.setattr(shardc, "S", S, raising=False)
+    monkeypatch.setattr(shardc, "rules", dict, raising=False)
+    return lambda model: runpy.run_path(str(FOLDER / f"{model}.py"))["PLANS"]
+
+
+def leaves_of(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.ndim
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def arguments_of(module, cfg):
+    """Name -> {path: number of dimensions} for each argument of the step."""
+    init_fn, step_fn = module.make_step(cfg)
+    batch = next(data.text_batches(data.text_bytes(100), 2, cfg.seq) if module is gpt2 else
+                 data.digit_batches(data.digits()[0], 2))  # fmt: skip
+    values = (*jax.eval_shape(init_fn, jax.random.key(0)), batch)
+    return dict(zip(inspect.signature(step_fn).parameters, map(leaves_of, values), strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plans_fit_their_model(model, plans_of):
+    arguments = arguments_of(*MODELS[model])
+    wrong = []
+    for name, plan in plans_of(model.split()[0]).items():
+        keywords = plan()
+        assert keywords.keys() == {"in_placements", "donate_argnames"}, name
+        assert keywords["in_placements"].keys() == arguments.keys(), name
+        assert set(keywords["donate_argnames"]) == arguments.keys() - {"batch"}, name
+        for argument, rules in keywords["in_placements"].items():
+            if not all(isinstance(placement, dict) for placement in rules.values()):
+                rules = {"*": rules}  # one placement for the whole argument
+            decided = {path: next((p for p in rules if fnmatchcase(path, p)), None) for path in arguments[argument]}
+            wrong += [f"{name}: {argument}: {p} finds nothing" for p in rules if p not in decided.values()]
+            wrong += [
+                f"{name}: {argument}: {pattern} splits dimension {sbp.dim} of {path}"
+                for path, pattern in decided.items()
+                if pattern is not None
+                for sbp in rules[pattern].values()
+                if not -arguments[argument][path] <= sbp.dim < arguments[argument][path]
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", [mlp, gpt2])
+def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plans_of):
+    arguments = arguments_of(module, module.CONFIGS["test"])
+    rules = plans_of(module.__name__.split(".")[-1])["tensor"]()["in_placements"]
+
+    def pinned(argument):
+        return {path for path in arguments[argument] if any(fnmatchcase(path, p) for p in rules[argument])}
+
+    assert pinned("opt_state") == {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in pinned("params")}
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt2"])
+def test_a_plan_is_short(model, plans_of):
+    lines = {name: len(inspect.getsource(plan).splitlines()) for name, plan in plans_of(model).items()}
+    assert max(lines.values()) <= 30, lines
