@@ -10,6 +10,7 @@ eliminating exactly around the few variables in question, held at what they are.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 Table: TypeAlias = NDArray[np.float64]
 Scope: TypeAlias = tuple[int, ...]
 
-TABLE_LIMIT: Final = 1 << 18
+TABLE_LIMIT: Final = 1 << 20
 """Entries of the largest table that elimination may make."""
 FORBIDDEN: Final = 1e15
 """Costs from here on mean: not allowed."""
@@ -75,6 +76,42 @@ def elimination_order(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]
     return order
 
 
+def undominated(unary: Sequence[Table], pairwise: Mapping[tuple[int, int], Table]) -> list[NDArray[np.intp]]:
+    """For each variable the values that may be needed: allowed, and not beaten by another whatever the neighbours take.
+
+    Value b beats a if unary[a] - unary[b] + sum over the tables of min over the neighbour of (T[a] - T[b]) >= 0.
+    """
+    keep = [np.flatnonzero(u < FORBIDDEN) if (u < FORBIDDEN).any() else np.arange(u.size) for u in unary]
+    own = [np.asarray(u, np.float64)[k] for u, k in zip(unary, keep, strict=True)]
+    around: list[dict[int, Table]] = [{} for _ in own]
+    for (i, j), table in pairwise.items():
+        around[i][j] = table[np.ix_(keep[i], keep[j])]
+        around[j][i] = around[i][j].T
+    waiting = deque(range(len(own)))
+    queued = [True] * len(own)
+    while waiting:
+        v = waiting.popleft()
+        queued[v] = False
+        if own[v].size < 2:
+            continue
+        worse = own[v][:, None] - own[v][None, :]
+        for table in around[v].values():
+            worse = worse + (table[:, None, :] - table[None, :, :]).min(-1)
+        alive = np.ones(own[v].size, bool)
+        for a in range(own[v].size):
+            alive[a] = not any(worse[a, b] >= 0 for b in np.flatnonzero(alive) if b != a)
+        if alive.all():
+            continue
+        keep[v], own[v] = keep[v][alive], own[v][alive]
+        for j, table in around[v].items():
+            around[v][j] = table[alive]
+            around[j][v] = around[v][j].T
+            if not queued[j]:
+                queued[j] = True
+                waiting.append(j)
+    return keep
+
+
 def minimize(
     unary: Sequence[Table],
     pairwise: Mapping[tuple[int, int], Table],
@@ -89,7 +126,7 @@ def minimize(
       start: an assignment that the result is not to be worse than.
       order: elimination order; by default `elimination_order`.
     """
-    allowed = [np.flatnonzero(u < FORBIDDEN) if (u < FORBIDDEN).any() else np.arange(u.size) for u in unary]
+    allowed = undominated(unary, pairwise)
     own = [u[a] for u, a in zip(unary, allowed, strict=True)]
     tables = {(i, j): t[np.ix_(allowed[i], allowed[j])] for (i, j), t in pairwise.items()}
     order = elimination_order(len(own), list(tables)) if order is None else order
@@ -103,7 +140,7 @@ def minimize(
     values = first.run(order)
     best, bound = cost(values), first.bound
     if not first.exact:
-        if start is not None:
+        if start is not None and all(s in a for a, s in zip(allowed, start, strict=True)):
             begin = [int(np.argmax(a == s)) for a, s in zip(allowed, start, strict=True)]
             if cost(begin) < best:
                 values, best = begin, cost(begin)

@@ -29,6 +29,8 @@ log = logging.getLogger("shardc")
 
 SWEEPS: Final = 4
 """Sweeps over the axes from one start, at most; they end when nothing improves."""
+SMALL: Final = 500
+"""Problems of at most so many nodes are solved from two orders of axes."""
 GROWTH_PENALTY: Final = 1e3
 """Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
 NEVER: Final = 2 * FORBIDDEN
@@ -261,15 +263,17 @@ def place(problem: Problem, mesh: MeshView) -> Placed:
     solver = Solver(problem, mesh, axes)
     start = [list(s) for s in solver.state]
     best, state, bound = math.inf, start, 0.0
-    turns = [tuple(range(len(axes)))] + ([tuple(reversed(range(len(axes))))] if len(axes) > 1 else [])
+    turns = [tuple(range(len(axes)))]
+    if len(axes) > 1 and len(problem.nodes) <= SMALL:
+        turns.append(turns[0][::-1])
     for turn in turns if axes else []:
         solver.state = [list(s) for s in start]
-        cost = math.inf
-        for _ in range(SWEEPS if len(axes) > 1 else 1):
+        cost, settled = math.inf, 0
+        for axis in itertools.islice(itertools.cycle(turn), SWEEPS * len(axes)):
             before = cost
-            for axis in turn:
-                cost, bound = solver.improve(axis)
-            if cost >= before * (1 - 1e-6):
+            cost, bound = solver.improve(axis)
+            settled = settled + 1 if cost >= before * (1 - 1e-6) else 1
+            if settled == len(axes):  # each axis is best as the others are
                 break
         log.debug("axes %s: cost %.3e", [axes[i] for i in turn], cost)
         if cost < best * (1 - 1e-9):
