@@ -238,17 +238,16 @@ def _match_totals(
     were dropped: there they may be fewer.
     """
     for group, plans in by_group.items():
-        founds = [f for f in lots if f.group == group and f.left]
+        founds = [f for f in lots if f.group == group]
         for f in founds:
             for p in plans:
                 if f.left and p.left and _close(f.total, p.total):
                     f.left = p.left = 0
-        moved, paid = sum(f.total for f in founds), sum(p.total for p in plans)
-        slack = len(founds) + len(plans)
-        if moved and moved <= paid + slack and (not exact or moved >= paid - slack):
-            for lot in founds:
-                lot.left = 0
-            for lot in plans:
+        rest, budget = [f for f in founds if f.left], [p for p in plans if p.left]
+        moved, paid = sum(f.total for f in rest), sum(p.total for p in budget)
+        slack = len(rest) + len(budget)  # each may be rounded
+        if rest and budget and moved <= paid + slack and (not exact or moved >= paid - slack):
+            for lot in (*rest, *budget):
                 lot.left = 0
 
 

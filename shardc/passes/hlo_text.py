@@ -119,7 +119,8 @@ def parse_module(text: str) -> Module:
             entry = current if m[1] else entry
     if not entry:
         raise ValueError("the text has no ENTRY computation: pass the optimized HLO, compiled.as_text()")
-    counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.split("\n", 1)[0])
+    header = re.search(r"^HloModule .*$", text, re.MULTILINE)
+    counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header[0]) if header else []
     return Module(entry, math.prod(map(int, counts)), computations, roots, _read_frames(text))
 
 
