@@ -203,6 +203,19 @@ def test_other_backends(platform):
         assert len(audit(SCAN[:i] + SCAN[i + 1 :], fixture(f"{platform}_scan"), X, platform).surprises) == 1
 
 
+def test_narrower_elements_than_planned_are_less_not_other():
+    """XLA:TPU gathers f32 as bf16 where only the matrix unit reads it; wider ones would not be in the plan."""
+    assert audit(SCAN, fixture("tpu_scan"), X).ok
+    as_bf16 = replace(SCAN[0], bytes=SCAN[0].bytes // 4, value="f16[64,128]")
+    assert not audit([as_bf16, *SCAN[1:]], fixture("tpu_scan"), X).ok
+
+
+def test_planned_collectives_of_no_bytes_are_not_missed():
+    empty = Collective("all_gather", ("one",), 0, 1, "model.py:7 (step)", "f32[8]")
+    text = compiled(sum_b, (PS("b"),), PS(), F32)
+    assert audit([SUM_B, empty], text, {**MESH, "one": 1}).missing == ()
+
+
 SCATTER = 3 * 4096 * 8192 * 4 // 4
 
 
