@@ -49,13 +49,16 @@ def step_bytes(
             return (n - 1) * after  # P(max) -> S: the pieces of a reduce-scatter, reduced at their goal
 
 
-def step_seconds(kind: StepKind, moved: int, counts: Sequence[int], mesh: MeshView) -> float:
-    """Time of one boxing step that sends `moved` bytes over axes of `counts` devices."""
+def step_hops(kind: StepKind, counts: Sequence[int]) -> int:
+    """Messages that follow one another in one boxing step over axes of `counts` devices; each costs a latency."""
     if kind in LOCAL_STEPS:
-        return 0.0
-    hops = 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
-    link = mesh.topology.link
-    return hops * link.latency + moved / link.bandwidth
+        return 0
+    return 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
+
+
+def boxing_seconds(moved: int, hops: int, mesh: MeshView) -> float:
+    """Time of boxing steps that send `moved` bytes in `hops` messages."""
+    return hops * mesh.topology.link.latency + moved / mesh.topology.link.bandwidth
 
 
 def compute_seconds(flops: float, memory: float, mesh: MeshView) -> float:
