@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.sbp.cost import LOCAL_STEPS, StepKind, boxing_seconds, step_bytes, step_hops
@@ -60,7 +61,7 @@ def _subsets(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[ReduceOp]) -> Iterator[Step]:
-    """All steps that leave `p`, but for permutes; what becomes partial does so with one of `ops`, that of `p` if any."""
+    """All steps that leave `p`, but for permutes; what becomes partial takes the op of `p`, else any of `ops`."""
     dims = range(len(shape))
     if p.partial_op:
         ops = (p.partial_op,)
@@ -205,21 +206,18 @@ class BoxingTable:
 
 @lru_cache(maxsize=4096)
 def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "sum") -> BoxingTable:
-    """All-pairs `find_boxing`, as a matrix (min-plus squaring)."""
+    """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
     graph = _graph(shape, itemsize, mesh, (op,))
     index = {p: i for i, p in enumerate(graph)}
-    cost = np.full((len(index), len(index)), np.inf, complex)  # bytes + hops·i: numpy orders them by bytes, then hops
+    # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
+    cost: NDArray[np.complex128] = np.full((len(index), len(index)), np.inf, np.complex128)
     np.fill_diagonal(cost, 0)
     for p, steps in graph.items():
         for step, moved, hops in steps:
             i, j = index[p], index[step.dst]
             cost[i, j] = np.minimum(cost[i, j], complex(moved, hops))
-    while True:
-        shorter = np.stack([np.min(row[:, None] + cost, axis=0) for row in cost])
-        if np.array_equal(shorter, cost):
-            break
-        cost = shorter
-    link = mesh.topology.link
-    seconds = cost.imag * link.latency + cost.real / link.bandwidth
+    for k in range(len(index)):
+        cost = np.minimum(cost, cost[:, k : k + 1] + cost[k])
+    seconds = boxing_seconds(cost.real, cost.imag, mesh)
     held = [math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in index]
     return BoxingTable(index, seconds, np.array(held, dtype=np.int64))

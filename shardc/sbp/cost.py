@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from shardc.mesh import MeshView
 from shardc.sbp.placement import Placement, local_shape
@@ -19,6 +21,7 @@ StepKind: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "slice", "keep", "fill"
 ]
 """The five collectives, and three local steps: `slice` B->S, `keep` B->P, `fill` S->P."""
+Amount = TypeVar("Amount", float, np.ndarray)
 LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
 
 ELEMENTWISE_FUSION: Final = 0.1
@@ -56,7 +59,7 @@ def step_hops(kind: StepKind, counts: Sequence[int]) -> int:
     return 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
 
 
-def boxing_seconds(moved: int, hops: int, mesh: MeshView) -> float:
+def boxing_seconds(moved: Amount, hops: Amount, mesh: MeshView) -> Amount:
     """Time of boxing steps that send `moved` bytes in `hops` messages."""
     return hops * mesh.topology.link.latency + moved / mesh.topology.link.bandwidth
 
