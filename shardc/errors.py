@@ -19,7 +19,7 @@ class PlacementError(ShardcError, ValueError):
 
 
 class ArgumentError(ShardcError, TypeError):
-    """A call or a decorator whose arguments do not fit the function: misspelt names, conflicting pins, foreign arrays."""
+    """A call or a decorator whose arguments do not fit the function: misspelt names, clashing pins, foreign arrays."""
 
 
 class MeshError(ShardcError, ValueError):

@@ -28,13 +28,11 @@ class Link:
 
     Attributes:
       bandwidth: bytes/s that a device can send along it.
-      latency: seconds for each step from neighbour to neighbour.
-      launch: seconds to start one collective, whatever it moves.
+      latency: seconds for each hop from neighbour to neighbour.
     """
 
     bandwidth: float
     latency: float
-    launch: float
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,14 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
         for t in (
             # Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone takes
             # some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
-            Topology("cpu", 1e10, 4e9, 4 * GB, Link(1e9, 2e-7, 2e-6)),
-            Topology("v4", 2.75e14, 1.2e12, 32 * GB, Link(9e10, 1e-7, 1e-6)),
-            Topology("v5e", 1.97e14, 8.1e11, 16 * GB, Link(9e10, 1e-7, 1e-6)),
-            Topology("v5p", 4.59e14, 2.8e12, 95 * GB, Link(1.8e11, 1e-7, 1e-6)),
-            Topology("v6e", 9.2e14, 1.6e12, 32 * GB, Link(1.8e11, 1e-7, 1e-6)),
-            Topology("h100", 9.89e14, 3.35e12, 80 * GB, Link(3.2e11, 1e-7, 1e-6)),
-            Topology("h200", 9.89e14, 4.8e12, 141 * GB, Link(3.2e11, 1e-7, 1e-6)),
-            Topology("b200", 2.25e15, 8e12, 180 * GB, Link(7e11, 1e-7, 1e-6)),
+            Topology("cpu", 1e10, 4e9, 4 * GB, Link(1e9, 2e-7)),
+            Topology("v4", 2.75e14, 1.2e12, 32 * GB, Link(9e10, 1e-7)),
+            Topology("v5e", 1.97e14, 8.1e11, 16 * GB, Link(9e10, 1e-7)),
+            Topology("v5p", 4.59e14, 2.8e12, 95 * GB, Link(1.8e11, 1e-7)),
+            Topology("v6e", 9.2e14, 1.6e12, 32 * GB, Link(1.8e11, 1e-7)),
+            Topology("h100", 9.89e14, 3.35e12, 80 * GB, Link(3.2e11, 1e-7)),
+            Topology("h200", 9.89e14, 4.8e12, 141 * GB, Link(3.2e11, 1e-7)),
+            Topology("b200", 2.25e15, 8e12, 180 * GB, Link(7e11, 1e-7)),
         )
     }
 )

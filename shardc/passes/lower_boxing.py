@@ -151,7 +151,7 @@ def permute_pairs(step: Step, shape: Shape, sizes: AxisSizes) -> list[tuple[int,
 
     def key(placement: Placement, at: dict[str, int]) -> tuple[tuple[int, int], ...]:
         return tuple(
-            local_extent(size, [a for a in placement.axes_of(d)], sizes, at) for d, size in enumerate(shape)
+            local_extent(size, placement.axes_of(d), sizes, at) for d, size in enumerate(shape)
         )
 
     sources = {i: key(step.src, at) for i, at in enumerate(coords)}

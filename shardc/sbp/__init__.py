@@ -1,1 +1,1 @@
-"""The algebra: placements, signatures, the rules of operations, boxing and what it costs. Knows no passes and no devices."""
+"""The algebra: placements, signatures, rules of operations, boxing and what it costs. Knows no pass and no device."""

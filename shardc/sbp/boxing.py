@@ -1,7 +1,8 @@
 """Boxing: turning a value from one placement into another on the same mesh, by the cheapest path of steps.
 
 A step changes some axes of a placement. `neighbours` lists the steps that leave a placement; a boxing is a shortest
-path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`.
+path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`:
+fewest bytes first, of these the fewest hops, of these the fewest steps. All three are integers, so ties are real.
 Nothing here runs anything: `shardc.passes.lower_boxing` emits the steps.
 """
 
@@ -10,16 +11,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
-from shardc.sbp.cost import LOCAL_STEPS, StepKind, step_bytes, step_seconds
-from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, block_sizes, local_extent
+from shardc.sbp.cost import LOCAL_STEPS, StepKind, boxing_seconds, step_bytes, step_hops
+from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -62,9 +64,11 @@ def _subsets(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(axes, k)
 
 
-def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, op: ReduceOp) -> Iterator[Step]:
-    """All steps that leave `p`, but for permutes; what becomes partial does so with `op`."""
+def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[ReduceOp]) -> Iterator[Step]:
+    """All steps that leave `p`, but for permutes; what becomes partial takes the op of `p`, else any of `ops`."""
     dims = range(len(shape))
+    if p.partial_op:
+        ops = (p.partial_op,)
     free = tuple(a for a in sizes if p[a] == B)
     for dim in dims:
         axes = p.axes_of(dim)
@@ -73,14 +77,16 @@ def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, op: ReduceOp) -> It
             for other in dims:
                 if other != dim:
                     yield Step("all_to_all", suffix, p, _move(p, suffix, S(other)))
-            yield Step("fill", suffix, p, _move(p, suffix, P(op)))
+            for op in ops:
+                yield Step("fill", suffix, p, _move(p, suffix, P(op)))
     for axis in free:
         for dim in dims:
             yield Step("slice", (axis,), p, _move(p, (axis,), S(dim)))
-        yield Step("keep", (axis,), p, _move(p, (axis,), P(op)))
+        for op in ops:
+            yield Step("keep", (axis,), p, _move(p, (axis,), P(op)))
     for axes in _subsets(p.partial_axes):
         yield Step("all_reduce", axes, p, _move(p, axes, B))
-        scatter: StepKind = "reduce_scatter" if op == "sum" else "all_to_all"
+        scatter: StepKind = "reduce_scatter" if p.partial_op == "sum" else "all_to_all"
         for order in itertools.permutations(axes):
             for dim in dims:
                 yield Step(scatter, order, p, _move(p, order, S(dim)))
@@ -94,10 +100,10 @@ def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
         if size % math.prod(counts) == 0:
             return size // math.prod(counts)
         coords = itertools.product(*(range(n) for n in counts))
-        return sorted(local_extent(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords)
+        extents = (local_extent(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords)
+        return tuple(sorted((offset, valid) if valid else (size, 0) for offset, valid in extents))
 
-    per_dim = [pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)]
-    return (p.partial_axes, p.partial_op, *(tuple(x) if isinstance(x, list) else x for x in per_dim))
+    return (p.partial_axes, p.partial_op, *(pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)))
 
 
 @lru_cache(maxsize=256)
@@ -117,81 +123,75 @@ def _active(mesh: MeshView) -> dict[str, int]:
     return {a: n for a, n in mesh.axes if n > 1}
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """The steps between all placements of a shape, and for each placement the steps that leave it."""
-
-    steps: dict[Placement, tuple[tuple[Step, int, float], ...]]
+_Graph: TypeAlias = dict[Placement, tuple[tuple[Step, int, int], ...]]
+"""For each placement of a shape the steps that leave it, each with its bytes and hops."""
 
 
 @lru_cache(maxsize=4096)
-def _graph(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp) -> _Graph:
+def _graph(shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Graph:
     sizes = _active(mesh)
-    nodes = all_placements(len(shape), tuple(sizes), op)
+    nodes = dict.fromkeys(p for op in ops for p in all_placements(len(shape), tuple(sizes), op))
     alike: dict[tuple[object, ...], list[Placement]] = {}
     for p in nodes:
         alike.setdefault(_blocks(p, shape, sizes), []).append(p)
-    steps: dict[Placement, tuple[tuple[Step, int, float], ...]] = {}
+    graph: _Graph = {}
     for p in nodes:
-        found = list(neighbours(p, shape, sizes, op))
+        found = list(neighbours(p, shape, sizes, ops))
         for q in alike[_blocks(p, shape, sizes)]:
             changed = tuple(a for a in sizes if isinstance(p[a], S) or isinstance(q[a], S))
             if q != p:
                 found.append(Step("permute", changed, p, q))
-        priced: list[tuple[Step, int, float]] = []
+        priced: list[tuple[Step, int, int]] = []
         for step in found:
             counts = [sizes[a] for a in step.axes]
             moved = step_bytes(step.kind, shape, itemsize, step.src, step.dst, mesh, math.prod(counts))
-            priced.append((step, moved, step_seconds(step.kind, moved, counts, mesh)))
-        steps[p] = tuple(priced)
-    return _Graph(steps)
+            priced.append((step, moved, step_hops(step.kind, counts)))
+        graph[p] = tuple(priced)
+    return graph
 
 
 def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView) -> Boxing:
     """The cheapest boxing of a value of `shape` (logical) from `src` to `dst`.
 
-    Time first; of equal times the one with fewer steps. Axes of size 1 cost nothing and need no step.
+    Fewest bytes first, then fewest hops, then fewest steps. Axes of size 1 cost nothing and need no step.
     """
     idle = [a for a, n in mesh.axes if n == 1]
     src, dst = src.without(idle), dst.without(idle)
     if src == dst:
         return Boxing((), (), 0.0)
-    ops = {p.partial_op for p in (src, dst)} - {None}
-    if len(ops) == 2:  # one op has to end before the other begins
-        middle = src.without(src.partial_axes)
-        first, second = (find_boxing(shape, itemsize, a, b, mesh) for a, b in ((src, middle), (middle, dst)))
-        return Boxing(first.steps + second.steps, first.moved + second.moved, first.seconds + second.seconds)
-    return _shortest(shape, itemsize, src, dst, mesh, next(iter(ops), None) or "sum")
+    ops = tuple(sorted({p.partial_op for p in (src, dst) if p.partial_op}))
+    return _shortest(shape, itemsize, src, dst, mesh, ops or ("sum",))
 
 
 @lru_cache(maxsize=65536)
 def _shortest(
-    shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, op: ReduceOp
+    shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, ops: tuple[ReduceOp, ...]
 ) -> Boxing:
-    graph = _graph(shape, itemsize, mesh, op)
-    best: dict[Placement, tuple[float, int]] = {src: (0.0, 0)}
+    graph = _graph(shape, itemsize, mesh, ops)
+    best: dict[Placement, tuple[int, int, int]] = {src: (0, 0, 0)}  # bytes, hops, steps
     came: dict[Placement, tuple[Step, int]] = {}
-    queue: list[tuple[float, int, int, Placement]] = [(0.0, 0, 0, src)]
+    queue: list[tuple[tuple[int, int, int], int, Placement]] = [((0, 0, 0), 0, src)]
     order = itertools.count(1)
     while queue:
-        seconds, length, _, p = heapq.heappop(queue)
+        cost, _, p = heapq.heappop(queue)
         if p == dst:
             break
-        if (seconds, length) > best[p]:
+        if cost > best[p]:
             continue
-        for step, moved, time in graph.steps[p]:
-            key = (seconds + time, length + 1)
-            if step.dst not in best or key < best[step.dst]:
-                best[step.dst] = key
+        for step, moved, hops in graph[p]:
+            further = (cost[0] + moved, cost[1] + hops, cost[2] + 1)
+            if step.dst not in best or further < best[step.dst]:
+                best[step.dst] = further
                 came[step.dst] = (step, moved)
-                heapq.heappush(queue, (*key, next(order), step.dst))
+                heapq.heappush(queue, (further, next(order), step.dst))
     path: list[tuple[Step, int]] = []
     at = dst
     while at != src:
         path.append(came[at])
         at = came[at][0].src
     path.reverse()
-    return Boxing(tuple(s for s, _ in path), tuple(b for _, b in path), best[dst][0])
+    moved, hops, _ = best[dst]
+    return Boxing(tuple(s for s, _ in path), tuple(m for _, m in path), boxing_seconds(moved, hops, mesh))
 
 
 @dataclass(frozen=True)
@@ -211,25 +211,18 @@ class BoxingTable:
 
 @lru_cache(maxsize=4096)
 def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "sum") -> BoxingTable:
-    """All-pairs `find_boxing`, as a matrix (min-plus squaring)."""
-    graph = _graph(shape, itemsize, mesh, op)
-    index = {p: i for i, p in enumerate(graph.steps)}
-    seconds = np.full((len(index), len(index)), np.inf)
-    np.fill_diagonal(seconds, 0.0)
-    for p, steps in graph.steps.items():
-        for step, _, time in steps:
+    """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
+    graph = _graph(shape, itemsize, mesh, (op,))
+    index = {p: i for i, p in enumerate(graph)}
+    # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
+    cost: NDArray[np.complex128] = np.full((len(index), len(index)), np.inf, np.complex128)
+    np.fill_diagonal(cost, 0)
+    for p, steps in graph.items():
+        for step, moved, hops in steps:
             i, j = index[p], index[step.dst]
-            seconds[i, j] = min(seconds[i, j], time)
-    while True:
-        shorter = seconds.copy()
-        for row in range(len(index)):
-            shorter[row] = np.min(seconds[row][:, None] + seconds, axis=0)
-        if np.array_equal(shorter, seconds):
-            break
-        seconds = shorter
-    held = np.array([math.prod(_local(shape, p, _active(mesh))) * itemsize for p in index], dtype=np.int64)
-    return BoxingTable(index, seconds, held)
-
-
-def _local(shape: Shape, p: Placement, sizes: AxisSizes) -> Shape:
-    return tuple(block_sizes(d, [sizes[a] for a in p.axes_of(i)])[-1] for i, d in enumerate(shape))
+            cost[i, j] = np.minimum(cost[i, j], complex(moved, hops))
+    for k in range(len(index)):
+        cost = np.minimum(cost, cost[:, k : k + 1] + cost[k])
+    seconds = boxing_seconds(cost.real, cost.imag, mesh)
+    held = [math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in index]
+    return BoxingTable(index, seconds, np.array(held, dtype=np.int64))

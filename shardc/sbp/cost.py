@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from shardc.mesh import MeshView
 from shardc.sbp.placement import Placement, local_shape
@@ -19,8 +21,12 @@ StepKind: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "slice", "keep", "fill"
 ]
 """The five collectives, and three local steps: `slice` B->S, `keep` B->P, `fill` S->P."""
+Amount = TypeVar("Amount", float, np.ndarray)
 LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
 
+LAUNCH_HOPS: Final = 10
+"""What it costs to start a collective, in hops. Started alone it costs far more; XLA combines the many small ones of a
+step, so this is what each of them counts for."""
 LIGHT: Final = 1e-4
 """Share of a light operation's memory traffic that counts. XLA fuses such operations into their neighbours, whose
 traffic is priced; what is left decides between placements that move the same, for the one that holds less."""
@@ -49,13 +55,17 @@ def step_bytes(
             return (n - 1) * after  # P(max) -> S: the pieces of a reduce-scatter, reduced at their goal
 
 
-def step_seconds(kind: StepKind, moved: int, counts: Sequence[int], mesh: MeshView) -> float:
-    """Time of one boxing step that sends `moved` bytes over axes of `counts` devices."""
+def step_hops(kind: StepKind, counts: Sequence[int]) -> int:
+    """Messages that follow one another in one boxing step over axes of `counts` devices, its start counted in them; each
+    costs a latency."""
     if kind in LOCAL_STEPS:
-        return 0.0
-    hops = 1 if kind == "permute" else sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
-    link = mesh.topology.link
-    return link.launch + hops * link.latency + moved / link.bandwidth
+        return 0
+    return LAUNCH_HOPS + 1 if kind == "permute" else LAUNCH_HOPS + sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
+
+
+def boxing_seconds(moved: Amount, hops: Amount, mesh: MeshView) -> Amount:
+    """Time of boxing steps that send `moved` bytes in `hops` messages."""
+    return hops * mesh.topology.link.latency + moved / mesh.topology.link.bandwidth
 
 
 def compute_seconds(flops: float, memory: float, mesh: MeshView) -> float:

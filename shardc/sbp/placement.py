@@ -294,7 +294,7 @@ def local_extent(
 
 
 PlacementLike: TypeAlias = (
-    "Placement | Mapping[str, SBP] | tuple[SBP, ...] | PartitionSpec | NamedSharding | Auto | None | EllipsisType"
+    "Placement | Mapping[str, SBP] | tuple[SBP, ...] | PartitionSpec | NamedSharding | Auto | EllipsisType | None"
 )
 """What a leaf of `in_placements` may be."""
 
