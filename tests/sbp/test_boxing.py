@@ -139,7 +139,7 @@ def test_padding_counts() -> None:
 
 def test_seconds_are_latency_and_bytes_over_bandwidth() -> None:
     boxing = find_boxing((64, 32), ITEMSIZE, Placement({"a": P()}), Placement(), view_of({"a": 8}, "v5p"))
-    assert boxing.seconds == pytest.approx(14 * 1e-6 + (2 * T * 7 / 8) / 1.8e11, rel=1e-12)
+    assert boxing.seconds == pytest.approx((10 + 14) * 1e-7 + (2 * T * 7 / 8) / 1.8e11, rel=1e-9)
     src, dst = Placement.parse("{a: P(sum), b: S(0)}"), Placement.parse("{b: S(0)}")
     boxing = find_boxing((64, 32), ITEMSIZE, src, dst, view_of({"a": 4, "b": 2}, "h100"))
     assert boxing.seconds == pytest.approx(6 * 3e-6 + (2 * T / 2 * 3 / 4) / 3.2e11, rel=1e-12)

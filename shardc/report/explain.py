@@ -1,0 +1,5 @@
+"""`plan.explain()`."""
+
+
+def explain(plan) -> str:
+    return repr(plan)
