@@ -89,20 +89,20 @@ class Executable:
         """The physical array of argument `i`."""
         if is_placed(x):
             return x.physical
-        if self._plain_in[i]:
-            if isinstance(x, jax.Array):
-                return x
-            aval = self.plan.program.in_avals[i]
-            return np.asarray(x, aval.dtype)
+        sharding = self._in_shardings[i]
+        if isinstance(x, jax.Array):
+            if self._plain_in[i]:
+                return x if x.committed and x.sharding == sharding else jax.device_put(x, sharding)
+        else:
+            x = np.asarray(x, self.plan.program.in_avals[i].dtype)
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
-        assert isinstance(placed, PlacedArray)
-        return placed.physical
+        return placed.physical if is_placed(placed) else placed
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the plan. Raises StepFailedError if it fails after donated buffers were taken."""
         args = [*(self._enter(i, x) for i, x in enumerate(leaves)), *self._captured]
         try:
-            out = self._jitted(*args)
+            out = self.compiled(*args)  # not the jitted function: that compiles anew for arrays that come otherwise
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             self._report_failure(leaves, error)
             raise
