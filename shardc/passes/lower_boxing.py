@@ -183,4 +183,6 @@ _EMIT: Final[dict[str, Callable[[_Emitter, jax.Array], jax.Array]]] = {
 
 def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
     """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
+    if 0 in shape:  # nothing to move, and XLA refuses to scatter it
+        return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)
     return _EMIT[step.kind](_Emitter(step, shape, sizes, index), x)

@@ -202,6 +202,12 @@ class Placement(Mapping[str, SBP]):
 
     def resolve(self, rank: int) -> Placement:
         """The same placement with non-negative dimensions, for a value of `rank` dimensions."""
+        twice = [d for d in self.splits if d < 0 and d + rank in self.splits]
+        if twice:
+            raise PlacementError(
+                f"{self} calls dimension {twice[0] + rank} of {rank} also {twice[0]}, so the order in which its axes cut "
+                "it is not said; write one number for it."
+            )
         resolved: list[tuple[str, SBP]] = []
         for axis, sbp in self.items_:
             if isinstance(sbp, S) and not -rank <= sbp.dim < rank:

@@ -193,6 +193,12 @@ def test_compiled_collectives_are_the_steps(axes: dict[str, int], src: str, dst:
     assert collectives_in(hlo) == Counter(s.kind for s in steps if s.is_collective)
 
 
+def test_nothing_moves_of_a_value_without_elements() -> None:
+    axes, pair = {"a": 8}, (Placement.parse("{a: P(sum)}"), Placement.parse("{a: S(0)}"))
+    program, _ = compile_boxings([pair], (0, 8), axes, np.float32)
+    assert not collectives_in(program.lower({"{a: P(sum)}": np.zeros((8, 0, 8), np.float32)}).compile().as_text())
+
+
 def test_hlo_counter_sees_each_syntax() -> None:
     hlo = """
       %all-reduce.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}
