@@ -72,8 +72,8 @@ WANTS = "A mesh wants a positive number of devices for each axis, got"
         ),
         (
             lambda: make_mesh(a=4, b=4),
-            "The mesh a=4 x b=4 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set "
-            "the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan "
+            "The mesh a=4 x b=4 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
+            "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan "
             'without devices name a topology, as in topology="v5p".',
         ),
         (
@@ -170,5 +170,5 @@ def test_error_helpers() -> None:
     assert did_you_mean("modle", ["data", "model"]) == ' Did you mean "model"?'
     assert did_you_mean("model", ["model"]) == ""
     assert did_you_mean("x", ["data", "model"]) == ""
-    assert all_offenders("Two:", ["one\nmore", "two"]) == "Two:\n  one\n    more\n  two"
+    assert all_offenders("Two:", ["one\nmore", "two"]) == "Two:\n  one\n  more\n  two"
     assert all_offenders("None:", []) == "None:"

@@ -1,4 +1,4 @@
-"""Boxings on devices: exact values from pieces whose padding is poisoned, and one collective in the HLO for each step."""
+"""Boxings on devices: exact values from pieces whose padding is poisoned; and one collective in the HLO per step."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def test_booleans_pass_through_a_fill_of_false() -> None:
     """Filled and summed is cheaper here than gathered and sent, though no value may be a P(sum) of booleans."""
     axes, shape = {"a": 4, "b": 2}, (1, 8)
     pairs = [p for p in all_pairs(2, axes) if not p[0].partial_op and not p[1].partial_op]
-    used = {s.kind for p in pairs for s in find_boxing(shape, 1, *p, view(make_mesh(**axes))).steps}
-    assert used >= {"reduce_scatter", "all_reduce"}
-    summed = [p for p in pairs if any(s.src.partial_op for s in find_boxing(shape, 1, *p, view(make_mesh(**axes))).steps)]
-    check(summed[:40], shape, axes, np.bool_, range(2))
+    kinds = [{s.kind for s in find_boxing(shape, 1, *p, view(make_mesh(**axes))).steps} for p in pairs]
+    summed = [(p, k) for p, k in zip(pairs, kinds, strict=True) if k & {"reduce_scatter", "all_reduce"}]
+    assert set.union(*(k for _, k in summed)) >= {"fill", "reduce_scatter", "all_reduce"}
+    check([p for p, _ in summed][:40], shape, axes, np.bool_, range(2))
 
 
 def test_boxings_from_one_partial_op_to_another() -> None:
