@@ -73,8 +73,8 @@ WANTS = "A mesh wants a positive number of devices for each axis, got"
         (
             lambda: make_mesh(a=4, b=4),
             "The mesh a=4 x b=4 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
-            "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan "
-            'without devices name a topology, as in topology="v5p".',
+            "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to "
+            'plan without devices name a topology, as in topology="v5p".',
         ),
         (
             lambda: make_mesh(topology="v5p:4x4", a=8, b=4),

@@ -235,7 +235,8 @@ class Placement(Mapping[str, SBP]):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
             if not isinstance(names, tuple):
                 raise PlacementError(
-                    f"PartitionSpec{spec.partitions} leaves dimension {dim} open; shardc wants axis names or None there."
+                    f"PartitionSpec{spec.partitions} leaves dimension {dim} open; shardc wants axis names or None "
+                    "there."
                 )
             pairs += [(name, S(dim)) for name in names]
         pairs += [(name, P()) for name in sorted(spec.unreduced)]
