@@ -92,6 +92,12 @@ def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[Reduc
                 yield Step(scatter, order, p, _move(p, order, S(dim)))
 
 
+def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes) -> tuple[int, int]:
+    """`local_extent`, the same for all pieces that are empty: wherever they are, they hold the same."""
+    offset, valid = local_extent(size, axes, sizes, coords)
+    return (offset, valid) if valid else (size, 0)
+
+
 def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
     """What the pieces of each dimension are, whoever holds them; placements with equal blocks are one permute apart."""
 
@@ -100,8 +106,7 @@ def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
         if size % math.prod(counts) == 0:
             return size // math.prod(counts)
         coords = itertools.product(*(range(n) for n in counts))
-        extents = (local_extent(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords)
-        return tuple(sorted((offset, valid) if valid else (size, 0) for offset, valid in extents))
+        return tuple(sorted(piece_of(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords))
 
     return (p.partial_axes, p.partial_op, *(pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)))
 
