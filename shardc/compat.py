@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import CodeType
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax._src import core as _core
@@ -67,13 +71,54 @@ def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
 
 
 # Why: there is no public way from an equation to the user's line.
+_OURS: Final = os.path.dirname(__file__) + os.sep
+_TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python,
+    the rest of shardc)."""
+    if file == _TRACE:
+        return "entry"
+    if file.startswith(_OURS) or not _source_info_util.is_user_filename(file):
+        return "inner"
+    return "library" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "user"
+
+
 def source_line(eqn: Eqn) -> str:
-    """`file.py:12 (function)` of the user's code that made an equation; empty if unknown."""
-    frame = _source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return ""
-    name = frame.file_name.rsplit("/", 1)[-1]
-    return f"{name}:{frame.start_line} ({frame.function_name})"
+    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of the function
+    is a library's, the library's; empty if unknown."""
+    return _line_of(eqn.source_info.traceback)[0]
+
+
+def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
+    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends where the body does."""
+    if _line_of(eqn.source_info.traceback)[1] or not _line_of(caller.source_info.traceback)[1]:
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_of(traceback: Any) -> tuple[str, bool]:
+    """The text of a line, and whether it is the user's."""
+    library = ""
+    codes, offsets = traceback.raw_frames() if traceback else ((), ())
+    for code, offset in zip(codes, offsets, strict=True):
+        whose = _whose(code.co_filename)
+        if whose == "entry":
+            break
+        if whose == "user":
+            return _frame_text(code, offset), True
+        if whose == "library" and not library:
+            library = _frame_text(code, offset)
+    return library, False
+
+
+def _frame_text(code: CodeType, offset: int) -> str:
+    frame = _source_info_util.raw_frame_to_frame(code, offset)
+    function = re.sub(r"\.<locals>\.<\w+>$", "", frame.function_name).rpartition("<locals>.")[2]
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({function})"
 
 
 def name_stack(eqn: Eqn) -> str:
