@@ -83,10 +83,7 @@ class _Inserter:
             env[var] = _Held({placement: var}, source, eqn, self.placed.ports[hold][0] if hold else None)
 
         def read(atom: Atom, want: Placement) -> Atom:
-            if compat.is_literal(atom):
-                held = _Held({REPLICATED: atom}, "", None, None)
-            else:
-                held = env[atom]
+            held = _Held({REPLICATED: atom}, "", None, None) if compat.is_literal(atom) else env[atom]
             if want in held.at:
                 return held.at[want]
             if held.hold is not None and held.hold not in held.at:
