@@ -88,8 +88,7 @@ class Arguments:
         except TypeError as error:
             raise ArgumentError(f"{self.fn.__name__}: {error}.") from None
         bound.apply_defaults()
-        # an OrderedDict, as JAX sorts the keys of a dict: positions have to mean what they mean in the signature
-        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)  # a dict would be sorted
         static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
         flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
         names = tuple(_entry(path[0]) for path, _ in flat)
