@@ -1,7 +1,7 @@
 """shardc: a sharding compiler for JAX.
 
-Write a training step for one device; say where a few global arrays live: split `S(i)`, broadcast `B` or partial `P` over
-the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
+Write a training step for one device; say where a few global arrays live: split `S(i)`, broadcast `B` or partial `P`
+over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
 from shardc.accumulate import accumulate

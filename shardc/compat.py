@@ -133,14 +133,18 @@ def with_source(eqn: Eqn) -> Any:
 
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.
 def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, _core.Tracer)
 
 
 def aval_of(x: Any) -> Any:
     """Shape, dtype and weak type of an array, number or ShapeDtypeStruct, without shardings."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = bool(getattr(aval, "weak_type", False))
-    return jax.core.ShapedArray(tuple(aval.shape), aval.dtype, weak_type=weak)
+    return shaped_array(tuple(aval.shape), aval.dtype, weak)
+
+
+def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
+    return _core.ShapedArray(shape, dtype, weak_type=weak_type)
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

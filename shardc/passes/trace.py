@@ -68,9 +68,8 @@ class Arguments:
         self.signature = inspect.signature(fn)
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
-        kinds = inspect.Parameter
-        self.var_positional = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_POSITIONAL), None)
-        self.var_keyword = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_KEYWORD), None)
+        parameters = self.signature.parameters.values()
+        self.var_keyword = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
 
     def check(self, names: Iterable[str], what: str) -> list[str]:
         """A line for each of `names` that is no argument of the function."""
@@ -89,7 +88,7 @@ class Arguments:
         except TypeError as error:
             raise ArgumentError(f"{self.fn.__name__}: {error}.") from None
         bound.apply_defaults()
-        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)  # dicts are sorted
         static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
         flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
         names = tuple(_entry(path[0]) for path, _ in flat)
@@ -119,7 +118,7 @@ class Arguments:
 def leaf_aval(x: Any) -> Any:
     """Logical shape, dtype and weak type of a leaf."""
     if isinstance(x, PlacedArray):
-        return jax.core.ShapedArray(x.shape, x.dtype)
+        return compat.shaped_array(x.shape, x.dtype)
     return compat.aval_of(x)
 
 
@@ -144,7 +143,9 @@ def trace(arguments: Arguments, call: Call) -> Program:
     closed = jax.make_jaxpr(flat)(*avals)
     ordered = [e for e in closed.effects if "Ordered" in type(e).__name__ and "IO" not in type(e).__name__]
     if ordered:
-        raise TracingError(f"{arguments.fn.__name__} has an ordered effect ({ordered[0]}), which several devices cannot keep.")
+        raise TracingError(
+            f"{arguments.fn.__name__} has an ordered effect ({ordered[0]}), which several devices cannot keep."
+        )
     jaxpr, captured = canonicalize(closed)
     paths = [call.paths[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
