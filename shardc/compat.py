@@ -15,6 +15,7 @@ from jax._src import core as _core
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax.extend import core as jex
 
 Jaxpr: TypeAlias = Any
@@ -68,6 +69,16 @@ def new_eqn(
 def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """The jaxpr without dead equations, all inputs kept."""
     return _pe.dce_jaxpr(jaxpr, list(used), instantiate=True)[0]
+
+
+def all_eqns(jaxpr: Jaxpr) -> list[Eqn]:
+    """The equations of a jaxpr and of the jaxprs in their parameters."""
+    found: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for body in _core.jaxprs_in_params(eqn.params):
+            found += all_eqns(body)
+    return found
 
 
 # Why: there is no public way from an equation to the user's line.
@@ -145,6 +156,14 @@ def aval_of(x: Any) -> Any:
 
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
     return _core.ShapedArray(shape, dtype, weak_type=weak_type)
+
+
+# Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
+def as_aval(x: Any, aval: Any) -> Any:
+    """`x` with the dtype and weak type of `aval`."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return x
+    return _lax._convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

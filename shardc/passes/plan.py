@@ -14,11 +14,11 @@ from shardc.mesh import MeshView
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, bodies_of, estimate_memory
+from shardc.passes.memory import Memory, estimate_memory
 from shardc.passes.place import compute_time, place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
-from shardc.sbp.placement import Pin, Placement
+from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.signature import has_rule
 
 
@@ -88,7 +88,7 @@ class Plan:
     def gathered(self) -> tuple[Gathered, ...]:
         """Operations without a rule that cost a gather or a repeated computation."""
         found: dict[str, list[str]] = {}
-        for eqn in _all_eqns(self.boxed.jaxpr):
+        for eqn in compat.all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
             if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
@@ -122,15 +122,6 @@ class Plan:
 _BY_THE_PLANNER = frozenset(
     ("box", "constrain", "sharding_constraint", "scan", "while", "cond", "remat2", "checkpoint", "remat")
 )
-
-
-def _all_eqns(jaxpr: compat.Jaxpr) -> list[compat.Eqn]:
-    found: list[compat.Eqn] = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for body in bodies_of(eqn):
-            found += _all_eqns(body)
-    return found
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:
@@ -191,7 +182,9 @@ def make_plan(
         Border(a.pin if a.arrival is None else _without_idle(Pin(a.arrival), mesh)) for a in arguments
     ]
     outputs: list[Border] = []
-    for pin, tie in zip(results, ties, strict=True):
+    for pin, tie, var in zip(results, ties, program.jaxpr.outvars, strict=True):
+        if pin is None and tie is None and compat.is_literal(var):
+            pin = Pin(REPLICATED)
         if pin is None and tie is not None and _moves(arguments[tie]):
             pin = arguments[tie].pin  # where the next call wants it
         outputs.append(Border(pin, tie))
