@@ -77,8 +77,8 @@ _TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
 
 @functools.cache
 def _whose(file: str) -> str:
-    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python,
-    the rest of shardc)."""
+    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python
+    and the rest of shardc)."""
     if file == _TRACE:
         return "entry"
     if file.startswith(_OURS) or not _source_info_util.is_user_filename(file):
@@ -87,13 +87,13 @@ def _whose(file: str) -> str:
 
 
 def source_line(eqn: Eqn) -> str:
-    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of the function
-    is a library's, the library's; empty if unknown."""
+    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of it is a
+    library's, the library's; empty if unknown."""
     return _line_of(eqn.source_info.traceback)[0]
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
-    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends where the body does."""
+    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends with the body."""
     if _line_of(eqn.source_info.traceback)[1] or not _line_of(caller.source_info.traceback)[1]:
         return eqn
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
@@ -131,16 +131,21 @@ def with_source(eqn: Eqn) -> Any:
     return _source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
+def short_text(shape: Sequence[int], dtype: Any) -> str:
+    """`f32[8,128]`."""
+    return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
+
+
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.
 def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, _core.Tracer)
 
 
 def aval_of(x: Any) -> Any:
     """Shape, dtype and weak type of an array, number or ShapeDtypeStruct, without shardings."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = bool(getattr(aval, "weak_type", False))
-    return jax.core.ShapedArray(tuple(aval.shape), aval.dtype, weak_type=weak)
+    return _core.ShapedArray(tuple(aval.shape), aval.dtype, weak_type=weak)
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

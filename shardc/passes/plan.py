@@ -14,7 +14,7 @@ from shardc.mesh import MeshView
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, bodies_of, estimate_memory
+from shardc.passes.memory import Memory, all_eqns, estimate_memory
 from shardc.passes.place import compute_time, place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
@@ -88,7 +88,7 @@ class Plan:
     def gathered(self) -> tuple[Gathered, ...]:
         """Operations without a rule that cost a gather or a repeated computation."""
         found: dict[str, list[str]] = {}
-        for eqn in _all_eqns(self.boxed.jaxpr):
+        for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
             if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
@@ -122,15 +122,6 @@ class Plan:
 _BY_THE_PLANNER = frozenset(
     ("box", "constrain", "sharding_constraint", "scan", "while", "cond", "remat2", "checkpoint", "remat")
 )
-
-
-def _all_eqns(jaxpr: compat.Jaxpr) -> list[compat.Eqn]:
-    found: list[compat.Eqn] = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for body in bodies_of(eqn):
-            found += _all_eqns(body)
-    return found
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:
