@@ -197,13 +197,13 @@ class Function:
         spec = self._in_placements
         if isinstance(spec, tuple | list) and not is_leaf_spec(spec):
             if len(spec) > len(numbers):
-                pins.offenders.append(
-                    f"in_placements: {len(spec)} for {len(numbers)} arguments ({', '.join(numbers)}); write one for each "
-                    "argument, or a dict by name."
-                )
-            spec = dict(zip(numbers, spec, strict=False))
-        elif says_names(spec, self._arguments.names, self._view):
-            spec = self._arguments.nest_keywords(dict(spec))
+                many = f"{len(spec)} for {len(numbers)} arguments ({', '.join(numbers)})"
+                pins.offenders.append(f"in_placements: {many}; write one for each argument, or a dict by name.")
+            for name, part in zip(numbers, spec, strict=False):
+                pins.spread(part, numbers[name], name)
+            return pins
+        if says_names(spec, self._arguments.names, self._view):
+            spec = self._arguments.nest_keywords(spec)
         pins.spread(spec, numbers)
         return pins
 

@@ -60,9 +60,9 @@ def test_closures_and_arguments_that_arrive_elsewhere(mesh, golden):
 
 
 def test_loops_and_notes(mesh, golden):
-    rules = shardc.rules({"*s": {"model": S(1)}, "ws*": {}, "*": {}})
-    f = shardc.function(programs.repeated, mesh=mesh, in_placements=rules)
-    golden("loop", f.plan(f32(32, 16), f32(5, 16, 16)).explain())
+    rules = shardc.rules({"*s": {"model": S(-1)}, "ws*": {}})
+    f = shardc.function(programs.repeated, mesh=mesh, in_placements={"params": rules, "x": {"data": S(0)}})
+    golden("loop", f.plan({"ws": f32(5, 16, 16), "bs": f32(5, 16)}, f32(32, 16)).explain())
 
 
 def test_the_text_is_the_same_whatever_the_terminal(mesh, monkeypatch):
