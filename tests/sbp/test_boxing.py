@@ -145,8 +145,9 @@ def test_seconds_are_latency_and_bytes_over_bandwidth() -> None:
     assert boxing.seconds == pytest.approx(6 * 3e-6 + (2 * T / 2 * 3 / 4) / 3.2e11, rel=1e-12)
 
 
-def test_steps_of_equal_bytes_are_as_few_as_they_can_be() -> None:
-    src, dst = Placement.parse("{a: P(sum), b: P(sum)}"), Placement.parse("{a: S(0), b: S(0)}")
+@pytest.mark.parametrize("split", ["{a: S(0), b: S(0)}", "{b: S(0), a: S(0)}"])
+def test_steps_of_equal_bytes_are_as_few_as_they_can_be(split: str) -> None:
+    src, dst = Placement.parse("{a: P(sum), b: P(sum)}"), Placement.parse(split)
     assert [s.kind for s in find_boxing((64, 32), 4, src, dst, view_of({"a": 4, "b": 2})).steps] == ["reduce_scatter"]
 
 
