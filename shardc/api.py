@@ -123,7 +123,7 @@ class Function:
         self._donate = frozenset(donate)
         wrong = arguments.check(donate, "donate_argnames")
         wrong += arguments.check(static, "static_argnames")
-        named = list(in_placements) if says_names(in_placements, arguments.names, self._view) else []
+        named = list(map(str, in_placements)) if says_names(in_placements, arguments.names, self._view) else []
         wrong += arguments.check(named, "in_placements")
         wrong += [
             f"{what} names {n!r}, which is static: a constant lives nowhere; leave it out."
@@ -208,7 +208,7 @@ class Function:
         ]
         pins = Pins("in_placements", leaves, self._view)
         numbers: dict[str, Any] = jax.tree.unflatten(call.tree, range(len(leaves)))
-        spec = self._in_placements
+        spec: Any = self._in_placements
         if isinstance(spec, tuple | list) and not is_leaf_spec(spec):
             if len(spec) > len(numbers):
                 many = f"{len(spec)} for {len(numbers)} arguments ({', '.join(numbers)})"

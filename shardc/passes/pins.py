@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ def is_leaf_spec(spec: Any) -> bool:
     return (isinstance(spec, tuple) and len(spec) > 0 and all(map(_is_sbp, spec))) or _is_sbp(spec)
 
 
-def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> bool:
+def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
     """Whether a dict goes from names (of arguments, of children) to placements, and not from axes to sbps.
 
     `{"x": AUTO}` could be both: it is of names if it has one of `names`, and no axis.
@@ -158,7 +158,10 @@ class Pins:
 
 
 def _children(tree: Any) -> dict[str, Any]:
-    """The children of a pytree by name; none if it is a leaf."""
+    """The children of a pytree by name, those of a dict in its own order; none if it is a leaf."""
+    if isinstance(tree, dict):
+        items: Iterable[tuple[Any, Any]] = tree.items()
+        return {str(key): child for key, child in items}
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
     return {path_text(path): child for path, child in flat if path}
 
@@ -198,7 +201,7 @@ def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
             help_ = " There is no array."
         elif not paths:
             help_ = f" The argument is one array, whose path is empty: give it {code_text(said)} itself, or use '*'."
-        yield f"the pattern {pattern!r} matches no leaf.{did_you_mean(pattern.replace('*', ''), paths) or help_}"
+        yield f"the pattern {pattern!r} matches no leaf.{did_you_mean(pattern.replace('*', '').strip('/'), paths) or help_}"
 
 
 def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:

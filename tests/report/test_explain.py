@@ -85,7 +85,7 @@ def test_the_numbers_of_the_head_are_those_of_the_rows(mesh):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20 - 1, "1.0 MiB"), (2**42, "4.0 TiB")],
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (1048575, "1.0 MiB"), (2**42, "4.0 TiB")],
 )
 def test_bytes(count, text):
     assert bytes_text(count) == text
