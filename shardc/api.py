@@ -179,7 +179,8 @@ class Function:
         leaves: list[Placement | None] = [None] * len(call.leaves)
         for i, p in zip(dynamic, plan.inputs, strict=False):
             leaves[i] = p
-        return NamedArguments.of(jax.tree.unflatten(call.tree, leaves))
+        by_name = jax.tree.unflatten(call.tree, leaves)  # a dict: JAX has put its keys in order of name
+        return NamedArguments.of({name: by_name[name] for name in self._arguments.names if name in by_name})
 
     def _in_pins(self, call: Call, offenders: list[str], notes: list[str]) -> list[Pin | None]:
         """One pin for each leaf of the call."""
