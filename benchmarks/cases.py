@@ -13,7 +13,7 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "resnet": ({"width": 32, "classes": 16}, 64),
     "gpt2": ({}, 16),
 }
-"""Changes to each model's config "tiny", and rows in a batch. 16 classes, for the peer cannot split 10 over 8 devices."""
+"""Changes to each model's config "tiny", and rows in a batch. 16 classes, for jit cannot split 10 over 8 devices."""
 
 MESHES = ({"data": 8}, {"model": 8}, {"data": 4, "model": 2})
 

@@ -1,4 +1,4 @@
-"""What a call costs beside its work: tiny functions of 1, 16 and 256 arrays. Started by run.py; works on any backend."""
+"""What a call costs beside its work: tiny functions of 1, 16 and 256 arrays. Started by run.py."""
 
 from __future__ import annotations
 

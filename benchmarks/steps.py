@@ -1,4 +1,4 @@
-"""One training step on fake CPU devices: `python -m benchmarks.steps gpt2/fsdp/data=8 --turns 15`. Started by run.py."""
+"""One training step on fake CPU devices: `python -m benchmarks.steps gpt2/fsdp/data=8`. Started by run.py."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def measure(case: Case, turns: int) -> None:
     loops = [Loop(fn, *state_and_batch(shardc.put(args, mesh, plan.in_placements))) for fn in (ours, peer)]
     pair = by_turns(*loops, turns)
     losses = [np.asarray([float(x) for x in loop.losses]) for loop in loops]
+    hlo = compiled.hlo()
     report(
         case=str(case),
         time=pair,
-        ours={"bytes": moved(compiled.hlo()), "operations": operations(compiled.hlo()), "planned": plan.bytes_per_device},
+        ours={"bytes": moved(hlo), "operations": operations(hlo), "planned": plan.bytes_per_device},
         peer={"bytes": moved(peer_hlo), "operations": operations(peer_hlo)},
         audit=audit.ok,
         difference=float(np.max(np.abs(losses[0] / losses[1] - 1))),
