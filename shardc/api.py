@@ -18,7 +18,8 @@ from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
-from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, trace
+from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, settings, trace
+from shardc.route import Routes, has_tracers
 from shardc.runtime.executable import Executable
 from shardc.runtime.placed import PlacedArray, is_placed
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
@@ -56,21 +57,12 @@ jax.tree_util.register_pytree_node(
 )
 
 
-_SETTINGS: Final = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_numpy_dtype_promotion",
-)
-"""What changes the meaning of a trace."""
-
-
 class Compiled:
     """What `Function.compile` gives: the executable of one plan, called like the function."""
 
     def __init__(self, arguments: Arguments, executable: Executable) -> None:
         self._arguments = arguments
+        self._routes = Routes(arguments)
         self.executable = executable
         self.plan = executable.plan
         self.audit = executable.audit
@@ -78,8 +70,12 @@ class Compiled:
         self.memory_stats = executable.memory_stats
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._arguments.take_apart(args, kwargs)
-        return _run(self.executable, call)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if (again := self._routes.run(tree, leaves)) is not None:
+            return again[0]
+        out = _run(self.executable, self._arguments.take_apart(args, kwargs))
+        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
+        return out
 
 
 def _run(executable: Executable, call: Call) -> Any:
@@ -136,12 +132,18 @@ class Function:
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], Plan]]] = {}
         self._executables: dict[int, Executable] = {}
+        self._routes = Routes(self._arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if (again := self._routes.run(tree, leaves)) is not None:
+            return again[0]
         call = self._arguments.take_apart(args, kwargs)
-        if any(compat.is_tracer(x) for x in call.leaves):
+        if has_tracers(call.leaves):
             return self._inside(call)
-        return _run(self._executable(self._plan(call)), call)
+        executable = self._executable(self._plan(call))
+        self._routes.add(tree, leaves, executable)
+        return _run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
@@ -166,7 +168,7 @@ class Function:
             (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else (x,)
             for x in call.leaves
         )
-        return (call.tree, leaves, call.static, tuple(getattr(jax.config, s) for s in _SETTINGS))
+        return (call.tree, leaves, call.static, settings())
 
     def _plan(self, call: Call) -> Plan:
         key = self._key(call)

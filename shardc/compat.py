@@ -25,6 +25,7 @@ Var: TypeAlias = Any
 Atom: TypeAlias = Any
 Literal = jex.Literal
 Primitive = jex.Primitive
+Tracer = jax.core.Tracer
 
 
 def is_literal(atom: Atom) -> bool:

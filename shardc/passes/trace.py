@@ -168,6 +168,18 @@ def leaf_aval(x: Any) -> Any:
     return compat.aval_of(x)
 
 
+def settings() -> tuple[Any, ...]:
+    """What changes the meaning of a trace."""
+    c = jax.config
+    return (
+        c.jax_enable_x64,
+        c.jax_default_matmul_precision,
+        c.jax_threefry_partitionable,
+        c.jax_default_prng_impl,
+        c.jax_numpy_dtype_promotion,
+    )
+
+
 def trace(arguments: Arguments, call: Call) -> Program:
     """The canonical program of a function at the avals of a call."""
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
