@@ -15,6 +15,7 @@ from shardc.errors import (
     TracingError,
 )
 from shardc.mesh import make_mesh
+from shardc.operation import signature
 from shardc.passes.pins import rules
 from shardc.runtime.placed import PlacedArray, put
 from shardc.sbp.placement import AUTO, B, P, Placement, S
@@ -38,5 +39,6 @@ __all__ = [
     "make_mesh",
     "put",
     "rules",
+    "signature",
 ]
 __version__ = "0.1.0"

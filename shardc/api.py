@@ -15,7 +15,7 @@ from shardc import compat
 from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
 from shardc.mesh import AnyMesh, auto_mesh, view
 from shardc.passes.constrain import constrain_p, pin_of
-from shardc.passes.pins import Leaf, as_pin, is_leaf_spec, pins_of, several_matches
+from shardc.passes.pins import Leaf, as_pin, is_leaf_spec, pins_of, several_matches, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, trace
@@ -89,6 +89,23 @@ def _run(executable: Executable, call: Call) -> Any:
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
 
 
+class Method:
+    """A `Function` bound to the object that it is a method of."""
+
+    def __init__(self, function: Function, instance: Any) -> None:
+        self.__self__, self.__func__ = instance, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Plans and compiles a call; what comes back takes the object as its first argument."""
+        return self.__func__.compile(self.__self__, *args, **kwargs)
+
+
 class Function:
     """A function of one device that runs on a mesh. Made by `shardc.function`."""
 
@@ -107,7 +124,7 @@ class Function:
         if _is_by_name(in_placements):
             wrong += self._arguments.check([str(n) for n in in_placements], "in_placements")
         if wrong:
-            raise ArgumentError(all_offenders(f"{fn.__name__} (shardc.function):", wrong))
+            raise ArgumentError(all_offenders(f"{self._arguments.name} (shardc.function):", wrong))
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], Plan]]] = {}
         self._executables: dict[int, Executable] = {}
@@ -119,7 +136,7 @@ class Function:
         return _run(self._executable(self._plan(call)), call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Method(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
@@ -147,10 +164,7 @@ class Function:
         key = self._key(call)
         arrivals = self._arrivals(call)
         for arguments, plan in self._plans.get(key, ()):
-            if all(
-                r is None or (a.arrival or p) == r
-                for r, a, p in zip(arrivals, arguments, plan.inputs, strict=False)
-            ):
+            if all(r == a.arrival or (a.arrival is None and r == p) for r, a, p in zip(arrivals, arguments, plan.inputs, strict=False)):
                 return plan
         program = self._programs.get(key)
         offenders: list[str] = []
@@ -159,7 +173,11 @@ class Function:
         if offenders:
             raise PlacementError(all_offenders(f"{self._where()}: in_placements", offenders))
         if program is None:
-            program = self._programs[key] = trace(self._arguments, call)
+            program = trace(self._arguments, call)
+            offenders = wrong_constraints(program.jaxpr, self._view)
+            if offenders:
+                raise PlacementError(all_offenders(f"{self._where()}: constraints", offenders))
+            self._programs[key] = program
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
             Argument(pins[i], arrival, call.names[i] in self._donate)
@@ -173,7 +191,7 @@ class Function:
     def _where(self) -> str:
         code = getattr(inspect.unwrap(self._fn), "__code__", None)
         line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-        return f"{self._fn.__name__}{line}"
+        return f"{self._arguments.name}{line}"
 
     def _tree_of(self, call: Call, dynamic: Sequence[int], plan: Plan) -> NamedArguments:
         leaves: list[Placement | None] = [None] * len(call.leaves)

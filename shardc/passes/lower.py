@@ -109,10 +109,7 @@ def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
 
 def _typed(x: Any, var: Var) -> Any:
     """A carry with the logical dtype and weak type, so that it leaves the body as it came in."""
-    aval = var.aval
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        return x
-    return lax.convert_element_type(x, aval.dtype)
+    return compat.as_aval(x, var.aval)
 
 
 def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardc import compat
 from shardc.errors import PlacementError, did_you_mean
 from shardc.mesh import MeshView
+from shardc.passes.constrain import pin_of
 from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S, as_sbp
 
 
@@ -169,6 +171,20 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
             "PartitionSpec, or AUTO."
         )
     return Pin(_fits(placement, shape, dtype, mesh), fixed)
+
+
+def wrong_constraints(jaxpr: compat.Jaxpr, mesh: MeshView) -> list[str]:
+    """A line for each constraint in a program that the mesh or the value cannot keep."""
+    offenders: list[str] = []
+    for eqn in compat.all_eqns(jaxpr):
+        pin = pin_of(eqn)
+        if pin is not None:
+            aval = eqn.outvars[0].aval
+            try:
+                _fits(pin.placement, tuple(aval.shape), aval.dtype, mesh)
+            except PlacementError as error:
+                offenders.append(f"{aval.str_short()} at {compat.source_line(eqn)}: {error}")
+    return offenders
 
 
 def _same_axes(sharding: NamedSharding, mesh: MeshView) -> None:

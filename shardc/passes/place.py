@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
-from shardc.passes.eliminate import FORBIDDEN, elimination_order, minimize
+from shardc.passes.eliminate import FORBIDDEN, Memo, elimination_order, minimize
 from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
@@ -29,6 +29,8 @@ log = logging.getLogger("shardc")
 
 SWEEPS: Final = 4
 """Sweeps over the axes from one start, at most; they end when nothing improves."""
+SETTLED: Final = 1e-5
+"""An axis is settled if solving it anew gains no more than this part of the cost."""
 SMALL: Final = 500
 """Problems of at most so many nodes are solved from two orders of axes."""
 GROWTH_PENALTY: Final = 1e3
@@ -86,6 +88,7 @@ class Solver:
         self.ports = [self._ports(n) for n in self.nodes]
         self.factors = [self._factors(n) for n in self.nodes]
         self.state = [[0] * len(self.axes) for _ in self.nodes]
+        self.memo = Memo()
         self.edges = self._edges()
         self.order = elimination_order(
             len(self.nodes), [(v.maker.number, r.node.number) for v, r in self.edges if v.maker is not r.node]
@@ -197,6 +200,13 @@ class Solver:
         rows, columns = (
             out.rows[self.codes(maker, out_port, axis)], into.rows[self.codes(reader.node, reader.port, axis)]
         )  # fmt: skip
+        key = ("edge", id(out.table), rows.tobytes(), columns.tobytes(), reader.weight, reader.small, value.stacked)
+        return self.memo.do(key, out.table, lambda: self.memo.one(self._edge_cost(out, rows, columns, value, reader)))
+
+    @staticmethod
+    def _edge_cost(
+        out: _Port, rows: NDArray[np.int64], columns: NDArray[np.int64], value: Value, reader: Reader
+    ) -> NDArray[np.float64]:
         cost = reader.weight * out.table.seconds[rows[:, None], columns[None, :]]
         if reader.small or value.stacked:
             before, after = out.table.local_bytes[rows][:, None], out.table.local_bytes[columns][None, :]
@@ -214,9 +224,9 @@ class Solver:
             if i == j:
                 unary[i] = unary[i] + np.diagonal(cost)
                 continue
-            key, cost = ((i, j), cost) if i < j else ((j, i), cost.T)
+            key, cost = ((i, j), cost) if i < j else ((j, i), np.array(cost.T))
             pairwise[key] = pairwise[key] + cost if key in pairwise else cost
-        found = minimize(unary, pairwise, [s[axis] for s in self.state], self.order)
+        found = minimize(unary, pairwise, [s[axis] for s in self.state], self.order, self.memo)
         for s, value in zip(self.state, found.values, strict=True):
             s[axis] = value
         return found.cost, found.bound
@@ -272,7 +282,7 @@ def place(problem: Problem, mesh: MeshView) -> Placed:
         for axis in itertools.islice(itertools.cycle(turn), SWEEPS * len(axes)):
             before = cost
             cost, bound = solver.improve(axis)
-            settled = settled + 1 if cost >= before * (1 - 1e-6) else 1
+            settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
             if settled == len(axes):  # each axis is best as the others are
                 break
         log.debug("axes %s: cost %.3e", [axes[i] for i in turn], cost)

@@ -172,7 +172,7 @@ class Builder:
 
     def carrier(
         self, kind: str, aval: Any, operands: list[Value | None], outs: Sequence[tuple[Any, float]],
-        shift_in: int = 0, shift_out: int = 0,
+        shift_in: int = 0, shift_out: int = 0, pin: Pin | None = None,
     ) -> Node:  # fmt: skip
         """A node with one sbp for all ports and no cost of its own.
 
@@ -180,11 +180,12 @@ class Builder:
         """
         rank = len(aval.shape)
         ports = [shift_in] * len(operands) + [shift_out] * len(outs)
-        splits = [[d + s for s in ports] for d in range(rank) if aval.shape[d] != 1]
+        pinned = pin.placement.splits if pin is not None else {}  # else nothing is won by splitting one element
+        splits = [[d + s for s in ports] for d in range(rank) if aval.shape[d] != 1 or d in pinned]
         same = _same(ports, aval, splits)
         n = len(operands)
         options = tuple(Signature(s.operands[:n], s.operands[n:], s.split) for s in same)
-        node = self.add(Node(kind, operands, [], options, 0.0))
+        node = self.add(Node(kind, operands, [], options, 0.0, pin=pin))
         node.results = [Value(a, node, i, weight=w) for i, (a, w) in enumerate(outs)]
         return node
 
@@ -211,8 +212,8 @@ class Builder:
         pin = pin_of(eqn)
         if pin is not None:
             aval = eqn.outvars[0].aval
-            node = self.carrier("carrier", aval, operands, [(aval, weight)])
-            node.pin, node.eqn, node.path = pin, eqn, "constrain"
+            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin)
+            node.eqn, node.path = eqn, "constrain"
         else:
             op = operation_of(eqn)
             rule = find_rule(op)
@@ -387,8 +388,8 @@ def build_problem(
     b = Builder()
     sources: list[Node] = []
     for var, border, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
-        node = b.carrier("source", var.aval, [None], [(var.aval, 1.0)])
-        node.pin, node.plain, node.path = border.pin, border.pin is None, path
+        node = b.carrier("source", var.aval, [None], [(var.aval, 1.0)], pin=border.pin)
+        node.plain, node.path = border.pin is None, path
         sources.append(node)
     scope = b.build(jaxpr, {v: n.results[0] for v, n in zip(jaxpr.invars, sources, strict=True)}, 1.0)
     sinks: list[Node] = []
@@ -397,8 +398,8 @@ def build_problem(
             node = sources[border.tie]  # it leaves where it came in: the argument reads the result, as a loop's carry
             node.operands[0] = value
         else:
-            node = b.carrier("sink", var.aval, [value], [])
-            node.pin, node.plain, node.path = border.pin, border.pin is None, path
+            node = b.carrier("sink", var.aval, [value], [], pin=border.pin)
+            node.plain, node.path = border.pin is None, path
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     return Problem(scope, b.nodes, sources, sinks, _add_holds(b))

@@ -53,6 +53,13 @@ class Call:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
 
 
+def name_of(fn: Any) -> str:
+    """A function's name; of a functools.partial that of what it calls, of another callable that of its type."""
+    while not hasattr(fn, "__name__") and hasattr(fn, "func"):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; what is not is a constant of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (
@@ -64,19 +71,20 @@ class Arguments:
     """How a function's arguments are named: its signature, its static ones."""
 
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
-        self.fn = fn
+        self.fn, self.name = fn, name_of(fn)
         self.signature = inspect.signature(fn)
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
-        parameters = self.signature.parameters.values()
-        self.var_keyword = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+        kinds = inspect.Parameter
+        self.var_positional = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_POSITIONAL), None)
+        self.var_keyword = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_KEYWORD), None)
 
     def check(self, names: Iterable[str], what: str) -> list[str]:
         """A line for each of `names` that is no argument of the function."""
         if self.var_keyword is not None:
             return []
         return [
-            f"{what} names {n!r}, which is no argument of {self.fn.__name__}({', '.join(self.names)})."
+            f"{what} names {n!r}, which is no argument of {self.name}({', '.join(self.names)})."
             f"{did_you_mean(n, self.names)}"
             for n in names
             if n not in self.names
@@ -86,9 +94,9 @@ class Arguments:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentError(f"{self.fn.__name__}: {error}.") from None
+            raise ArgumentError(f"{self.name}: {error}.") from None
         bound.apply_defaults()
-        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)  # a dict would be sorted
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)  # a dict is sorted
         static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
         flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
         names = tuple(_entry(path[0]) for path, _ in flat)
@@ -118,7 +126,7 @@ class Arguments:
 def leaf_aval(x: Any) -> Any:
     """Logical shape, dtype and weak type of a leaf."""
     if isinstance(x, PlacedArray):
-        return compat.shaped_array(x.shape, x.dtype)
+        return jax.core.ShapedArray(x.shape, x.dtype)
     return compat.aval_of(x)
 
 
@@ -136,19 +144,17 @@ def trace(arguments: Arguments, call: Call) -> Program:
         pairs, tree = jax.tree_util.tree_flatten_with_path(out)
         bad = [f"{path_text(p)}: {type(x).__name__}" for p, x in pairs if not is_array(x)]
         if bad:
-            raise ArgumentError(f"{arguments.fn.__name__} returns what is no array: {', '.join(bad)}.")
+            raise ArgumentError(f"{arguments.name} returns what is no array: {', '.join(bad)}.")
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
     closed = jax.make_jaxpr(flat)(*avals)
     ordered = [e for e in closed.effects if "Ordered" in type(e).__name__ and "IO" not in type(e).__name__]
     if ordered:
-        raise TracingError(
-            f"{arguments.fn.__name__} has an ordered effect ({ordered[0]}), which several devices cannot keep."
-        )
+        raise TracingError(f"{arguments.name} has an ordered effect ({ordered[0]}), which several devices cannot keep.")
     jaxpr, captured = canonicalize(closed)
     paths = [call.paths[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     return Program(
-        arguments.fn.__name__, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+        arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
     )

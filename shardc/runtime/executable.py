@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from shardc import compat
 from shardc.errors import MeshError, StepFailedError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit
@@ -71,6 +72,7 @@ class Executable:
             done: list[Any] = []
             for x, p, aval in zip(results, plan.outputs, plan.program.out_avals, strict=True):
                 x = low.hide_padding(jax.numpy.asarray(x, aval.dtype), tuple(aval.shape), p)
+                x = compat.as_aval(x, aval)
                 done.append(lax.expand_dims(x, (0,)) if p.partial_axes else x)
             return done
 

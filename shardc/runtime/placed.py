@@ -97,19 +97,23 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
     if isinstance(mesh, AbstractMesh):
         raise ArgumentError("shardc.put wants a mesh with devices; this one is for planning (it names a topology).")
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
+    if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
+        placements = tuple(placements)  # a plan's in_placements have names besides
 
     def is_leaf(p: object) -> bool:
         return p is None or isinstance(p, Placement)
 
+    def put_part(placement: Placement | None, part: Any) -> list[Any]:
+        found = jax.tree.leaves(part, is_leaf=is_placed)
+        return found if placement is None else [put_leaf(x, mesh, placement) for x in found]
+
     wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)
-    if len(wanted) != len(leaves):
-        try:
-            spread = jax.tree.broadcast(placements, tree, is_leaf=is_leaf)
-        except ValueError as error:
-            raise ArgumentError(
-                f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
-                f"structure {other}."
-            ) from error
-        wanted = jax.tree.leaves(spread, is_leaf=is_leaf)
-    done = [x if p is None else put_leaf(x, mesh, p) for x, p in zip(leaves, wanted, strict=True)]
+    try:
+        parts = other.flatten_up_to(tree)
+    except ValueError as error:
+        raise ArgumentError(
+            f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
+            f"structure {other}."
+        ) from error
+    done = [x for p, part in zip(wanted, parts, strict=True) for x in put_part(p, part)]
     return jax.tree.unflatten(structure, done)

@@ -92,6 +92,12 @@ def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[Reduc
                 yield Step(scatter, order, p, _move(p, order, S(dim)))
 
 
+def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes) -> tuple[int, int]:
+    """`local_extent`, the same for all pieces that are empty: wherever they are, they hold the same."""
+    offset, valid = local_extent(size, axes, sizes, coords)
+    return (offset, valid) if valid else (size, 0)
+
+
 def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
     """What the pieces of each dimension are, whoever holds them; placements with equal blocks are one permute apart."""
 
@@ -100,8 +106,7 @@ def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
         if size % math.prod(counts) == 0:
             return size // math.prod(counts)
         coords = itertools.product(*(range(n) for n in counts))
-        extents = (local_extent(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords)
-        return tuple(sorted((offset, valid) if valid else (size, 0) for offset, valid in extents))
+        return tuple(sorted(piece_of(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords))
 
     return (p.partial_axes, p.partial_op, *(pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)))
 
@@ -205,24 +210,72 @@ class BoxingTable:
     """
 
     index: dict[Placement, int]
-    seconds: np.ndarray
-    local_bytes: np.ndarray
+    seconds: NDArray[np.float64]
+    local_bytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """All steps but permutes between the placements of a rank, as columns: they are the same for every shape."""
+
+    index: dict[Placement, int]
+    src: NDArray[np.intp]
+    dst: NDArray[np.intp]
+    kind: NDArray[np.str_]
+    devices: NDArray[np.int64]
+    hops: NDArray[np.int64]
+    reduced: NDArray[np.bool_]
+    """All-to-alls that stand for the reduce-scatter of a max or min."""
+
+
+@lru_cache(maxsize=256)
+def _steps(rank: int, axes: tuple[tuple[str, int], ...], op: ReduceOp) -> _Steps:
+    sizes = dict(axes)
+    index = {p: i for i, p in enumerate(all_placements(rank, tuple(sizes), op))}
+    steps = [s for p in index for s in neighbours(p, (1,) * rank, sizes, (op,))]
+    counts = [[sizes[a] for a in s.axes] for s in steps]
+    return _Steps(
+        index,
+        np.array([index[s.src] for s in steps], np.intp),
+        np.array([index[s.dst] for s in steps], np.intp),
+        np.array([s.kind for s in steps], np.str_),
+        np.array([math.prod(c) for c in counts], np.int64),
+        np.array([step_hops(s.kind, c) for s, c in zip(steps, counts, strict=True)], np.int64),
+        np.array([s.src.partial_axes != s.dst.partial_axes for s in steps], np.bool_),
+    )
 
 
 @lru_cache(maxsize=4096)
 def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "sum") -> BoxingTable:
     """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
-    graph = _graph(shape, itemsize, mesh, (op,))
-    index = {p: i for i, p in enumerate(graph)}
+    sizes = _active(mesh)
+    steps = _steps(len(shape), tuple(sizes.items()), op)
+    local = np.array([local_shape(shape, p, sizes) for p in steps.index], np.int64).reshape(len(steps.index), len(shape))
+    held = local.prod(-1) * itemsize
     # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
-    cost: NDArray[np.complex128] = np.full((len(index), len(index)), np.inf, np.complex128)
+    cost: NDArray[np.complex128] = np.full((len(held), len(held)), np.inf, np.complex128)
+    np.minimum.at(cost, (steps.src, steps.dst), _step_bytes(steps, local, held, itemsize) + 1j * steps.hops)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for p, i in steps.index.items():
+        alike.setdefault(_blocks(p, shape, sizes), []).append(i)
+    for group in alike.values():
+        for i, j in itertools.permutations(group, 2):
+            cost[i, j] = np.minimum(cost[i, j], complex(held[i], step_hops("permute", ())))
     np.fill_diagonal(cost, 0)
-    for p, steps in graph.items():
-        for step, moved, hops in steps:
-            i, j = index[p], index[step.dst]
-            cost[i, j] = np.minimum(cost[i, j], complex(moved, hops))
-    for k in range(len(index)):
+    for k in range(len(held)):
         cost = np.minimum(cost, cost[:, k : k + 1] + cost[k])
-    seconds = boxing_seconds(cost.real, cost.imag, mesh)
-    held = [math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in index]
-    return BoxingTable(index, seconds, np.array(held, dtype=np.int64))
+    return BoxingTable(steps.index, boxing_seconds(cost.real, cost.imag, mesh), held)
+
+
+def _step_bytes(
+    steps: _Steps, local: NDArray[np.int64], held: NDArray[np.int64], itemsize: int
+) -> NDArray[np.int64]:
+    """`step_bytes` of all steps at once."""
+    before, after, others = held[steps.src], held[steps.dst], steps.devices - 1
+    pieces = np.minimum(local[steps.src], local[steps.dst]).prod(-1) * itemsize
+    return np.select(
+        [steps.kind == k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")],
+        [others * before, others * after, 2 * others * before // steps.devices,
+         others * np.where(steps.reduced, after, pieces)],
+        0,
+    )  # fmt: skip

@@ -66,7 +66,7 @@ def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDAr
     if is_plain(x.shape, placement, sizes):
         return x
     out = np.zeros(physical_shape(x.shape, placement, sizes), x.dtype)
-    target = out[0] if placement.partial_axes else out
+    target = out[0, ...] if placement.partial_axes else out  # a view, of a scalar too
     for logical, physical in _pieces(x.shape, placement, sizes):
         target[physical] = x[logical]
     return out
@@ -75,7 +75,8 @@ def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDAr
 def to_logical(x: NDArray[Any], shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> NDArray[Any]:
     """The logical value of a physical numpy array."""
     if placement.partial_axes:
-        x = {"sum": np.add, "max": np.maximum, "min": np.minimum}[placement.partial_op or "sum"].reduce(x, axis=0)
+        reduce = {"sum": np.add, "max": np.maximum, "min": np.minimum}[placement.partial_op or "sum"].reduce
+        x = np.asarray(reduce(x, axis=0, dtype=x.dtype))
     if is_even(shape, placement, sizes):
         return x
     out = np.zeros(shape, x.dtype)
