@@ -1,4 +1,4 @@
-"""How a long loop shows where it is: a progress bar on a terminal, elsewhere a line every ten steps."""
+"""How a long loop shows where it is: a progress bar on a terminal, elsewhere some twenty lines."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class Meter:
             line += f"  {(self.done - 1) * self.per_step / (now - self.start):,.0f} {self.unit}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=line)
-        elif self.done in (1, self.steps) or self.done % 10 == 0:
+        elif self.done in (1, self.steps) or self.done % max(10, self.steps // 20) == 0:
             print(f"step {self.done:{len(str(self.steps))}}/{self.steps}  {line}", flush=True)
