@@ -76,8 +76,15 @@ def _split(
 ) -> tuple[list[jax.Array], tuple[list[Any], list[bool]]]:
     """Leaves with a batch as [m, ...] stacks of microbatches, the other leaves, and which leaf is which."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tuple(args))
+    flat = [
+        f"argument {path_text(p)} has {jnp.ndim(x)} dimensions, and no dimension {a}"
+        for (p, x), a in zip(leaves, axes, strict=True)
+        if a is not None and not -jnp.ndim(x) <= a < jnp.ndim(x)
+    ]
+    if flat:
+        raise ArgumentError(f"accumulate: {'; '.join(flat)}. Say None in in_axes for what has no batch.")
     bad = [
-        f"argument {path_text(p)}: dimension {a} has {x.shape[a]} rows"
+        f"argument {path_text(p)}: dimension {a} has {jnp.shape(x)[a]} rows"
         for (p, x), a in zip(leaves, axes, strict=True)
         if a is not None and jnp.shape(x)[a] % m
     ]
@@ -93,7 +100,7 @@ def _split(
         else:
             x = jnp.moveaxis(jnp.asarray(x), axis, 0)
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:]).swapaxes(0, 1)
-            slices.append(jnp.moveaxis(x, 1, axis + 1))
+            slices.append(jnp.moveaxis(x, 1, axis % (x.ndim - 1) + 1))
     return slices, (whole, [a is not None for a in axes])
 
 

@@ -71,16 +71,6 @@ def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     return _pe.dce_jaxpr(jaxpr, list(used), instantiate=True)[0]
 
 
-def all_eqns(jaxpr: Jaxpr) -> list[Eqn]:
-    """The equations of a jaxpr and of the jaxprs in their parameters."""
-    found: list[Eqn] = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for body in _core.jaxprs_in_params(eqn.params):
-            found += all_eqns(body)
-    return found
-
-
 # Why: there is no public way from an equation to the user's line.
 _OURS: Final = os.path.dirname(__file__) + os.sep
 _TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
@@ -88,8 +78,8 @@ _TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
 
 @functools.cache
 def _whose(file: str) -> str:
-    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python,
-    the rest of shardc)."""
+    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python
+    and the rest of shardc)."""
     if file == _TRACE:
         return "entry"
     if file.startswith(_OURS) or not _source_info_util.is_user_filename(file):
@@ -98,13 +88,13 @@ def _whose(file: str) -> str:
 
 
 def source_line(eqn: Eqn) -> str:
-    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of the function
-    is a library's, the library's; empty if unknown."""
+    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of it is a
+    library's, the library's; empty if unknown."""
     return _line_of(eqn.source_info.traceback)[0]
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
-    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends where the body does."""
+    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends with the body."""
     if _line_of(eqn.source_info.traceback)[1] or not _line_of(caller.source_info.traceback)[1]:
         return eqn
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
@@ -140,6 +130,11 @@ def with_source(eqn: Eqn) -> Any:
     """A context in which what is traced gets the source line of `eqn`."""
     stack = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     return _source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def short_text(shape: Sequence[int], dtype: Any) -> str:
+    """`f32[8,128]`."""
+    return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
 
 
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.

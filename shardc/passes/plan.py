@@ -14,7 +14,7 @@ from shardc.mesh import MeshView
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, estimate_memory
+from shardc.passes.memory import Memory, all_eqns, estimate_memory
 from shardc.passes.place import compute_time, place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
@@ -88,7 +88,7 @@ class Plan:
     def gathered(self) -> tuple[Gathered, ...]:
         """Operations without a rule that cost a gather or a repeated computation."""
         found: dict[str, list[str]] = {}
-        for eqn in compat.all_eqns(self.boxed.jaxpr):
+        for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
             if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))

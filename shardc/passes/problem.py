@@ -266,7 +266,7 @@ def _with_ops(
     ]  # fmt: skip
     ops: list[ReduceOp] = []
     for i in range(results):
-        found: list[ReduceOp] = [sbp.op for s in fit if isinstance(sbp := s.results[i], P)]
+        found: list[ReduceOp] = [sbp.op for s in fit if isinstance(sbp := s.results[i], P) and _of_values(s, operands)]
         other: list[ReduceOp] = [op for op in found if op != "sum"]
         ops.append(other[0] if other else "sum")
     fit = [
@@ -274,6 +274,11 @@ def _with_ops(
         if all(not isinstance(sbp, P) or sbp.op == op for sbp, op in zip(s.results, ops, strict=True))
     ]  # fmt: skip
     return tuple(fit), ops
+
+
+def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
+    """Whether what a signature says follows from where an operand lives that is no literal."""
+    return any(sbp is not B and v is not None for sbp, v in zip(s.operands, operands, strict=True))
 
 
 def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
@@ -341,9 +346,7 @@ def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
 
 def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
     branches: list[Jaxpr] = [br.jaxpr for br in eqn.params["branches"]]
-    aval = eqn.invars[0].aval
     index = b.add(Node("carrier", [operands[0]], [], (Signature((B,), ()),), weight))
-    index.results = [Value(aval, index, 0, weight=weight)] * len(branches)
     b.read(operands[0], index, 0, weight)
     entries: list[Node] = []
     for value, *variables in zip(operands[1:], *(br.invars for br in branches), strict=True):
@@ -402,7 +405,20 @@ def build_problem(
             node.plain, node.path = border.pin is None, path
         b.read(value, node, 0, 1.0)
         sinks.append(node)
+    _keep_sums_apart(b)
     return Problem(scope, b.nodes, sources, sinks, _add_holds(b))
+
+
+def _keep_sums_apart(b: Builder) -> None:
+    """What is partial by max or min passes a node that is not partial before it enters a carrier, where P is a sum."""
+    for value in [v for n in b.nodes for v in n.results if v.op != "sum"]:
+        for k, reader in enumerate(value.readers):
+            if reader.node.kind != "operation":
+                between = b.carrier("carrier", value.aval, [value], [(value.aval, reader.weight)])
+                between.options = tuple(s for s in between.options if not isinstance(s.operands[0], P))
+                value.readers[k] = Reader(between, 0, reader.weight, reader.small)
+                b.read(between.results[0], reader.node, reader.port, reader.weight, reader.small)
+                reader.node.operands[reader.port] = between.results[0]
 
 
 def _add_holds(b: Builder) -> dict[int, Node]:

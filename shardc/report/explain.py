@@ -34,8 +34,8 @@ _Row: TypeAlias = tuple[str, Any, Placement, str]
 def explain(plan: Plan) -> str:
     """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
     sections = (
-        _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), _totals(plan), _gathered(plan), _notes(plan),
-        _memory(plan),
+        _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), _totals(plan), _gathered(plan),
+        _notes(plan), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 
@@ -110,7 +110,7 @@ def _results(plan: Plan) -> str:
 def _leaves(plan: Plan, title: str, leaves: Sequence[_Row]) -> str:
     """One row for each group of leaves that differ only in the numbers of their paths."""
     sizes = plan.mesh.sizes
-    rows: list[tuple[tuple[Hashable, ...], str, int]] = []
+    rows: list[tuple[_Key, str, int]] = []
     total = 0
     for path, var, placement, why in leaves:
         size = local_bytes(var, placement, sizes)
@@ -195,12 +195,11 @@ def _notes(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
-    return "\n".join(
-        (
-            f"Memory: at most {bytes_text(memory.peak)} on each device, {_percent(memory.peak / hbm)} of its {bytes_text(hbm)}",
-            f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides "
-            f"them; {bytes_text(memory.results)} results",
-        )
+    return (
+        f"Memory: at most {bytes_text(memory.peak)} on each device, {_percent(memory.peak / hbm)} of its "
+        f"{bytes_text(hbm)}\n"
+        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
+        f"{bytes_text(memory.results)} results"
     )
 
 
@@ -227,9 +226,12 @@ def fold_paths(paths: Sequence[str]) -> str:
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
-def _folded(rows: Iterable[tuple[tuple[Hashable, ...], str, T]]) -> list[tuple[tuple[Hashable, ...], list[str], list[T]]]:
+_Key: TypeAlias = tuple[Hashable, ...]
+
+
+def _folded(rows: Iterable[tuple[_Key, str, T]]) -> list[tuple[_Key, list[str], list[T]]]:
     """Rows (key, path, value) with equal keys and paths that differ only in numbers, put together in order."""
-    groups: dict[Hashable, tuple[tuple[Hashable, ...], list[str], list[T]]] = {}
+    groups: dict[Hashable, tuple[_Key, list[str], list[T]]] = {}
     for key, path, value in rows:
         _, paths, values = groups.setdefault((key, _skeleton(path)), (key, [], []))
         paths.append(path)

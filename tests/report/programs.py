@@ -34,5 +34,5 @@ def closing(x):
     return x @ jnp.asarray(TABLE)
 
 
-def repeated(x, ws):
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, ws)
+def repeated(params, x):
+    return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["ws"] + p["bs"]), x.sum()), x, params)

@@ -31,7 +31,10 @@ MEGATRON = shardc.rules({"*/up": {"model": S(1)}, "*/down": {"model": S(0)}})
 
 def test_mlp_data_and_tensor_parallel(mesh, golden):
     step = shardc.function(
-        programs.mlp_step, mesh=mesh, in_placements={"params": MEGATRON, "batch": {"data": S(0)}}, donate_argnames="params"
+        programs.mlp_step,
+        mesh=mesh,
+        in_placements={"params": MEGATRON, "batch": {"data": S(0)}},
+        donate_argnames="params",
     )
     plan = step.plan(mlp_params(), {"x": f32(32, 16), "y": f32(32, 16)})
     golden("mlp", plan.explain())
@@ -57,9 +60,9 @@ def test_closures_and_arguments_that_arrive_elsewhere(mesh, golden):
 
 
 def test_loops_and_notes(mesh, golden):
-    rules = shardc.rules({"*s": {"model": S(1)}, "ws*": {}, "*": {}})
-    f = shardc.function(programs.repeated, mesh=mesh, in_placements=rules)
-    golden("loop", f.plan(f32(32, 16), f32(5, 16, 16)).explain())
+    rules = shardc.rules({"*s": {"model": S(-1)}, "ws*": {}})
+    f = shardc.function(programs.repeated, mesh=mesh, in_placements={"params": rules, "x": {"data": S(0)}})
+    golden("loop", f.plan({"ws": f32(5, 16, 16), "bs": f32(5, 16)}, f32(32, 16)).explain())
 
 
 def test_the_text_is_the_same_whatever_the_terminal(mesh, monkeypatch):
@@ -82,7 +85,7 @@ def test_the_numbers_of_the_head_are_those_of_the_rows(mesh):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20 - 1, "1.0 MiB"), (3 * 2**40, "3.0 TiB")],
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20 - 1, "1.0 MiB"), (2**42, "4.0 TiB")],
 )
 def test_bytes(count, text):
     assert bytes_text(count) == text
