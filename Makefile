@@ -35,6 +35,7 @@ lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict --quiet $(ARGS)
 
