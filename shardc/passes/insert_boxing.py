@@ -166,7 +166,7 @@ class _Inserter:
         count = int(weight)
         self.seconds += boxing.seconds * weight
         for step, moved in zip(boxing.steps, boxing.moved, strict=True):
-            if step.is_collective:
+            if step.is_collective and moved:  # an empty value is not sent
                 kind = cast(Kind, step.kind)
                 what = short_aval(atom.aval)
                 self.collectives.append(
