@@ -175,7 +175,8 @@ class Function:
         key = self._key(call)
         arrivals = self._arrivals(call)
         for arguments, plan in self._plans.get(key, ()):
-            if all(r == a.arrival or (a.arrival is None and r == p) for r, a, p in zip(arrivals, arguments, plan.inputs, strict=False)):
+            known = zip(arrivals, arguments, plan.inputs, strict=False)
+            if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         program = self._programs.get(key)
         if program is None:
