@@ -108,8 +108,8 @@ def signature(
 
     Args:
       text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands
-        and results may be split; one in operands only is reduced away, and may be split too, leaving a partial value; `_`
-        is a dimension that is never split.
+        and results may be split; one in operands only is reduced away, and may be split too, leaving a partial value;
+        `_` is a dimension that is never split.
       linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
         a tuple of numbers means linear in these together.
       reduce: what the factors that are reduced away are reduced by: "sum", "max" or "min".
