@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import shardc
 from examples.data import Batch
@@ -43,16 +46,19 @@ def train(options: argparse.Namespace) -> int:
         return islice(model.batches(cfg, rows, options.seed), options.steps)
 
     args = (*start(), next(batches()))
+    print(heading(options, model, cfg, args[0], mesh, rows * per_row, unit))
     plan = step.plan(*args)
-    print(plan.explain())
+    print(f"\n{plan.explain()}\n")
+    began = time.perf_counter()
     audit = step.compile(*args).audit()
-    print("audit: planned = found" if audit.ok else audit)
+    print(f"compiled in {time.perf_counter() - began:.1f} s")
+    print(audit)
     if not audit.ok:
         return 1
     *state, _ = shardc.put(args, mesh, plan.in_placements)
     with open(options.loss_log or os.devnull, "w", buffering=1) as log:
         losses, state = run(step, state, batches(), meter(name="train"), log)
-    print(model.result(cfg, to_host(state)))
+    print(f"\nafter {options.steps} steps: {model.result(cfg, to_host(state))}")
     if not options.check_against_one_device:
         return 0
     reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
@@ -72,6 +78,21 @@ def run(step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter,
             if log:
                 print(json.dumps({"step": i, "loss": losses[-1]}), file=log)
     return losses, tuple(state)
+
+
+def heading(
+    options: argparse.Namespace, model: Model, cfg: Any, params: Any, mesh: Mesh, per_step: int, unit: str
+) -> str:
+    """What is about to be trained, on what, and how it is placed."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    device = mesh.devices.flat[0]
+    axes = ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    what = (inspect.getdoc(model.plans[options.plan]) or "").partition("\n")[0]
+    return (
+        f"model: {options.model}, config {options.config}: {size:,} parameters, {per_step:,} {unit} in a step\n"
+        f"mesh:  {axes}: {mesh.size} {device.device_kind} device{'s' * (mesh.size != 1)}\n"
+        f"plan:  {options.plan}: {what}"
+    )
 
 
 def same(fn: Callable) -> Callable:

@@ -1,8 +1,9 @@
-"""How a long loop shows where it is: a progress bar on a terminal, elsewhere a line every ten steps."""
+"""How a long loop shows where it is: a progress bar on a terminal, elsewhere some twenty lines."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
@@ -10,11 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Meter:
-    """Counts steps of `per_step` units each. The first step compiles, and is left out of the rate."""
+    """Counts steps of `per_step` units each, and shows the mean loss of the last twenty.
+
+    The first step compiles, and is left out of the rate.
+    """
 
     def __init__(self, steps: int, unit: str, per_step: int, name: str) -> None:
         self.steps, self.unit, self.per_step, self.name = steps, unit, per_step, name
         self.done, self.start = 0, 0.0
+        self.losses: deque[float] = deque(maxlen=20)
         console = Console()
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self.bar = Progress(*columns, console=console) if console.is_terminal else None
@@ -35,10 +40,11 @@ class Meter:
         self.done += 1
         if self.done == 1:
             self.start = now
-        line = f"{self.name}  loss {loss:.4f}"
+        self.losses.append(loss)
+        line = f"{self.name}  loss {sum(self.losses) / len(self.losses):.4f}"
         if self.done > 1:
             line += f"  {(self.done - 1) * self.per_step / (now - self.start):,.0f} {self.unit}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=line)
-        elif self.done in (1, self.steps) or self.done % 10 == 0:
+        elif self.done in (1, self.steps) or self.done % max(10, self.steps // 20) == 0:
             print(f"step {self.done:{len(str(self.steps))}}/{self.steps}  {line}", flush=True)

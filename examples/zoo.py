@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +55,8 @@ def resnet_result(cfg: resnet.Config, state: tuple) -> str:
 
 def gpt2_result(cfg: gpt2.Config, state: tuple) -> str:
     prompt = b"def "
-    return (prompt + gpt2.generate(state[0], cfg, prompt, length=200)).decode("utf-8", "replace")
+    text = (prompt + gpt2.generate(state[0], cfg, prompt, length=200)).decode("utf-8", "replace")
+    return "it writes\n" + textwrap.indent(text, "  | ", lambda line: True)
 
 
 MODELS = {

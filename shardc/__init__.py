@@ -1,11 +1,11 @@
 """shardc: a sharding compiler for JAX.
 
-Write a training step for one device; say where a few global arrays live: split `S(i)`, broadcast `B` or partial `P` over
-the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
+Write a training step for one device; say where a few global arrays live: split `S(i)`, broadcast `B` or partial `P`
+over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
 from shardc.accumulate import accumulate
-from shardc.api import constrain, function
+from shardc.api import constrain, function, put
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -15,8 +15,9 @@ from shardc.errors import (
     TracingError,
 )
 from shardc.mesh import make_mesh
+from shardc.operation import signature
 from shardc.passes.pins import rules
-from shardc.runtime.placed import PlacedArray, put
+from shardc.runtime.placed import PlacedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 
 __all__ = [
@@ -38,5 +39,6 @@ __all__ = [
     "make_mesh",
     "put",
     "rules",
+    "signature",
 ]
 __version__ = "0.1.0"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -12,16 +12,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
-from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
+from shardc.errors import ArgumentError, MeshError, PlacementError, all_offenders
 from shardc.mesh import AnyMesh, auto_mesh, view
 from shardc.passes.constrain import constrain_p, pin_of
-from shardc.passes.pins import Leaf, as_pin, is_leaf_spec, pins_of, several_matches, wrong_constraints
+from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
-from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, trace
+from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
+from shardc.route import Routes, has_tracers
 from shardc.runtime.executable import Executable
 from shardc.runtime.placed import PlacedArray, is_placed
-from shardc.sbp.placement import AUTO, P, Pin, Placement, S, as_sbp
+from shardc.runtime.placed import put as put_tree
+from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
 
@@ -56,23 +58,12 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _settings() -> tuple[Any, ...]:
-    """What changes the meaning of a trace."""
-    c = jax.config
-    return (
-        c.jax_enable_x64,
-        c.jax_default_matmul_precision,
-        c.jax_threefry_partitionable,
-        c.jax_default_prng_impl,
-        c.jax_numpy_dtype_promotion,
-    )
-
-
 class Compiled:
     """What `Function.compile` gives: the executable of one plan, called like the function."""
 
     def __init__(self, arguments: Arguments, executable: Executable) -> None:
         self._arguments = arguments
+        self._routes = Routes(arguments)
         self.executable = executable
         self.plan = executable.plan
         self.audit = executable.audit
@@ -80,8 +71,16 @@ class Compiled:
         self.memory_stats = executable.memory_stats
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if (again := self._routes.run(tree, leaves)) is not None:
+            return again[0]
         call = self._arguments.take_apart(args, kwargs)
-        return _run(self.executable, call)
+        program = self.plan.program
+        given = [leaf_aval(x) for x in call.leaves if is_array(x)]
+        self.executable.refuse_others(given, program.in_avals[: len(program.in_avals) - len(program.captured)])
+        out = _run(self.executable, call)
+        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
+        return out
 
 
 def _run(executable: Executable, call: Call) -> Any:
@@ -114,26 +113,42 @@ class Function:
         donate: Sequence[str], static: Sequence[str],
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn)
-        self._fn, self.mesh = fn, auto_mesh(mesh)
+        self._arguments = arguments = Arguments(fn, static)
+        if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise MeshError(
+                f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
+            )
+        self.mesh = auto_mesh(mesh)
         self._view = view(mesh)
-        self._arguments = Arguments(fn, static)
         self._in_placements, self._out_placements = in_placements, out_placements
         self._donate = frozenset(donate)
-        wrong = self._arguments.check(donate, "donate_argnames")
-        wrong += self._arguments.check(static, "static_argnames")
-        if _is_by_name(in_placements):
-            wrong += self._arguments.check([str(n) for n in in_placements], "in_placements")
+        wrong = arguments.check(donate, "donate_argnames")
+        wrong += arguments.check(static, "static_argnames")
+        named = list(map(str, in_placements)) if says_names(in_placements, arguments.names, self._view) else []
+        wrong += arguments.check(named, "in_placements")
+        wrong += [
+            f"{what} names {n!r}, which is static: a constant lives nowhere; leave it out."
+            for what, names in (("donate_argnames", donate), ("in_placements", named))
+            for n in names
+            if n in static
+        ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self._arguments.name} (shardc.function):", wrong))
+            raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], Plan]]] = {}
         self._executables: dict[int, Executable] = {}
+        self._routes = Routes(self._arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if (again := self._routes.run(tree, leaves)) is not None:
+            return again[0]
         call = self._arguments.take_apart(args, kwargs)
-        if any(compat.is_tracer(x) for x in call.leaves):
+        if has_tracers(call.leaves):
             return self._inside(call)
-        return _run(self._executable(self._plan(call)), call)
+        executable = self._executable(self._plan(call))
+        self._routes.add(tree, leaves, executable)
+        return _run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
@@ -155,43 +170,37 @@ class Function:
 
     def _key(self, call: Call) -> Any:
         leaves = tuple(
-            (a.shape, a.dtype, a.weak_type) if is_array(x) and (a := leaf_aval(x)) is not None else (x,)
+            (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else (x,)
             for x in call.leaves
         )
-        return (call.tree, leaves, call.static, _settings())
+        return (call.tree, leaves, call.static, settings())
 
     def _plan(self, call: Call) -> Plan:
         key = self._key(call)
         arrivals = self._arrivals(call)
         for arguments, plan in self._plans.get(key, ()):
-            if all(r == a.arrival or (a.arrival is None and r == p) for r, a, p in zip(arrivals, arguments, plan.inputs, strict=False)):
+            known = zip(arrivals, arguments, plan.inputs, strict=False)
+            if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         program = self._programs.get(key)
-        offenders: list[str] = []
-        notes: list[str] = []
-        pins = self._in_pins(call, offenders, notes)
-        if offenders:
-            raise PlacementError(all_offenders(f"{self._where()}: in_placements", offenders))
         if program is None:
-            program = trace(self._arguments, call)
-            offenders = wrong_constraints(program.jaxpr, self._view)
-            if offenders:
-                raise PlacementError(all_offenders(f"{self._where()}: constraints", offenders))
-            self._programs[key] = program
+            program = self._programs[key] = trace(self._arguments, call)
+        into, out = self._in_pins(call), self._out_pins(program)
+        offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
+        if offenders:
+            raise PlacementError(self._says(offenders))
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
-            Argument(pins[i], arrival, call.names[i] in self._donate)
+            Argument(into.pins[i], arrival, call.names[i] in self._donate)
             for i, arrival in zip(dynamic, arrivals, strict=True)
         )
-        plan = make_plan(program, self._view, arguments, self._out_pins(program), notes)
+        plan = make_plan(program, self._view, arguments, out.pins, [*into.notes, *out.notes])
         plan._in_tree = self._tree_of(call, dynamic, plan)  # pyright: ignore[reportPrivateUsage]
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
-    def _where(self) -> str:
-        code = getattr(inspect.unwrap(self._fn), "__code__", None)
-        line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-        return f"{self._arguments.name}{line}"
+    def _says(self, offenders: Sequence[str]) -> str:
+        return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
 
     def _tree_of(self, call: Call, dynamic: Sequence[int], plan: Plan) -> NamedArguments:
         leaves: list[Placement | None] = [None] * len(call.leaves)
@@ -199,38 +208,34 @@ class Function:
             leaves[i] = p
         return NamedArguments.of(jax.tree.unflatten(call.tree, leaves))
 
-    def _in_pins(self, call: Call, offenders: list[str], notes: list[str]) -> list[Pin | None]:
+    def _in_pins(self, call: Call) -> Pins:
         """One pin for each leaf of the call."""
-        pins: list[Pin | None] = [None] * len(call.leaves)
-        values = jax.tree.unflatten(call.tree, range(len(call.leaves)))
-        for name, spec in self._specs(values, offenders):
-            _spread(spec, values[name], name, call, self._view, pins, offenders, notes)
+        leaves = [
+            _leaf(path, inner, x)
+            for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)
+        ]
+        pins = Pins("in_placements", leaves, self._view)
+        numbers: dict[str, Any] = jax.tree.unflatten(call.tree, range(len(leaves)))
+        spec: Any = self._in_placements
+        if isinstance(spec, tuple | list) and not is_leaf_spec(spec):
+            if len(spec) > len(numbers):
+                many = f"{len(spec)} for {len(numbers)} arguments ({', '.join(numbers)})"
+                pins.offenders.append(f"in_placements: {many}; write one for each argument, or a dict by name.")
+            for name, part in zip(numbers, spec, strict=False):
+                pins.spread(part, numbers[name], name)
+            return pins
+        if says_names(spec, self._arguments.names, self._view):
+            spec = self._arguments.nest_keywords(spec)
+        pins.spread(spec, numbers)
         return pins
 
-    def _specs(self, values: Mapping[str, Any], offenders: list[str]) -> Iterable[tuple[str, Any]]:
-        spec = self._in_placements
-        if _is_by_name(spec):
-            return [(n, s) for n, s in spec.items() if n in values]
-        if is_leaf_spec(spec):
-            return [(n, spec) for n in values]
-        if isinstance(spec, tuple | list):
-            if len(spec) > len(values):
-                offenders.append(f"{len(spec)} placements for {len(values)} arguments ({', '.join(values)}).")
-            return list(zip(values, spec, strict=False))
-        offenders.append(f"{spec!r} is neither a dict by argument name, a tuple with one entry an argument, nor a placement.")
-        return []
-
-    def _out_pins(self, program: Program) -> list[Pin | None]:
-        offenders: list[str] = []
+    def _out_pins(self, program: Program) -> Pins:
         leaves = [
-            Leaf(f"result {p}".rstrip(), p, tuple(v.aval.shape), v.aval.dtype)
-            for p, v in zip(program.out_paths, program.jaxpr.outvars, strict=True)
+            Leaf(f"result {path}".rstrip(), path, tuple(aval.shape), aval.dtype)
+            for path, aval in zip(program.out_paths, program.out_avals, strict=True)
         ]
-        pins: list[Pin | None] = [None] * len(leaves)
-        numbers = jax.tree.unflatten(program.out_tree, range(len(leaves)))
-        _spread_leaves(self._out_placements, numbers, leaves, self._view, pins, offenders, [])
-        if offenders:
-            raise PlacementError(all_offenders(f"{self._where()}: out_placements", offenders))
+        pins = Pins("out_placements", leaves, self._view)
+        pins.spread(self._out_placements, jax.tree.unflatten(program.out_tree, range(len(leaves))))
         return pins
 
     def _arrivals(self, call: Call) -> list[Placement | None]:
@@ -242,27 +247,31 @@ class Function:
                 arrival = _arrival(x, self.mesh)
                 found.append(arrival if not isinstance(arrival, str) else None)
                 if isinstance(arrival, str):
-                    offenders.append(f"{path}: {arrival}")
+                    aval = leaf_aval(x)
+                    offenders.append(f"{path} {aval.str_short(short_dtypes=True)} {arrival}")
         if offenders:
-            raise ArgumentError(all_offenders(f"{self._where()}: arguments that are not on the mesh {self._view}", offenders))
+            raise ArgumentError(self._says(offenders))
         return found
 
     def _inside(self, call: Call) -> Any:
-        """Inside an outer jit, grad or vmap: the plain function, its pins as sharding constraints; no plan is claimed."""
-        offenders: list[str] = []
-        pins = self._in_pins(call, offenders, [])
-        if offenders:
-            raise PlacementError(all_offenders(f"{self._where()}: in_placements", offenders))
+        """In an outer jit, grad or vmap: the plain function, its pins as sharding constraints; no plan is claimed."""
+        into = self._in_pins(call)
+        if into.offenders:
+            raise PlacementError(self._says(into.offenders))
         leaves = [
             _as_constraint(x, pin, self.mesh, path) if pin is not None and is_array(x) else x
-            for x, pin, path in zip(call.leaves, pins, call.paths, strict=True)
+            for x, pin, path in zip(call.leaves, into.pins, call.paths, strict=True)
         ]
-        program = trace(self._arguments, Call(call.names, call.inner, tuple(map(_abstract, leaves)), call.tree, call.static))
+        program = trace(self._arguments, replace(call, leaves=tuple(map(_abstract, leaves))))
+        results = self._out_pins(program)
+        offenders = [*results.offenders, *wrong_constraints(program, self._view)]
+        if offenders:
+            raise PlacementError(self._says(offenders))
         dynamic = [x for x in leaves if is_array(x)]
         out = _replay(program, dynamic, self.mesh)
         pinned = [
             x if pin is None else _as_constraint(x, pin, self.mesh, f"result {path}")
-            for x, pin, path in zip(out, self._out_pins(program), program.out_paths, strict=True)
+            for x, pin, path in zip(out, results.pins, program.out_paths, strict=True)
         ]
         return jax.tree.unflatten(program.out_tree, pinned)
 
@@ -291,7 +300,7 @@ def _replay(program: Program, leaves: Sequence[Any], mesh: AnyMesh) -> list[Any]
 def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
     if pin.placement.partial_axes:
         raise PlacementError(
-            f"{path} is pinned at {pin.placement}, but the function is called inside an outer jit, grad or vmap, where JAX "
+            f"{path} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where JAX "
             "cannot say a partial sum; call it outside, or pin it at B or S."
         )
     if is_placed(x):
@@ -303,79 +312,37 @@ def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
     """Where an array lives on the mesh; None if it may be put anywhere; a text if it lives elsewhere."""
     if isinstance(x, PlacedArray):
         if dict(x.mesh.shape) != dict(mesh.shape):
-            return f"a PlacedArray on the mesh {dict(x.mesh.shape)}; take its value with .to_jax() or np.asarray()."
+            return (
+                f"is a PlacedArray on another mesh ({_mesh_text(x.mesh)}); pass its value, x.to_jax() or np.asarray(x)."
+            )
         return x.placement
     sharding = getattr(x, "sharding", None)
     if sharding is None or (isinstance(x, jax.Array) and not getattr(x, "committed", True)):
         return None
     if isinstance(sharding, NamedSharding) and tuple(sharding.mesh.shape.items()) == tuple(mesh.shape.items()):
         same = isinstance(mesh, AbstractMesh) or isinstance(sharding.mesh, AbstractMesh)
-        if same or (isinstance(sharding.mesh, Mesh) and np.array_equal(sharding.mesh.devices, mesh.devices)):
+        theirs: Any = None if same else sharding.mesh.devices
+        ours: Any = None if same else mesh.devices
+        if same or np.array_equal(theirs, ours):
             idle = [a for a, n in mesh.shape.items() if n == 1]
             return Placement.from_sharding(sharding).without(idle)
     if isinstance(mesh, Mesh) and set(sharding.device_set) == set(mesh.devices.flat) and sharding.is_fully_replicated:
         return Placement()
     return (
-        f"lives on {_devices_text(sharding)}, not on the function's mesh. Put it there with "
-        "shardc.put(x, mesh, placement), or pass a numpy array."
+        f"lives on {_devices_text(sharding)}, not on this mesh; pass np.asarray(x), or put it there with "
+        "shardc.put(x, mesh, shardc.Placement())."
     )
 
 
 def _devices_text(sharding: Any) -> str:
     if isinstance(sharding, NamedSharding):
-        return f"the mesh {dict(sharding.mesh.shape)}, split {sharding.spec}"
-    return f"{len(sharding.device_set)} device(s) of its own"
+        return f"another mesh ({_mesh_text(sharding.mesh)})"
+    devices = sorted(sharding.device_set, key=lambda d: d.id)
+    return ", ".join(map(str, devices[:4])) + (f" and {len(devices) - 4} more" if len(devices) > 4 else "")
 
 
-def _is_by_name(spec: Any) -> bool:
-    return isinstance(spec, dict) and bool(spec) and not is_leaf_spec(spec)
-
-
-def _spread(
-    spec: Any, value: Any, name: str, call: Call, mesh: Any, pins: list[Pin | None], offenders: list[str],
-    notes: list[str],
-) -> None:  # fmt: skip
-    leaves = [
-        Leaf(path, inner, tuple(a.shape), a.dtype)
-        if is_array(x) and (a := leaf_aval(x)) is not None
-        else Leaf(path, inner, (), np.dtype(object))
-        for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)
-    ]
-    arrays = {i for i, x in enumerate(call.leaves) if is_array(x)}
-    del name
-    _spread_leaves(spec, value, leaves, mesh, pins, offenders, notes, arrays)
-
-
-def _spread_leaves(
-    spec: Any, numbers: Any, leaves: Sequence[Leaf], mesh: Any, pins: list[Pin | None], offenders: list[str],
-    notes: list[str], arrays: set[int] | None = None,
-) -> None:  # fmt: skip
-    """Gives each numbered leaf of the tree its pin, by a leaf spec or a pytree prefix of leaf specs."""
-    if is_leaf_spec(spec):
-        mine = [i for i in jax.tree.leaves(numbers) if arrays is None or i in arrays]
-        found = pins_of(spec, [leaves[i] for i in mine], mesh, offenders)
-        notes += several_matches(spec, [leaves[i] for i in mine])
-        for i, pin in zip(mine, found, strict=True):
-            pins[i] = pin
-        return
-    parts, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_leaf_spec)
-    if len(parts) == 1 and not parts[0][0]:
-        offenders.append(f"{spec!r} is no placement; write a dict from axis to sbp, as {{'data': S(0)}}, or AUTO.")
-        return
-    one_level = jax.tree_util.tree_flatten_with_path(numbers, is_leaf=lambda x: x is not numbers)[0]
-    children = {path_text(p): child for p, child in one_level}
-    for key, part in _children(spec):
-        if key in children:
-            _spread_leaves(part, children[key], leaves, mesh, pins, offenders, notes, arrays)
-        else:
-            offenders.append(
-                f"placements name {key!r}, which the value has not ({', '.join(children)}).{did_you_mean(key, children)}"
-            )
-
-
-def _children(spec: Any) -> list[tuple[str, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec)[0]
-    return [(path_text(p), child) for p, child in flat]
+def _mesh_text(mesh: Any) -> str:
+    return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
 
 
 def function(
@@ -421,9 +388,8 @@ def function(
     def decorate(fn: Callable[..., Any]) -> Any:
         if mesh is None:
             return fn
-        names = tuple(inspect.signature(fn).parameters)
-        donate = [*_words(donate_argnames), *(names[i] for i in _words(donate_argnums))]
-        static = [*_words(static_argnames), *(names[i] for i in _words(static_argnums))]
+        donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
+        static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
         return Function(fn, mesh, in_placements, out_placements, donate, static)
 
     return decorate if fn is None else decorate(fn)
@@ -433,12 +399,55 @@ def _words(x: Any) -> Sequence[Any]:
     return (x,) if isinstance(x, str | int) else x
 
 
+def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
+    """Puts the arrays of a pytree on a mesh.
+
+    Args:
+      tree: pytree of arrays; leaves that are no arrays are left as they are.
+      mesh: a mesh with devices.
+      placements: as `in_placements` says them, or as `plan.in_placements` gives them: a leaf, `shardc.rules`, or a
+        pytree prefix; what is AUTO or None is left as it is.
+
+    Returns:
+      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
+
+    Raises:
+      ArgumentError: the mesh has no devices.
+      PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed)
+    pins = Pins("placements", [_leaf(p := path_text(path), p, x) for path, x in pairs], view(mesh))
+    pins.spread(placements, jax.tree.unflatten(structure, range(len(pairs))))
+    if pins.offenders:
+        raise PlacementError(all_offenders(f"shardc.put, mesh {view(mesh)}:", pins.offenders))
+    placed = [None if pin is None else pin.placement for pin in pins.pins]
+    return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+
+
+def _leaf(path: str, inner: str, x: Any) -> Leaf | None:
+    if not is_array(x):
+        return None
+    aval = leaf_aval(x)
+    return Leaf(path, inner, tuple(aval.shape), aval.dtype)
+
+
+def _names_at(numbers: int | Sequence[int], fn: Callable[..., Any], what: str) -> list[str]:
+    arguments = Arguments(fn, ())
+    names = arguments.names
+    wrong = [f"{what} names argument {i}." for i in _words(numbers) if not -len(names) <= i < len(names)]
+    if wrong:
+        has = f"{arguments.where} has {len(names)} arguments, numbered from 0: {', '.join(names)}"
+        raise ArgumentError(all_offenders(has, wrong))
+    return [names[i] for i in _words(numbers)]
+
+
 def constrain(x: T, placement: Any) -> T:
     """Pins a value inside a function: the identity, with a placement that the plan keeps.
 
     Args:
       x: an array, or a pytree of arrays that are all placed so.
-      placement: a leaf as in `in_placements`, but AUTO; `{"data": S(0), ...: AUTO}` pins one axis.
+      placement: a dict from axis to sbp, a Placement, a PartitionSpec or a NamedSharding; `{"data": S(0), ...: AUTO}`
+        pins one axis. What does not fit the value or the mesh is an error when the function is planned.
 
     Returns:
       `x`.
@@ -446,7 +455,10 @@ def constrain(x: T, placement: Any) -> T:
     pin = _loose_pin(placement)
 
     def one(leaf: Any) -> Any:
-        resolved = Pin(pin.placement.resolve(np.ndim(leaf)), pin.fixed)
+        rank = np.ndim(leaf)
+        splits = [s.dim for s in pin.placement.values() if isinstance(s, S)]
+        fits = all(-rank <= dim < rank for dim in splits)  # if not, the plan says so with all that is wrong
+        resolved = Pin(pin.placement.resolve(rank) if fits else pin.placement, pin.fixed)
         return constrain_p.bind(jax.numpy.asarray(leaf), pin=resolved)
 
     return jax.tree.map(one, x)
@@ -460,9 +472,12 @@ def _loose_pin(placement: Any) -> Pin:
         return Pin(Placement.from_sharding(placement))
     if isinstance(placement, jax.sharding.PartitionSpec):
         return Pin(Placement.from_spec(placement))
-    if isinstance(placement, Mapping):
+    if isinstance(placement, Mapping) and isinstance(placement.get(..., AUTO), Auto):
         named = {a: as_sbp(s) for a, s in placement.items() if a is not ...}
         return Pin(Placement(named), frozenset(named) if ... in placement else None)
-    raise PlacementError(f"shardc.constrain: {placement!r} is no placement; write a dict from axis to sbp.")
+    raise PlacementError(
+        f"shardc.constrain: {code_text(placement)} is no placement; write a dict from axis to sbp, as "
+        "{'data': S(0)}, with ...: AUTO in it for axes that are to be chosen."
+    )
 
 

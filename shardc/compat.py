@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import CodeType
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax._src import core as _core
@@ -21,6 +25,7 @@ Var: TypeAlias = Any
 Atom: TypeAlias = Any
 Literal = jex.Literal
 Primitive = jex.Primitive
+Tracer = _core.Tracer
 
 
 def is_literal(atom: Atom) -> bool:
@@ -67,24 +72,55 @@ def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     return _pe.dce_jaxpr(jaxpr, list(used), instantiate=True)[0]
 
 
-def all_eqns(jaxpr: Jaxpr) -> list[Eqn]:
-    """The equations of a jaxpr and of the jaxprs in their parameters."""
-    found: list[Eqn] = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for body in _core.jaxprs_in_params(eqn.params):
-            found += all_eqns(body)
-    return found
-
-
 # Why: there is no public way from an equation to the user's line.
+_OURS: Final = os.path.dirname(__file__) + os.sep
+_TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python
+    and the rest of shardc)."""
+    if file == _TRACE:
+        return "entry"
+    if file.startswith(_OURS) or not _source_info_util.is_user_filename(file):
+        return "inner"
+    return "library" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "user"
+
+
 def source_line(eqn: Eqn) -> str:
-    """`file.py:12 (function)` of the user's code that made an equation; empty if unknown."""
-    frame = _source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return ""
-    name = frame.file_name.rsplit("/", 1)[-1]
-    return f"{name}:{frame.start_line} ({frame.function_name})"
+    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of it is a
+    library's, the library's; empty if unknown."""
+    return _line_of(eqn.source_info.traceback)[0]
+
+
+def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
+    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends with the body."""
+    if _line_of(eqn.source_info.traceback)[1] or not _line_of(caller.source_info.traceback)[1]:
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_of(traceback: Any) -> tuple[str, bool]:
+    """The text of a line, and whether it is the user's."""
+    library = ""
+    codes, offsets = traceback.raw_frames() if traceback else ((), ())
+    for code, offset in zip(codes, offsets, strict=True):
+        whose = _whose(code.co_filename)
+        if whose == "entry":
+            break
+        if whose == "user":
+            return _frame_text(code, offset), True
+        if whose == "library" and not library:
+            library = _frame_text(code, offset)
+    return library, False
+
+
+def _frame_text(code: CodeType, offset: int) -> str:
+    frame = _source_info_util.raw_frame_to_frame(code, offset)
+    function = re.sub(r"\.<locals>\.<\w+>$", "", frame.function_name).rpartition("<locals>.")[2]
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({function})"
 
 
 def name_stack(eqn: Eqn) -> str:
@@ -97,16 +133,25 @@ def with_source(eqn: Eqn) -> Any:
     return _source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
+def short_text(shape: Sequence[int], dtype: Any) -> str:
+    """`f32[8,128]`."""
+    return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
+
+
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.
 def is_tracer(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, _core.Tracer)
 
 
 def aval_of(x: Any) -> Any:
     """Shape, dtype and weak type of an array, number or ShapeDtypeStruct, without shardings."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = bool(getattr(aval, "weak_type", False))
-    return jax.core.ShapedArray(tuple(aval.shape), aval.dtype, weak_type=weak)
+    return shaped_array(tuple(aval.shape), aval.dtype, weak)
+
+
+def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
+    return _core.ShapedArray(shape, dtype, weak_type=weak_type)
 
 
 # Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
@@ -114,7 +159,7 @@ def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return x
-    return _lax._convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
+    return _lax._convert_element_type(x, aval.dtype, weak_type=aval.weak_type)  # pyright: ignore[reportPrivateUsage]
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

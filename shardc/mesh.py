@@ -101,7 +101,7 @@ def parse_bytes(text: str | int | float) -> int:
     """Bytes from `"95GB"`, `"16GiB"` or a number."""
     if not isinstance(text, str):
         return int(text)
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
         raise MeshError(f'hbm={text!r} is not an amount of memory; write "95GB", "16GiB" or a number of bytes.')
     power = " KMGT".index(match[2].upper() or " ")
@@ -173,7 +173,7 @@ _hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
 """What `make_mesh(hbm=...)` said of a mesh of real devices; JAX interns meshes, so the last word counts."""
 
 _KINDS: Final = (
-    ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
+    ("cpu", r"cpu"), ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
     ("h200", r"h200"), ("h100", r"h100|a100"), ("b200", r"b200"),
 )  # fmt: skip
 
@@ -183,8 +183,7 @@ def view(mesh: AnyMesh) -> MeshView:
     axes = tuple(mesh.shape.items())
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
-        kind = "cpu" if device.platform == "cpu" else _known_kind(device.device_kind)
-        machine = TOPOLOGIES[kind]
+        machine = TOPOLOGIES[_known_kind(device.device_kind)]
         return MeshView(axes, replace(machine, hbm=_hbm_of_mesh.get(mesh, machine.hbm)))
     device = mesh.abstract_device
     if device is None:

@@ -7,3 +7,25 @@ os.environ["NPROC"] = (
     "16"  # threads of XLA:CPU: collectives block in them, and with fewer than 2 for each device they can hang
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test."""
+
+    def check(name, text):
+        file = Path(request.path).parent / "golden" / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text + "\n")
+        assert text + "\n" == file.read_text()
+
+    return check

@@ -157,10 +157,10 @@ def test_numpy_uncommitted_and_committed_arrays_give_the_same():
     assert_same(f(jnp.asarray(x)), want)
     assert_same(f(shardc.put(x, LINE, Placement({"data": S(0)}))), want)
     assert plans_of(f) == 1
-    with pytest.raises(shardc.ArgumentError, match=r"x: lives on 1 device\(s\) of its own, not on the function's mesh"):
+    with pytest.raises(shardc.ArgumentError, match=r"x f32\[16\] lives on cpu:3, not on this mesh"):
         f(jax.device_put(x, jax.devices()[3]))
     other = Mesh(np.asarray(jax.devices()[::-1]), ("data",))
-    with pytest.raises(shardc.ArgumentError, match="x: lives on the mesh"):
+    with pytest.raises(shardc.ArgumentError, match="x f32.* lives on"):
         f(jax.device_put(x, NamedSharding(other, PartitionSpec("data"))))
 
 
@@ -539,7 +539,7 @@ def test_inside_an_outer_transformation_it_is_the_plain_function():
 
 def test_a_partial_pin_is_an_error_inside_an_outer_jit():
     g = shardc.function(lambda x: x * 2, mesh=MESH, in_placements={"x": {"data": P}})
-    with pytest.raises(shardc.PlacementError, match="x is pinned at .*inside an outer jit, grad or vmap"):
+    with pytest.raises(shardc.PlacementError, match="x is pinned at .*in an outer jit, grad or vmap"):
         jax.jit(g)(arange(4))
 
 
@@ -577,7 +577,7 @@ def test_constrain_under_grad_vmap_scan_and_remat():
 
 def test_constrain_with_an_axis_that_the_mesh_has_not():
     g = shardc.function(lambda x: shardc.constrain(x, {"dta": S(0)}), mesh=MESH)
-    with pytest.raises(shardc.PlacementError, match='Did you mean "data"'):
+    with pytest.raises(shardc.PlacementError, match="Did you mean {'data': S"):
         g(arange(8))
 
 
@@ -662,6 +662,6 @@ def test_wrong_placements_are_all_reported_at_once():
     with pytest.raises(shardc.PlacementError) as error:
         g(arange(4), arange(4, 4), np.ones(3, bool))
     text = str(error.value)
-    for part in ("x float32[4]: there is no axis 'dat'", "y float32[4, 4]: data: S(2) does not fit", "z bool[3]: "):
+    for part in ("x f32[4]: {'dat': S(0)}: the mesh has no axis", "y f32[4,4]: {'data': S(2)}", "z bool[3]: "):
         assert part in text
     assert B != P

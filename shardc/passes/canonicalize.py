@@ -39,19 +39,20 @@ class _Inliner:
     def __init__(self) -> None:
         self.eqns: list[Eqn] = []
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Atom) -> Atom:
             return atom if compat.is_literal(atom) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        for inner in jaxpr.eqns:
+            eqn = inner if caller is None else compat.with_line_of(inner, caller)
             invars = [read(a) for a in eqn.invars]
             body = INLINED.get(eqn.primitive.name)
             if body is not None:
                 closed = eqn.params[body]
-                results = self.run(closed.jaxpr, _as_literals(closed), invars)
+                results = self.run(closed.jaxpr, _as_literals(closed), invars, eqn)
                 env |= dict(zip(eqn.outvars, results, strict=True))
                 continue
             outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
@@ -69,21 +70,25 @@ def _canonical_params(eqn: Eqn) -> dict[str, Any]:
     params = dict(eqn.params)
     for key in keys:
         body = params[key]
-        params[key] = tuple(map(_canonical_body, body)) if isinstance(body, tuple) else _canonical_body(body)
+        bodies = [_canonical_body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
+        params[key] = tuple(bodies) if isinstance(body, tuple) else bodies[0]
     return params
 
 
-def _canonical_body(body: Any) -> Any:
+def _canonical_body(body: Any, caller: Eqn) -> Any:
     if hasattr(body, "consts"):
-        return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body)))
-    return canonical_jaxpr(body, ())
+        return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller))
+    return canonical_jaxpr(body, (), caller)
 
 
-def canonical_jaxpr(jaxpr: Jaxpr, consts: Sequence[Atom]) -> Jaxpr:
-    """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`."""
+def canonical_jaxpr(jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None) -> Jaxpr:
+    """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
+
+    Equations without a line of the user's get that of `caller`, the equation whose body this is.
+    """
     inliner = _Inliner()
     invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
-    outvars = inliner.run(jaxpr, consts, invars)
+    outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 
 
@@ -104,6 +109,6 @@ def canonicalize(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
             consts.append(extra[-1])
             captured.append(value)
     inliner = _Inliner()
-    outvars = inliner.run(closed.jaxpr, consts, invars)
+    outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
     return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

@@ -28,6 +28,8 @@ FORBIDDEN: Final = 1e15
 """Costs from here on mean: not allowed."""
 CLOSE: Final = 1e-6
 """Relative distance of cost and bound at which an assignment counts as proved best."""
+HUB: Final = 24
+"""Variables with more neighbours are eliminated last, whatever they would join."""
 LARGE: Final = 4096
 """Entries from which on tables are not remembered."""
 ROUNDS: Final = 6
@@ -80,6 +82,8 @@ def elimination_order(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]
         around[j].add(i)
 
     def fill(v: int) -> tuple[int, int]:
+        if len(around[v]) > HUB:  # counting its pairs takes longer than it is worth: it comes last
+            return len(around[v]) ** 2, len(around[v])
         near = sorted(around[v])
         missing = sum(1 for k, a in enumerate(near) for b in near[:k] if b not in around[a])
         return missing, len(near)
@@ -120,7 +124,8 @@ def undominated(
     for u in unary:
         some = memo.do(("allowed", id(u)), u, lambda u=u: _allowed(u))
         keep.append(some)
-        own.append(u if some.size == u.size else memo.do(("take", id(u), id(some)), (u, some), lambda u=u, s=some: u[s]))
+        taken = memo.do(("take", id(u), id(some)), (u, some), lambda u=u, s=some: u if s.size == u.size else u[s])
+        own.append(taken)
     for (i, j), table in pairwise.items():
         rows, columns = keep[i], keep[j]
         if rows.size != table.shape[0] or columns.size != table.shape[1]:

@@ -83,10 +83,7 @@ class _Inserter:
             env[var] = _Held({placement: var}, source, eqn, self.placed.ports[hold][0] if hold else None)
 
         def read(atom: Atom, want: Placement) -> Atom:
-            if compat.is_literal(atom):
-                held = _Held({REPLICATED: atom}, "", None, None)
-            else:
-                held = env[atom]
+            held = _Held({REPLICATED: atom}, "", None, None) if compat.is_literal(atom) else env[atom]
             if want in held.at:
                 return held.at[want]
             if held.hold is not None and held.hold not in held.at:
@@ -122,7 +119,8 @@ class _Inserter:
                 split = len(node.operands)
                 invars = [read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)]
                 eqns.append(eqn.replace(invars=invars))
-                source = compat.source_line(eqn)
+                known = (env[a].source for a in eqn.invars if not compat.is_literal(a))
+                source = compat.source_line(eqn) or next(known, "")
                 for var, p, value in zip(eqn.outvars, ports[split:], node.results, strict=True):
                     define(var, p, value, source, eqn)
         outvars = [read(a, p) for a, p in zip(scope.jaxpr.outvars, returns, strict=True)]

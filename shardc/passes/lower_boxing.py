@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardc.sbp.boxing import Shape, Step
-from shardc.sbp.placement import AxisSizes, Placement, ReduceOp, S, block_sizes, local_extent, local_shape
+from shardc.sbp.boxing import Shape, Step, piece_of
+from shardc.sbp.placement import AxisSizes, Placement, ReduceOp, S, block_sizes, local_shape
 
 
 def neutral_of(dtype: Any, op: ReduceOp) -> Any:
@@ -26,7 +26,9 @@ def neutral_of(dtype: Any, op: ReduceOp) -> Any:
     if dtype == np.bool_:
         return np.asarray(op == "min")
     if jax.dtypes.issubdtype(dtype, np.inexact):
-        return np.asarray(-np.inf if op == "max" else np.inf, dtype)
+        infinity = np.asarray(np.inf, dtype)
+        largest = infinity if np.isinf(infinity) else jnp.finfo(dtype).max  # float8_e4m3fn has no infinity
+        return np.asarray(-largest if op == "max" else largest, dtype)
     info = jnp.iinfo(dtype)
     return np.asarray(info.min if op == "max" else info.max, dtype)
 
@@ -92,19 +94,19 @@ def _all_gather(e: _Emitter, x: jax.Array) -> jax.Array:
 
 
 def _all_reduce(e: _Emitter, x: jax.Array) -> jax.Array:
-    match e.step.src.partial_op:
-        case "sum":
-            return lax.psum(x, e.axes)
-        case op:
-            reduce = lax.pmax if op == "max" else lax.pmin
-            if x.dtype == np.bool_:  # XLA has no max of booleans
-                return reduce(x.astype(np.uint8), e.axes).astype(np.bool_)
-            return reduce(x, e.axes)
+    reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[str(e.step.src.partial_op)]
+    return reduce(_number(x), e.axes).astype(x.dtype)
+
+
+def _number(x: jax.Array) -> jax.Array:
+    """Booleans as numbers: JAX reduces no others. No value is a P(sum) of booleans, but a path may fill with False."""
+    return x.astype(np.uint8) if x.dtype == np.bool_ else x
 
 
 def _reduce_scatter(e: _Emitter, x: jax.Array) -> jax.Array:
     dim = e.dim_of(e.step.dst)
-    return lax.psum_scatter(_block(x, dim, e.counts), e.axes, scatter_dimension=dim, tiled=True)
+    blocks = _number(_block(x, dim, e.counts))
+    return lax.psum_scatter(blocks, e.axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
 
 def _all_to_all(e: _Emitter, x: jax.Array) -> jax.Array:
@@ -150,9 +152,7 @@ def permute_pairs(step: Step, shape: Shape, sizes: AxisSizes) -> list[tuple[int,
     coords = [dict(zip(step.axes, map(int, c), strict=True)) for c in np.ndindex(*counts)]
 
     def key(placement: Placement, at: dict[str, int]) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            local_extent(size, placement.axes_of(d), sizes, at) for d, size in enumerate(shape)
-        )
+        return tuple(piece_of(size, placement.axes_of(d), sizes, at) for d, size in enumerate(shape))
 
     sources = {i: key(step.src, at) for i, at in enumerate(coords)}
     wanted = {i: key(step.dst, at) for i, at in enumerate(coords)}
@@ -183,6 +183,6 @@ _EMIT: Final[dict[str, Callable[[_Emitter, jax.Array], jax.Array]]] = {
 
 def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
     """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
-    if math.prod(shape) == 0:  # nothing moves, and XLA refuses to scatter nothing
-        return jnp.reshape(x, local_shape(shape, step.dst, sizes))
+    if 0 in shape:  # nothing to move, and XLA refuses to scatter it
+        return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)
     return _EMIT[step.kind](_Emitter(step, shape, sizes, index), x)

@@ -65,3 +65,13 @@ def bodies_of(eqn: compat.Eqn) -> list[Jaxpr]:
         body = eqn.params[key]
         found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
     return found
+
+
+def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:
+    """The equations of a jaxpr and of its nested bodies, in order."""
+    found: list[compat.Eqn] = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for body in bodies_of(eqn):
+            found += all_eqns(body)
+    return found

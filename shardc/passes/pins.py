@@ -5,11 +5,12 @@ All offenders of a call are collected and reported at once.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -19,6 +20,9 @@ from shardc import compat
 from shardc.errors import PlacementError, did_you_mean
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
+from shardc.passes.memory import all_eqns
+from shardc.passes.program import Program
+from shardc.passes.trace import path_text
 from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S, as_sbp
 
 
@@ -60,7 +64,19 @@ def is_leaf_spec(spec: Any) -> bool:
         return True
     if isinstance(spec, Mapping):
         return all(_is_sbp(s) or isinstance(s, Auto) for s in spec.values())
-    return isinstance(spec, tuple) and len(spec) > 0 and all(map(_is_sbp, spec)) or _is_sbp(spec)
+    return (isinstance(spec, tuple) and len(spec) > 0 and all(map(_is_sbp, spec))) or _is_sbp(spec)
+
+
+def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
+    """Whether a dict goes from names (of arguments, of children) to placements, and not from axes to sbps.
+
+    `{"x": AUTO}` could be both: it is of names if it has one of `names`, and no axis.
+    """
+    if not isinstance(spec, dict) or not spec:
+        return False
+    keys: list[Any] = list(spec)
+    of_axes = any(k is ... or k in mesh.sizes for k in keys)
+    return not is_leaf_spec(spec) or (not of_axes and any(str(k) in names for k in keys))
 
 
 def _is_sbp(x: Any) -> bool:
@@ -77,57 +93,154 @@ class Leaf:
     dtype: Any
 
     def __str__(self) -> str:
-        return f"{self.path} {jax.ShapeDtypeStruct(self.shape, self.dtype).dtype}{list(self.shape)}"
+        return f"{self.path} {compat.short_text(self.shape, self.dtype)}"
 
 
-def pins_of(spec: Any, leaves: Sequence[Leaf], mesh: MeshView, offenders: list[str]) -> list[Pin | None]:
-    """One pin for each leaf of one argument, by a leaf spec or rules; None is AUTO. Adds what is wrong to `offenders`."""
-    if isinstance(spec, Rules):
-        return list(_by_rules(spec, leaves, mesh, offenders))
-    return [_checked(spec, leaf, mesh, offenders) for leaf in leaves]
+@dataclass
+class Pins:
+    """Collects one pin for each leaf of a call or of its results, and what is wrong.
+
+    Attributes:
+      what: `in_placements` or `out_placements`.
+      leaves: of the whole tree; None is no array and cannot be pinned.
+      pins: one for each leaf; None is AUTO.
+      offenders: one line for each thing that is wrong.
+      notes: which pattern decides where several match.
+    """
+
+    what: str
+    leaves: Sequence[Leaf | None]
+    mesh: MeshView
+    pins: list[Pin | None] = field(init=False)
+    offenders: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.pins = [None] * len(self.leaves)
+
+    def spread(self, spec: Any, numbers: Any, at: str = "") -> None:
+        """Pins the leaves whose numbers the tree `numbers` holds, by a leaf spec or a pytree prefix of leaf specs."""
+        children = _children(numbers)
+        if isinstance(numbers, int) or (is_leaf_spec(spec) and not says_names(spec, children, self.mesh)):
+            self._pin(spec, numbers, at)
+            return
+        parts = _children(spec)
+        if not parts:
+            self._wrong(at, f"{code_text(spec)} is no placement; {_as_dict(self.mesh)}.")
+        for key, part in parts.items():
+            if key in children:
+                self.spread(part, children[key], f"{at}/{key}" if at else key)
+            else:
+                near = did_you_mean(key, children)
+                has = f"has {_some(list(children))}" if children else "is empty"
+                self._wrong(at, f"the placements name {key!r}, but the value {has}.{near}")
+
+    def _wrong(self, at: str, text: str) -> None:
+        self.offenders.append(": ".join(filter(None, (self.what, at, text))))
+
+    def _pin(self, spec: Any, numbers: Any, at: str) -> None:
+        mine = [(i, leaf) for i in jax.tree.leaves(numbers) if (leaf := self.leaves[i]) is not None]
+        specs = [spec] * len(mine)
+        if isinstance(spec, Rules):
+            leaves = [leaf for _, leaf in mine]
+            specs = list(_by_rules(spec, leaves))
+            for text in _idle_patterns(spec, leaves):
+                self._wrong(at, text)
+            self.notes += several_matches(spec, leaves)
+        wrong: dict[str, list[str]] = {}
+        for (i, leaf), one in zip(mine, specs, strict=True):
+            try:
+                self.pins[i] = as_pin(one, leaf.shape, leaf.dtype, self.mesh)
+            except PlacementError as error:
+                wrong.setdefault(str(error), []).append(str(leaf))
+        for text, at_leaves in wrong.items():
+            self._wrong(_some(at_leaves), text)
 
 
-def _by_rules(
-    spec: Rules, leaves: Sequence[Leaf], mesh: MeshView, offenders: list[str]
-) -> Iterator[Pin | None]:
-    matchers = [(re.compile(fnmatch.translate(_literal_brackets(p))), p, s) for p, s in spec.patterns]
-    for matcher, pattern, _ in matchers:
-        if not any(matcher.match(leaf.inner) for leaf in leaves):
-            paths = [leaf.inner for leaf in leaves]
-            near = did_you_mean(pattern.replace("*", ""), paths) or (f" Leaves are {_some(paths)}." if paths else "")
-            offenders.append(f"the pattern {pattern!r} matches no leaf.{near}")
+def _children(tree: Any) -> dict[str, Any]:
+    """The children of a pytree by name, those of a dict in its own order; none if it is a leaf."""
+    if isinstance(tree, dict):
+        items: Iterable[tuple[Any, Any]] = tree.items()
+        return {str(key): child for key, child in items}
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    return {path_text(path): child for path, child in flat if path}
+
+
+def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
+    """A line for each `shardc.constrain` and JAX sharding constraint in a program that cannot be kept."""
+    lines: list[str] = []
+    for eqn in all_eqns(program.jaxpr):
+        pin, aval = pin_of(eqn), eqn.outvars[0].aval if eqn.outvars else None
+        if pin is None or aval is None:
+            continue
+        ours = eqn.primitive.name == "constrain"
+        try:
+            if not ours:
+                _same_axes(eqn.params["sharding"], mesh)
+            _fits(pin.placement, tuple(aval.shape), aval.dtype, mesh, border=False)
+        except PlacementError as error:
+            what = "shardc.constrain" if ours else "jax.lax.with_sharding_constraint"
+            lines.append(f"{what} of {aval.str_short(short_dtypes=True)} at {compat.source_line(eqn)}: {error}")
+    return list(dict.fromkeys(lines))
+
+
+def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[Any]:
+    """For each leaf what the first pattern that matches says."""
+    matchers = [(_matcher(p), s) for p, s in spec.patterns]
     for leaf in leaves:
-        hit = next((s for matcher, _, s in matchers if matcher.match(leaf.inner)), AUTO)
-        yield _checked(hit, leaf, mesh, offenders)
+        yield next((s for matcher, s in matchers if matcher.match(leaf.inner)), AUTO)
 
 
-def several_matches(spec: Any, leaves: Sequence[Leaf]) -> list[str]:
+def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
+    paths = [leaf.inner for leaf in leaves if leaf.inner]
+    for pattern, said in spec.patterns:
+        if any(map(_matcher(pattern).match, (leaf.inner for leaf in leaves))):
+            continue
+        help_ = f" Leaves are {_some(paths)}."
+        if not leaves:
+            help_ = " There is no array."
+        elif not paths:
+            help_ = f" The argument is one array, whose path is empty: give it {code_text(said)} itself, or use '*'."
+        near = did_you_mean(pattern.replace("*", "").strip("/"), paths)
+        yield f"the pattern {pattern!r} matches no leaf.{near or help_}"
+
+
+def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:
     """For each leaf that several patterns match, a line saying which one decides."""
-    if not isinstance(spec, Rules):
-        return []
+    matchers = [(p, _matcher(p)) for p, _ in spec.patterns]
     lines: list[str] = []
     for leaf in leaves:
-        hits = [p for p, _ in spec.patterns if re.match(fnmatch.translate(_literal_brackets(p)), leaf.inner)]
+        hits = [p for p, matcher in matchers if matcher.match(leaf.inner)]
         if len(hits) > 1:
             lines.append(f"{leaf.path}: {hits[0]!r} decides, also matched by {', '.join(map(repr, hits[1:]))}")
     return lines
 
 
-def _literal_brackets(pattern: str) -> str:
+def _matcher(pattern: str) -> re.Pattern[str]:
     """Only `*` is special in a pattern."""
-    return pattern.replace("[", "[[]").replace("?", "[?]")
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]").replace("?", "[?]")))
 
 
 def _some(words: Sequence[str], most: int = 4) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
-def _checked(spec: Any, leaf: Leaf, mesh: MeshView, offenders: list[str]) -> Pin | None:
-    try:
-        return as_pin(spec, leaf.shape, leaf.dtype, mesh)
-    except PlacementError as error:
-        offenders.append(f"{leaf}: {error}")
-        return None
+def code_text(spec: Any) -> str:
+    """What a user may write for a placement, as code: `{'data': S(0), ...: AUTO}`."""
+    if isinstance(spec, P):
+        return f"P({spec.op!r})"
+    if spec is P or spec is ...:
+        return "P" if spec is P else "..."
+    if isinstance(spec, Mapping):
+        items: Iterable[tuple[Any, Any]] = spec.items()
+        return "{" + ", ".join(f"{code_text(a)}: {code_text(s)}" for a, s in items) + "}"
+    if isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
+        return "(" + ", ".join(map(code_text, spec)) + ("," if len(spec) == 1 else "") + ")"
+    return repr(spec)
+
+
+def _as_dict(mesh: MeshView) -> str:
+    return f"write a dict from axis to sbp, as {{{mesh.axes[0][0]!r}: S(0)}}, or AUTO"
 
 
 def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin | None:
@@ -150,9 +263,10 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
         placement = spec
     elif isinstance(spec, tuple):
         if len(spec) != len(mesh.axes):
+            fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
             raise PlacementError(
-                f"{spec} has {len(spec)} sbps, the mesh has {len(mesh.axes)} axes ({mesh}); write one for each axis, "
-                "or a dict from axis to sbp."
+                f"{code_text(spec)} has {_number(len(spec), 'sbp')}, but the mesh has "
+                f"{len(mesh.axes)} axes; write one for each, as {code_text(fitting)}."
             )
         placement = Placement([(a, s) for (a, _), s in zip(mesh.axes, spec, strict=True)])
     elif isinstance(spec, Mapping):
@@ -161,47 +275,57 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
         open_axes = {a for a, s in said.items() if isinstance(s, Auto)}
         if rest is not B and not isinstance(rest, Auto):
             raise PlacementError(f"`...: {rest}` is not possible; `...: AUTO` leaves the other axes to the compiler.")
+        _known_axes(said, mesh)
         if isinstance(rest, Auto) or open_axes:
             named = set(said) - open_axes
             fixed = frozenset(named if isinstance(rest, Auto) else (set(dict(mesh.axes)) - open_axes))
         placement = Placement([(a, as_sbp(s)) for a, s in said.items() if a not in open_axes])
     else:
-        raise PlacementError(
-            f"{spec!r} is no placement; write a dict from axis to sbp, as {{{mesh.axes[0][0]!r}: S(0)}}, a Placement, a "
-            "PartitionSpec, or AUTO."
-        )
-    return Pin(_fits(placement, shape, dtype, mesh), fixed)
-
-
-def wrong_constraints(jaxpr: compat.Jaxpr, mesh: MeshView) -> list[str]:
-    """A line for each constraint in a program that the mesh or the value cannot keep."""
-    offenders: list[str] = []
-    for eqn in compat.all_eqns(jaxpr):
-        pin = pin_of(eqn)
-        if pin is not None:
-            aval = eqn.outvars[0].aval
-            try:
-                _fits(pin.placement, tuple(aval.shape), aval.dtype, mesh)
-            except PlacementError as error:
-                offenders.append(f"{aval.str_short()} at {compat.source_line(eqn)}: {error}")
-    return offenders
+        raise PlacementError(f"{code_text(spec)} is no placement; {_as_dict(mesh)}.")
+    return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
 
 
 def _same_axes(sharding: NamedSharding, mesh: MeshView) -> None:
     if tuple(sharding.mesh.shape.items()) != mesh.axes:
-        raise PlacementError(f"the sharding is over the mesh {dict(sharding.mesh.shape)}, the function's is {mesh}.")
+        theirs = ", ".join(f"{a}={n}" for a, n in sharding.mesh.shape.items())
+        raise PlacementError(
+            f"the NamedSharding is over another mesh ({theirs}); {_as_dict(mesh).removesuffix(', or AUTO')}."
+        )
 
 
-def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Placement:
-    for axis in placement:
-        if axis not in mesh.sizes:
+def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
+    unknown = [a for a in said if a not in mesh.sizes]
+    if not unknown:
+        return
+    names = {a: next(iter(difflib.get_close_matches(str(a), mesh.sizes, n=1)), None) for a in unknown}
+    fixed = {names.get(a, a): s for a, s in said.items()}
+    help_ = f"; its axes are {', '.join(map(repr, mesh.sizes))}."
+    if None not in fixed and len(fixed) == len(said):
+        help_ = f". Did you mean {code_text(fixed)}?"
+    raise PlacementError(f"{code_text(said)}: the mesh has no axis {', '.join(map(repr, unknown))}{help_}")
+
+
+def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView, *, border: bool) -> Placement:
+    """The placement with non-negative dimensions. Raises PlacementError if a value cannot have it."""
+    _known_axes(placement, mesh)
+    rank = len(shape)
+    wrong = [(a, s) for a, s in placement.items() if isinstance(s, S) and not -rank <= s.dim < rank]
+    if wrong:
+        fixed = {a: (S(rank - 1) if rank else B) if (a, s) in wrong else s for a, s in placement.items()}
+        has = f"the value has {_number(rank, 'dimension')}, numbered from 0" if rank else "a scalar cannot be split"
+        raise PlacementError(f"{code_text(placement)}: {has}; write {code_text(fixed)}.")
+    if placement.partial_op is not None:
+        whole = code_text({a: B if isinstance(s, P) else s for a, s in placement.items()})
+        kind = "sum" if placement.partial_op == "sum" else "max or min"
+        number = isinstance(dtype, np.dtype) and dtype != np.bool_
+        if not number or (kind != "sum" and np.issubdtype(dtype, np.complexfloating)):
+            raise PlacementError(f"{code_text(placement)}: {dtype} values cannot be a partial {kind}; write {whole}.")
+        if border and kind != "sum":
             raise PlacementError(
-                f"there is no axis {axis!r} in the mesh ({mesh}).{did_you_mean(str(axis), mesh.sizes)}"
+                f"{code_text(placement)}: P({placement.partial_op!r}) lives only inside a function; write {whole}."
             )
-    placement = placement.resolve(len(shape))
-    if placement.partial_axes:
-        if placement.partial_op != "sum":
-            raise PlacementError(f"{placement}: P({placement.partial_op}) lives only inside a function; use B or S.")
-        if not isinstance(dtype, np.dtype) or dtype == np.bool_:
-            raise PlacementError(f"{placement}: a value of type {dtype} cannot be a partial sum; use B or S.")
-    return placement
+    return placement.resolve(rank)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

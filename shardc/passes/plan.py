@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardc.mesh import MeshView
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, estimate_memory
+from shardc.passes.memory import Memory, all_eqns, estimate_memory
 from shardc.passes.place import compute_time, place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
@@ -56,11 +56,14 @@ class Plan:
       seconds: time of one call: computing and moving, without overlap.
       gap: how far the cost may be above the optimum, relative; None where nothing is proved.
       ties: for each result the number of the donated input whose buffer it takes; None if none.
+      arguments, results: what was known of each input and said of each result before planning.
+      notes: what `explain` should say besides.
     """
 
     def __init__(
         self, program: Program, mesh: MeshView, boxed: Boxed, compute_seconds: float, gap: float | None,
-        inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None], notes: Sequence[str],
+        inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None],
+        arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.mesh, self.boxed = program, mesh, boxed
         self.collectives: tuple[Collective, ...] = boxed.collectives
@@ -68,6 +71,7 @@ class Plan:
         self.seconds = compute_seconds + boxed.seconds
         self.gap = gap
         self.inputs, self.outputs, self.ties = tuple(inputs), tuple(outputs), tuple(ties)
+        self.arguments, self.results = tuple(arguments), tuple(results)
         self.notes = tuple(notes)
 
     @cached_property
@@ -84,7 +88,7 @@ class Plan:
     def gathered(self) -> tuple[Gathered, ...]:
         """Operations without a rule that cost a gather or a repeated computation."""
         found: dict[str, list[str]] = {}
-        for eqn in compat.all_eqns(self.boxed.jaxpr):
+        for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
             if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
@@ -104,7 +108,7 @@ class Plan:
 
     def explain(self) -> str:
         """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
-        from shardc.report.explain import explain
+        from shardc.report.explain import explain  # noqa: PLC0415  # reports know plans, plans no reports
 
         return explain(self)
 
@@ -169,11 +173,13 @@ def make_plan(
     notes: Sequence[str] = (),
 ) -> Plan:  # fmt: skip
     """Places a program on a mesh."""
-    arguments = [*arguments, *([Argument()] * (len(program.in_paths) - len(arguments)))]
+    arguments = [replace(a, pin=_without_idle(a.pin, mesh)) for a in arguments]
+    arguments += [Argument()] * (len(program.in_paths) - len(arguments))
+    results = [_without_idle(pin, mesh) for pin in results]
     program = pin_entries(program, arguments)
     ties = match_donated(program, arguments)
     inputs = [
-        Border(_without_idle(a.pin if a.arrival is None else Pin(a.arrival), mesh)) for a in arguments
+        Border(a.pin if a.arrival is None else _without_idle(Pin(a.arrival), mesh)) for a in arguments
     ]
     outputs: list[Border] = []
     for pin, tie, var in zip(results, ties, program.jaxpr.outvars, strict=True):
@@ -181,13 +187,14 @@ def make_plan(
             pin = Pin(REPLICATED)
         if pin is None and tie is not None and _moves(arguments[tie]):
             pin = arguments[tie].pin  # where the next call wants it
-        outputs.append(Border(_without_idle(pin, mesh), tie))
+        outputs.append(Border(pin, tie))
     problem = build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
     placed = place(problem, mesh)
     boxed = insert_boxing(problem, placed, mesh)
     return Plan(
         program, mesh, boxed, compute_time(problem, placed, mesh), placed.gap,
-        [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks], ties, notes,
+        [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks], ties,
+        arguments, [b.pin for b in outputs], notes,
     )  # fmt: skip
 
 

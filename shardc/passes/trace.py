@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from shardc import compat
-from shardc.errors import ArgumentError, TracingError, did_you_mean
+from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.program import Program
 from shardc.runtime.placed import PlacedArray, is_placed
@@ -71,13 +72,19 @@ class Arguments:
     """How a function's arguments are named: its signature, its static ones."""
 
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
-        self.fn, self.name = fn, name_of(fn)
+        self.fn = fn
+        self.name: str = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial's func
         self.signature = inspect.signature(fn)
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
         kinds = inspect.Parameter
-        self.var_positional = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_POSITIONAL), None)
         self.var_keyword = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_KEYWORD), None)
+
+    @property
+    def where(self) -> str:
+        """`step (train.py:12)`: the function and its line, for errors."""
+        code = getattr(inspect.unwrap(getattr(self.fn, "func", self.fn)), "__code__", None)
+        return f"{self.name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else self.name
 
     def check(self, names: Iterable[str], what: str) -> list[str]:
         """A line for each of `names` that is no argument of the function."""
@@ -90,18 +97,41 @@ class Arguments:
             if n not in self.names
         ]
 
+    def nest_keywords(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """What is said of keywords that `**kwargs` takes, under the name of that argument."""
+        if self.var_keyword is None:
+            return dict(by_name)
+        rest = {n: s for n, s in by_name.items() if n not in self.names}
+        return {**{n: s for n, s in by_name.items() if n in self.names}, **({self.var_keyword: rest} if rest else {})}
+
     def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ArgumentError(f"{self.name}: {error}.") from None
+            near = "".join(did_you_mean(k, self.names) for k in kwargs if k not in self.names)
+            raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
         bound.apply_defaults()
-        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)  # a dict is sorted
+        # a pytree's dict is sorted by key, an OrderedDict is not: leaves come in the order of the signature
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)
         static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
         flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
         names = tuple(_entry(path[0]) for path, _ in flat)
         inner = tuple(path_text(path[1:]) for path, _ in flat)
-        return Call(names, inner, tuple(x for _, x in flat), tree, static)
+        call = Call(names, inner, tuple(x for _, x in flat), tree, static)
+        wrong = [
+            f"{n}: a static argument wants a hash, and a {type(v).__name__} has none; pass a tuple, or another "
+            "immutable value."
+            for n, v in static
+            if not _has_hash(v)
+        ]
+        wrong += [
+            f"{path}: a {type(x).__name__} is neither an array nor a constant with a hash; pass an array."
+            for path, x in zip(call.paths, call.leaves, strict=True)
+            if not is_array(x) and not _has_hash(x)
+        ]
+        if wrong:
+            raise ArgumentError(all_offenders(f"{self.where}: arguments that cannot be taken", wrong))
+        return call
 
     def call(self, tree: Any, leaves: Sequence[Any], static: Sequence[tuple[str, Any]]) -> Any:
         """Calls the function with leaves put back together."""
@@ -123,11 +153,33 @@ class Arguments:
         return self.fn(*args, **kwargs)
 
 
+def _has_hash(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
 def leaf_aval(x: Any) -> Any:
     """Logical shape, dtype and weak type of a leaf."""
     if isinstance(x, PlacedArray):
-        return jax.core.ShapedArray(x.shape, x.dtype)
+        return compat.aval_of(jax.ShapeDtypeStruct(x.shape, x.dtype))
     return compat.aval_of(x)
+
+
+def settings() -> tuple[Any, ...]:
+    """What changes the meaning of a trace."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+_SETTINGS: Final = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+)
 
 
 def trace(arguments: Arguments, call: Call) -> Program:
@@ -142,16 +194,23 @@ def trace(arguments: Arguments, call: Call) -> Program:
             leaves[i] = value
         out = arguments.call(call.tree, leaves, call.static)
         pairs, tree = jax.tree_util.tree_flatten_with_path(out)
-        bad = [f"{path_text(p)}: {type(x).__name__}" for p, x in pairs if not is_array(x)]
+        bad = [
+            f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
+            for p, x in pairs
+            if not is_array(x)
+        ]
         if bad:
-            raise ArgumentError(f"{arguments.name} returns what is no array: {', '.join(bad)}.")
+            raise ArgumentError(all_offenders(f"{arguments.where}: results that are no arrays", bad))
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
     closed = jax.make_jaxpr(flat)(*avals)
     ordered = [e for e in closed.effects if "Ordered" in type(e).__name__ and "IO" not in type(e).__name__]
     if ordered:
-        raise TracingError(f"{arguments.name} has an ordered effect ({ordered[0]}), which several devices cannot keep.")
+        raise TracingError(
+            f"{arguments.where} has an ordered effect ({ordered[0]}), which several devices cannot keep; "
+            "write ordered=False."
+        )
     jaxpr, captured = canonicalize(closed)
     paths = [call.paths[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.errors import MeshError, StepFailedError
+from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.plan import Plan
+from shardc.passes.trace import settings
 from shardc.runtime.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
+
+
+class OtherCallError(ArgumentError):
+    """The arguments are not those that the plan is for."""
 
 
 class Executable:
@@ -39,6 +43,7 @@ class Executable:
         self._in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
         self._donated = self._donations()
+        self._settings = settings()
         self._jitted = jax.jit(
             self._sharded(),
             in_shardings=tuple(self._in_shardings),
@@ -46,9 +51,9 @@ class Executable:
             donate_argnums=self._donated,
         )
         self._compiled: Any = None
-        self._captured = [
-            self._enter(i, x) for i, x in enumerate(plan.program.captured, len(shapes_in) - len(plan.program.captured))
-        ]
+        self._all_plain = all(self._plain_out)
+        first = len(shapes_in) - len(plan.program.captured)
+        self._captured = self._put([self.enter(i, x) for i, x in enumerate(plan.program.captured, first)], first)
 
     def _donations(self) -> tuple[int, ...]:
         """Inputs whose buffer a result can take: tied, and lying as the result does."""
@@ -77,7 +82,7 @@ class Executable:
             return done
 
         local.__name__ = plan.program.name
-        return jax.shard_map(
+        sharded = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=tuple(physical_spec(p) for p in plan.inputs),
@@ -85,36 +90,71 @@ class Executable:
             check_vma=False,
         )
 
-    def _enter(self, i: int, x: Any) -> Any:
+        def checked(*whole: Any) -> list[Any]:
+            self.refuse_others([x.aval for x in whole], self._physical_avals())
+            return sharded(*whole)
+
+        checked.__name__ = plan.program.name
+        return checked
+
+    def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """JAX traces when it sees new arguments: they must still be those of the plan."""
+        wrong = [
+            f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
+            for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
+            if _aval_text(aval) != _aval_text(want)
+        ]
+        if len(avals) != len(wanted):
+            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
+        if settings() != self._settings:
+            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
+        if wrong:
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
+
+    def is_plain_input(self, i: int) -> bool:
+        """Whether JAX can say the placement of input `i`."""
+        return self._plain_in[i]
+
+    def enter(self, i: int, x: Any) -> Any:
         """The physical array of argument `i`."""
         if is_placed(x):
             return x.physical
-        sharding = self._in_shardings[i]
-        if isinstance(x, jax.Array):
-            if self._plain_in[i]:
-                return x if x.committed and x.sharding == sharding else jax.device_put(x, sharding)
-        else:
-            x = np.asarray(x, self.plan.program.in_avals[i].dtype)
+        if self._plain_in[i]:
+            return x
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
-        return placed.physical if is_placed(placed) else placed
+        assert isinstance(placed, PlacedArray)
+        return placed.physical
+
+    def _put(self, args: Sequence[Any], first: int = 0) -> list[Any]:
+        """The arguments from number `first` on, on the mesh: JAX compiles anew for those that come otherwise."""
+        loose = [i for i, x in enumerate(args) if not getattr(x, "committed", False)]
+        if not loose:
+            return list(args)
+        there = jax.device_put([args[i] for i in loose], [self._in_shardings[first + i] for i in loose])
+        put = dict(zip(loose, there, strict=True))
+        return [put.get(i, x) for i, x in enumerate(args)]
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the plan. Raises StepFailedError if it fails after donated buffers were taken."""
-        args = [*(self._enter(i, x) for i, x in enumerate(leaves)), *self._captured]
+        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
+
+    def launch(self, args: Sequence[Any]) -> list[Any]:
+        """The same, of physical arrays."""
         try:
-            out = self.compiled(*args)  # not the jitted function: that compiles anew for arrays that come otherwise
+            out = self._jitted(*self._put(args), *self._captured)
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
-            self._report_failure(leaves, error)
+            self._report_failure(args, error)
             raise
+        if self._all_plain:
+            return out
         return [
             x if plain else PlacedArray(x, shape, p, self.mesh)
             for x, plain, shape, p in zip(out, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
 
-    def _report_failure(self, leaves: Sequence[Any], error: Exception) -> None:
-        arrays = [getattr(x, "physical", x) for x in leaves]
+    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [
-            path for path, x in zip(self.plan.program.in_paths, arrays, strict=False)
+            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
             if isinstance(x, jax.Array) and x.is_deleted()
         ]  # fmt: skip
         if gone:
@@ -126,8 +166,12 @@ class Executable:
     def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
         plan = self.plan
         return [
-            jax.ShapeDtypeStruct(physical_shape(a.shape, p, self._sizes), a.dtype, sharding=s)
-            for a, p, s in zip(plan.program.in_avals, plan.inputs, self._in_shardings, strict=True)
+            jax.ShapeDtypeStruct(
+                physical_shape(a.shape, p, self._sizes), a.dtype, sharding=s, weak_type=a.weak_type and plain
+            )
+            for a, p, s, plain in zip(
+                plan.program.in_avals, plan.inputs, self._in_shardings, self._plain_in, strict=True
+            )
         ]
 
     @property
@@ -149,3 +193,8 @@ class Executable:
         """Compares the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+
+def _aval_text(aval: Any) -> str:
+    dims = ",".join(map(str, aval.shape))
+    return f"{aval.dtype}[{dims}]{' (weakly typed)' if aval.weak_type else ''}"

@@ -92,6 +92,12 @@ def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[Reduc
                 yield Step(scatter, order, p, _move(p, order, S(dim)))
 
 
+def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes) -> tuple[int, int]:
+    """`local_extent`, the same for all pieces that are empty: wherever they are, they hold the same."""
+    offset, valid = local_extent(size, axes, sizes, coords)
+    return (offset, valid) if valid else (size, 0)
+
+
 def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
     """What the pieces of each dimension are, whoever holds them; placements with equal blocks are one permute apart."""
 
@@ -100,8 +106,7 @@ def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
         if size % math.prod(counts) == 0:
             return size // math.prod(counts)
         coords = itertools.product(*(range(n) for n in counts))
-        extents = (local_extent(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords)
-        return tuple(sorted((offset, valid) if valid else (size, 0) for offset, valid in extents))
+        return tuple(sorted(piece_of(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords))
 
     return (p.partial_axes, p.partial_op, *(pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)))
 
@@ -245,7 +250,8 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
     """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
     sizes = _active(mesh)
     steps = _steps(len(shape), tuple(sizes.items()), op)
-    local = np.array([local_shape(shape, p, sizes) for p in steps.index], np.int64).reshape(len(steps.index), len(shape))
+    shapes = [local_shape(shape, p, sizes) for p in steps.index]
+    local = np.array(shapes, np.int64).reshape(len(shapes), len(shape))
     held = local.prod(-1) * itemsize
     # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
     cost: NDArray[np.complex128] = np.full((len(held), len(held)), np.inf, np.complex128)

@@ -56,11 +56,15 @@ def step_bytes(
 
 
 def step_hops(kind: StepKind, counts: Sequence[int]) -> int:
-    """Messages that follow one another in one boxing step over axes of `counts` devices, its start counted in them; each
-    costs a latency."""
+    """Messages that follow one another in one boxing step over axes of `counts` devices, its start counted in them.
+
+    Each costs a latency.
+    """
     if kind in LOCAL_STEPS:
         return 0
-    return LAUNCH_HOPS + 1 if kind == "permute" else LAUNCH_HOPS + sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
+    if kind == "permute":
+        return LAUNCH_HOPS + 1
+    return LAUNCH_HOPS + sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
 
 
 def boxing_seconds(moved: Amount, hops: Amount, mesh: MeshView) -> Amount:

@@ -202,6 +202,12 @@ class Placement(Mapping[str, SBP]):
 
     def resolve(self, rank: int) -> Placement:
         """The same placement with non-negative dimensions, for a value of `rank` dimensions."""
+        twice = [d for d in self.splits if d < 0 and d + rank in self.splits]
+        if twice:
+            raise PlacementError(
+                f"{self} calls dimension {twice[0] + rank} of {rank} also {twice[0]}, so the order in which its axes "
+                "cut it is not said; write one number for it."
+            )
         resolved: list[tuple[str, SBP]] = []
         for axis, sbp in self.items_:
             if isinstance(sbp, S) and not -rank <= sbp.dim < rank:
@@ -225,10 +231,13 @@ class Placement(Mapping[str, SBP]):
     def from_spec(cls, spec: PartitionSpec) -> Placement:
         """From a `PartitionSpec`, its `unreduced` axes as P(sum)."""
         pairs: list[tuple[str, SBP]] = []
-        for dim, entry in enumerate(spec):
+        for dim, entry in enumerate(spec.partitions):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
             if not isinstance(names, tuple):
-                raise PlacementError(f"{spec} leaves dimension {dim} open; shardc wants axis names or None there.")
+                raise PlacementError(
+                    f"PartitionSpec{spec.partitions} leaves dimension {dim} open; shardc wants axis names or None "
+                    "there."
+                )
             pairs += [(name, S(dim)) for name in names]
         pairs += [(name, P()) for name in sorted(spec.unreduced)]
         return cls(pairs)

@@ -290,7 +290,9 @@ def parse_factors(text: str) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
     """
     left, arrow, right = text.partition("->")
     words = re.compile(r"[A-Za-z_]\w*")
-    sides = [[part.split() for part in side.split(",")] if side.strip() else [] for side in (left, right)]
+    sides = [[part.split() for part in side.split(",")] for side in (left, right)]
+    if not left.strip():
+        sides[0] = []  # no operand; an empty right side is one scalar result
     bad = [w for side in sides for part in side for w in part if not words.fullmatch(w)]
     if not arrow or bad:
         raise PlacementError(

@@ -1,0 +1,144 @@
+"""`shardc.signature`: the sbp signatures of a user's own operation, in factor notation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from shardc import compat
+from shardc.errors import PlacementError
+from shardc.sbp.placement import ReduceOp
+from shardc.sbp.signature import Factors, Neutral, Operation, Rule, linear, parse_factors, rule
+
+user_p: Final = Primitive("user_operation")
+user_p.multiple_results = True
+
+
+def _run(*operands: Any, fn: Callable[..., Any], **_: Any) -> list[Any]:
+    return list(jax.tree.leaves(fn(*operands)))
+
+
+def _abstract(*avals: Any, fn: Callable[..., Any], text: str, **_: Any) -> list[Any]:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    results = [compat.shaped_array(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(fn, *shapes))]
+    _check(text, avals, results)
+    return results
+
+
+def _check(text: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Holds the notation against the shapes."""
+    bad: list[str] = []
+    sizes: dict[str, int] = {}
+    for what, said, found in zip(("operand", "result"), parse_factors(text), (operands, results), strict=True):
+        if len(said) != len(found):
+            bad.append(f"{len(said)} {what}s are named, the operation has {len(found)}")
+            continue
+        for i, (factors, aval) in enumerate(zip(said, found, strict=True)):
+            if len(factors) != len(aval.shape):
+                names = " ".join(f or "_" for f in factors)
+                bad.append(f"{what} {i} has shape {tuple(aval.shape)}, {names!r} names {len(factors)} dimensions")
+                continue
+            for factor, size in zip(factors, aval.shape, strict=True):
+                if factor and sizes.setdefault(factor, size) != size:
+                    bad.append(f"{what} {i}: {factor} is {size}, elsewhere {sizes[factor]}")
+    if bad:
+        raise PlacementError(f"shardc.signature({text!r}): " + "; ".join(bad) + ".")
+
+
+def _jvp(primals: Any, tangents: Any, *, fn: Callable[..., Any], **_: Any) -> Any:
+    """Differentiates the body: what comes out is placed by the rules of the operations in it."""
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(functools.partial(_run, fn=fn), tuple(primals), tuple(tangents))
+
+
+def _batch(args: Any, dims: Any, *, fn: Callable[..., Any], **_: Any) -> Any:
+    out = jax.vmap(functools.partial(_run, fn=fn), in_axes=tuple(dims))(*args)
+    return out, [0] * len(out)
+
+
+user_p.def_impl(_run)
+user_p.def_abstract_eval(_abstract)
+mlir.register_lowering(user_p, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[user_p] = _jvp
+batching.primitive_batchers[user_p] = _batch
+
+
+@rule("user_operation")
+def _user_rule(op: Operation) -> Rule:
+    """What the user declared. A summed factor of an operand in which the operation is not linear has no neutral value:
+    it is split only into equal parts."""
+    operands, results = parse_factors(op.params["text"])
+    groups: tuple[tuple[int, ...], ...] = op.params["linear"]
+    reduce: ReduceOp = op.params["reduce"]
+    kept = {f for factors in results for f in factors}
+    reduced: dict[str, ReduceOp] = {f: reduce for factors in operands for f in factors if f and f not in kept}
+    linear_in = {i for group in groups for i in group}
+    neutral: dict[int, Neutral] = {
+        i: "zero" for i, factors in enumerate(operands) if i in linear_in and any(f in reduced for f in factors)
+    }
+    return Rule(
+        operands,
+        results,
+        reduced=reduced,
+        partials=linear(len(operands), *groups),
+        neutral=neutral,
+        granule=_granules(op, operands, reduced, neutral),
+    )
+
+
+def _granules(
+    op: Operation, operands: Sequence[Factors], reduced: dict[str, ReduceOp], neutral: dict[int, Neutral]
+) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for i, (factors, aval) in enumerate(zip(operands, op.operands, strict=True)):
+        if i not in neutral:
+            found |= {f: size for f, size in zip(factors, aval.shape, strict=True) if f in reduced}
+    return found
+
+
+def signature(
+    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.
+
+    Args:
+      text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands
+        and results may be split; one in operands only is reduced away, and may be split too, leaving a partial value;
+        `_` is a dimension that is never split.
+      linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
+        a tuple of numbers means linear in these together.
+      reduce: what the factors that are reduced away are reduced by: "sum", "max" or "min".
+
+    Returns:
+      A decorator. The function takes arrays by position, and runs on any pieces as it does on the whole.
+
+    Raises:
+      PlacementError: the text is not in factor notation, or does not fit the shapes.
+
+    Example:
+      >>> import numpy as np
+      >>> @signature("b d, d f -> b f", linear=(0, 1))
+      ... def matmul(x, w):
+      ...     return x @ w
+      >>> matmul(np.ones((2, 3)), np.ones((3, 4))).shape
+      (2, 4)
+    """
+    parse_factors(text)
+    groups = tuple((g,) if isinstance(g, int) else tuple(g) for g in linear)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*operands: Any) -> Any:
+            arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
+            structure = jax.tree.structure(jax.eval_shape(fn, *arrays))
+            out = user_p.bind(*arrays, fn=fn, text=text, linear=groups, reduce=reduce)
+            return jax.tree.unflatten(structure, out)
+
+        return call
+
+    return decorate

@@ -1,0 +1,103 @@
+"""What `plan.explain()` prints, word for word. `pytest --update-golden` writes the texts anew."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardc
+from shardc import S
+from shardc.report.explain import bytes_text, fold_paths, seconds_text
+from tests.report import programs
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return shardc.make_mesh(data=4, model=2)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def mlp_params(layers=3):
+    return {"layers": [{"up": f32(16, 64), "down": f32(64, 16)} for _ in range(layers)]}
+
+
+MEGATRON = shardc.rules({"*/up": {"model": S(1)}, "*/down": {"model": S(0)}})
+
+
+def test_mlp_data_and_tensor_parallel(mesh, golden):
+    step = shardc.function(
+        programs.mlp_step,
+        mesh=mesh,
+        in_placements={"params": MEGATRON, "batch": {"data": S(0)}},
+        donate_argnames="params",
+    )
+    plan = step.plan(mlp_params(), {"x": f32(32, 16), "y": f32(32, 16)})
+    golden("mlp", plan.explain())
+
+
+def test_an_operation_without_a_rule(mesh, golden):
+    f = shardc.function(programs.ruleless, mesh=mesh, in_placements={"x": {"data": S(0)}, "w": {"model": S(1)}})
+    golden("ruleless", f.plan(f32(64, 32), f32(32, 16)).explain())
+
+
+def test_an_uneven_split(golden):
+    mesh = shardc.make_mesh(topology="v5e:4x2", data=8)
+    f = shardc.function(programs.uneven, mesh=mesh, in_placements={"x": {"data": S(0)}, "w": {}})
+    golden("uneven", f.plan(f32(1001, 12), f32(12, 6)).explain())
+
+
+def test_closures_and_arguments_that_arrive_elsewhere(mesh, golden):
+    f = shardc.function(programs.closing, mesh=mesh, in_placements={"x": {"model": S(1), ...: shardc.AUTO}})
+    x = jax.device_put(np.ones((16, 12), np.float32), NamedSharding(mesh, PartitionSpec("data", "model")))
+    closing = f.plan(x).explain()
+    g = shardc.function(programs.closing, mesh=mesh, in_placements={"x": {"model": S(0)}})
+    golden("closures", closing + "\n\n\n" + g.plan(x).explain())
+
+
+def test_loops_and_notes(mesh, golden):
+    rules = shardc.rules({"*s": {"model": S(-1)}, "ws*": {}})
+    f = shardc.function(programs.repeated, mesh=mesh, in_placements={"params": rules, "x": {"data": S(0)}})
+    golden("loop", f.plan({"ws": f32(5, 16, 16), "bs": f32(5, 16)}, f32(32, 16)).explain())
+
+
+def test_the_text_is_the_same_whatever_the_terminal(mesh, monkeypatch):
+    f = shardc.function(programs.closing, mesh=mesh, in_placements={"x": {"data": S(0)}})
+    plain = f.plan(f32(16, 12)).explain()
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "20", "TERM": "dumb", "TTY_COMPATIBLE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    again = f.plan(f32(16, 12)).explain()
+    assert again == plain
+    assert "\x1b" not in plain and "…" not in plain
+
+
+def test_the_numbers_of_the_head_are_those_of_the_rows(mesh):
+    step = shardc.function(programs.mlp_step, mesh=mesh, in_placements={"params": MEGATRON, "batch": {"data": S(0)}})
+    plan = step.plan(mlp_params(), {"x": f32(32, 16), "y": f32(32, 16)})
+    moves = plan.explain().split("Moves")[1].split("Totals")[0]
+    times = [int(n) for n in re.findall(r"  (\d+)  +[\d.]+ (?:bytes?|KiB)  ", moves)]
+    assert sum(times) == sum(c.count for c in plan.collectives if c.bytes)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (1048575, "1.0 MiB"), (2**42, "4.0 TiB")],
+)
+def test_bytes(count, text):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (1.26e-4, "126 us"), (1.234e-3, "1.23 ms"), (12.34, "12.3 s"), (5e-12, "0 s")]
+)
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_only_the_numbers_that_differ_are_folded():
+    assert fold_paths(["opt/0/mu/blocks_0/up", "opt/0/mu/blocks_11/up"]) == "opt/0/mu/blocks_*/up"
+    assert fold_paths(["opt/0/mu"]) == "opt/0/mu"

@@ -1,0 +1,43 @@
+"""README.md and the documentation keep their word: their Python blocks run, their links lead somewhere.
+
+The blocks of one page run in order and share their names. A `text` block right after a Python block is what that one
+prints; `...` in it stands for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=page_id)
+def test_blocks_run_and_print_what_they_say(page: Path) -> None:
+    text, names = page.read_text(), {"__name__": "page"}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start("code")].count("\n")
+        code = compile("\n" * line + block["code"], str(page), "exec")  # errors name the line of the page
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, names)
+        if block["printed"]:
+            fits = doctest.OutputChecker().check_output(block["printed"], out.getvalue(), doctest.ELLIPSIS)
+            assert fits, f"{page.name}:{line + 1} prints\n{out.getvalue()}\nthe page says\n{block['printed']}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
