@@ -25,7 +25,7 @@ Var: TypeAlias = Any
 Atom: TypeAlias = Any
 Literal = jex.Literal
 Primitive = jex.Primitive
-Tracer = jax.core.Tracer
+Tracer = _core.Tracer
 
 
 def is_literal(atom: Atom) -> bool:
@@ -159,7 +159,8 @@ def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return x
-    return _lax._convert_element_type(x, aval.dtype, weak_type=aval.weak_type)
+    convert: Any = _lax._convert_element_type  # pyright: ignore[reportPrivateUsage]
+    return convert(x, aval.dtype, weak_type=aval.weak_type)
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

@@ -25,7 +25,7 @@ def _run(*operands: Any, fn: Callable[..., Any], **_: Any) -> list[Any]:
 
 def _abstract(*avals: Any, fn: Callable[..., Any], text: str, **_: Any) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    results = [jax.core.ShapedArray(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(fn, *shapes))]
+    results = [compat.shaped_array(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(fn, *shapes))]
     _check(text, avals, results)
     return results
 
@@ -76,7 +76,7 @@ def _user_rule(op: Operation) -> Rule:
     groups: tuple[tuple[int, ...], ...] = op.params["linear"]
     reduce: ReduceOp = op.params["reduce"]
     kept = {f for factors in results for f in factors}
-    reduced = {f: reduce for factors in operands for f in factors if f and f not in kept}
+    reduced: dict[str, ReduceOp] = {f: reduce for factors in operands for f in factors if f and f not in kept}
     linear_in = {i for group in groups for i in group}
     neutral: dict[int, Neutral] = {
         i: "zero" for i, factors in enumerate(operands) if i in linear_in and any(f in reduced for f in factors)
@@ -107,9 +107,9 @@ def signature(
     """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.
 
     Args:
-      text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands and
-        results may be split; one in operands only is reduced away, and may be split too, leaving a partial value; `_`
-        is a dimension that is never split.
+      text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands
+        and results may be split; one in operands only is reduced away, and may be split too, leaving a partial value;
+        `_` is a dimension that is never split.
       linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
         a tuple of numbers means linear in these together.
       reduce: what the factors that are reduced away are reduced by: "sum", "max" or "min".

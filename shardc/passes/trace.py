@@ -170,7 +170,7 @@ def leaf_aval(x: Any) -> Any:
 
 def settings() -> tuple[Any, ...]:
     """What changes the meaning of a trace."""
-    c = jax.config
+    c: Any = jax.config
     return (
         c.jax_enable_x64,
         c.jax_default_matmul_precision,
