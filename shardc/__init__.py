@@ -5,7 +5,7 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 """
 
 from shardc.accumulate import accumulate
-from shardc.api import constrain, function
+from shardc.api import constrain, function, put
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -17,7 +17,7 @@ from shardc.errors import (
 from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.pins import rules
-from shardc.runtime.placed import PlacedArray, put
+from shardc.runtime.placed import PlacedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,10 +18,11 @@ from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
-from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, settings, trace
+from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
 from shardc.route import Routes, has_tracers
 from shardc.runtime.executable import Executable
 from shardc.runtime.placed import PlacedArray, is_placed
+from shardc.runtime.placed import put as put_tree
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ class Function:
     def _in_pins(self, call: Call) -> Pins:
         """One pin for each leaf of the call."""
         leaves = [
-            Leaf(path, inner, tuple(leaf_aval(x).shape), leaf_aval(x).dtype) if is_array(x) else None
+            _leaf(path, inner, x)
             for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)
         ]
         pins = Pins("in_placements", leaves, self._view)
@@ -391,6 +392,38 @@ def function(
 
 def _words(x: Any) -> Sequence[Any]:
     return (x,) if isinstance(x, str | int) else x
+
+
+def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
+    """Puts the arrays of a pytree on a mesh.
+
+    Args:
+      tree: pytree of arrays; leaves that are no arrays are left as they are.
+      mesh: a mesh with devices.
+      placements: as `in_placements` says them, or as `plan.in_placements` gives them: a leaf, `shardc.rules`, or a
+        pytree prefix; what is AUTO or None is left as it is.
+
+    Returns:
+      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
+
+    Raises:
+      ArgumentError: the mesh has no devices.
+      PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed)
+    pins = Pins("placements", [_leaf(p := path_text(path), p, x) for path, x in pairs], view(mesh))
+    pins.spread(placements, jax.tree.unflatten(structure, range(len(pairs))))
+    if pins.offenders:
+        raise PlacementError(all_offenders(f"shardc.put, mesh {view(mesh)}:", pins.offenders))
+    placed = [None if pin is None else pin.placement for pin in pins.pins]
+    return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+
+
+def _leaf(path: str, inner: str, x: Any) -> Leaf | None:
+    if not is_array(x):
+        return None
+    aval = leaf_aval(x)
+    return Leaf(path, inner, tuple(aval.shape), aval.dtype)
 
 
 def _names_at(numbers: int | Sequence[int], fn: Callable[..., Any], what: str) -> list[str]:

@@ -159,8 +159,7 @@ def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return x
-    convert: Any = _lax._convert_element_type  # pyright: ignore[reportPrivateUsage]
-    return convert(x, aval.dtype, weak_type=aval.weak_type)
+    return _lax._convert_element_type(x, aval.dtype, weak_type=aval.weak_type)  # pyright: ignore[reportPrivateUsage]
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:

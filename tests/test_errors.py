@@ -417,6 +417,26 @@ def test_a_partial_is_called_by_its_function(mesh):
     )
 
 
+def test_put(mesh):
+    tree = {"a": ROWS, "b": {"c": ROWS, "d": np.ones((2, 3))}}
+    wrong = {"a": {"dta": S(0)}, "b": {"c": shardc.Placement({"data": S(1)}), "e": {}}}
+    assert text_of(PlacementError, shardc.put, tree, mesh, wrong) == lines(
+        f"shardc.put, {MESH}:",
+        "placements: a f32[8]: {'dta': S(0)}: the mesh has no axis 'dta'. Did you mean {'data': S(0)}?",
+        "placements: b/c f32[8]: {'data': S(1)}: the value has 1 dimension, numbered from 0; write {'data': S(0)}.",
+        "placements: b: the placements name 'e', but the value has c, d.",
+    )
+    assert text_of(ArgumentError, shardc.put, tree, shardc.make_mesh(topology="v5p", data=4), {}) == (
+        "shardc.put wants a mesh with devices; this one is for planning (it names a topology)."
+    )
+    put = shardc.put(tree, mesh, {"a": {"data": S(0)}, "b": rules({"*/d": {"model": S(0)}})})
+    assert [x.sharding.spec for x in (put["a"], put["b"]["d"])] == [PartitionSpec("data"), PartitionSpec("model")]
+    assert put["b"]["c"] is ROWS
+    f = shardc.function(step, mesh=mesh, in_placements={"params": {"w": {"data": S(0)}}})
+    params, rows = shardc.put((PARAMS, ROWS), mesh, f.plan(PARAMS, ROWS).in_placements)
+    assert f(params, rows).tolist() == step(PARAMS, ROWS).tolist()
+
+
 # meshes
 
 

@@ -119,7 +119,8 @@ class _Inserter:
                 split = len(node.operands)
                 invars = [read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)]
                 eqns.append(eqn.replace(invars=invars))
-                source = compat.source_line(eqn)
+                known = (env[a].source for a in eqn.invars if not compat.is_literal(a))
+                source = compat.source_line(eqn) or next(known, "")
                 for var, p, value in zip(eqn.outvars, ports[split:], node.results, strict=True):
                     define(var, p, value, source, eqn)
         outvars = [read(a, p) for a, p in zip(scope.jaxpr.outvars, returns, strict=True)]
@@ -166,7 +167,7 @@ class _Inserter:
         count = int(weight)
         self.seconds += boxing.seconds * weight
         for step, moved in zip(boxing.steps, boxing.moved, strict=True):
-            if step.is_collective:
+            if step.is_collective and moved:  # an empty value is not sent
                 kind = cast(Kind, step.kind)
                 what = short_aval(atom.aval)
                 self.collectives.append(

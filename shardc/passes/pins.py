@@ -201,7 +201,8 @@ def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
             help_ = " There is no array."
         elif not paths:
             help_ = f" The argument is one array, whose path is empty: give it {code_text(said)} itself, or use '*'."
-        yield f"the pattern {pattern!r} matches no leaf.{did_you_mean(pattern.replace('*', '').strip('/'), paths) or help_}"
+        near = did_you_mean(pattern.replace("*", "").strip("/"), paths)
+        yield f"the pattern {pattern!r} matches no leaf.{near or help_}"
 
 
 def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -170,14 +170,16 @@ def leaf_aval(x: Any) -> Any:
 
 def settings() -> tuple[Any, ...]:
     """What changes the meaning of a trace."""
-    c: Any = jax.config
-    return (
-        c.jax_enable_x64,
-        c.jax_default_matmul_precision,
-        c.jax_threefry_partitionable,
-        c.jax_default_prng_impl,
-        c.jax_numpy_dtype_promotion,
-    )
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+_SETTINGS: Final = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+)
 
 
 def trace(arguments: Arguments, call: Call) -> Program:

@@ -1,0 +1,188 @@
+"""Random programs at random placements equal one device, and what they move is what was planned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import shardc
+from shardc import AUTO, B, P, PlacedArray, S
+
+MESHES = {
+    "8": shardc.make_mesh(data=8),
+    "4x2": shardc.make_mesh(data=4, model=2),
+    "2x2x2": shardc.make_mesh(data=2, model=2, other=2),
+}
+
+
+QUICKLY = {"suppress_health_check": list(HealthCheck), "phases": (Phase.generate,)}  # shrinking takes minutes
+
+
+class Program:
+    """Straight-line code: each step is (text, function, numbers of the values that it reads)."""
+
+    def __init__(self, inputs):
+        self.inputs, self.steps = inputs, []
+
+    def __call__(self, *values):
+        values = list(values)
+        for _, fn, operands in self.steps:
+            values.append(fn(*(values[i] for i in operands)))
+        return tuple(values[len(self.inputs) :])
+
+    def __repr__(self):
+        return "; ".join(f"v{len(self.inputs) + k} = {text}{operands}" for k, (text, _, operands) in enumerate(self.steps))
+
+
+ELEMENTWISE = {
+    "add": jnp.add, "sub": jnp.subtract, "mul": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum,
+    "where": lambda x, y: jnp.where(x > y, x, 2 * y), "less": lambda x, y: jnp.where(x < 0, y, x),
+}  # fmt: skip
+UNARY = {
+    "neg": jnp.negative, "abs": jnp.abs, "double": lambda x: x + x, "clip": lambda x: jnp.clip(x, -1, 2),
+    "square": lambda x: x * x % 7, "relu": jax.nn.relu,
+}  # fmt: skip
+REDUCTIONS = {"sum": jnp.sum, "maximum": lambda x, axis: jnp.max(x, axis, initial=-5), "any": lambda x, axis: (x > 0).any(axis) * 1}
+
+
+def broadcastable(a, b):
+    return all(m == n or m == 1 or n == 1 for m, n in zip(a[::-1], b[::-1], strict=False))
+
+
+@st.composite
+def programs(draw):
+    """A program, and the shapes of its arguments."""
+    dims = st.integers(0, 9)
+    shapes = draw(st.lists(st.lists(dims, max_size=3).map(tuple), min_size=1, max_size=3))
+    program = Program(list(shapes))
+    shapes = list(shapes)
+    for _ in range(draw(st.integers(5, 12))):
+        step = draw(steps(shapes))
+        program.steps.append(step)
+        avals = [jax.ShapeDtypeStruct(shapes[i], np.float64) for i in step[2]]
+        shapes.append(jax.eval_shape(step[1], *avals).shape)
+    return program
+
+
+@st.composite
+def steps(draw, shapes):
+    i = draw(st.integers(0, len(shapes) - 1))
+    shape = shapes[i]
+    kinds = ["unary", "broadcast", "elementwise"]
+    if shape:
+        kinds += ["reduce", "reshape", "transpose", "slice", "concatenate", "cumsum", "reverse", "pad", "dot"]
+        kinds += ["gather"] if shape[0] else []
+    kind = draw(st.sampled_from(kinds))
+    dim = draw(st.integers(0, len(shape) - 1)) if shape else 0
+    match kind:
+        case "unary":
+            name = draw(st.sampled_from(sorted(UNARY)))
+            return name, UNARY[name], (i,)
+        case "broadcast":
+            new = draw(st.integers(0, 4))
+            return f"broadcast{new}", lambda x: jnp.broadcast_to(x, (new, *x.shape)), (i,)
+        case "elementwise":
+            j = draw(st.sampled_from([k for k, s in enumerate(shapes) if broadcastable(s, shape)]))
+            name = draw(st.sampled_from(sorted(ELEMENTWISE)))
+            return name, ELEMENTWISE[name], (i, j)
+        case "reduce":
+            name = draw(st.sampled_from(sorted(REDUCTIONS)))
+            return f"{name}@{dim}", lambda x: REDUCTIONS[name](x, axis=dim), (i,)
+        case "reshape":
+            to = draw(st.sampled_from([(-1,), (1, *shape), (*shape[::-1],), (*shape, 1)]))
+            to = (int(np.prod(shape)),) if to == (-1,) else to
+            return f"reshape{to}", lambda x: x.reshape(to), (i,)
+        case "transpose":
+            order = tuple(draw(st.permutations(range(len(shape)))))
+            return f"transpose{order}", lambda x: x.transpose(order), (i,)
+        case "slice":
+            start = draw(st.integers(0, shape[dim]))
+            stop, stride = draw(st.integers(start, shape[dim])), draw(st.integers(1, 3))
+            return f"slice@{dim}[{start}:{stop}:{stride}]", lambda x: jax.lax.slice_in_dim(x, start, stop, stride, dim), (i,)
+        case "concatenate":
+            j = draw(st.sampled_from([
+                k for k, s in enumerate(shapes)
+                if len(s) == len(shape) and all(a == b for d, (a, b) in enumerate(zip(s, shape, strict=True)) if d != dim)
+            ]))  # fmt: skip
+            return f"concatenate@{dim}", lambda x, y: jnp.concatenate([x, y], dim), (i, j)
+        case "cumsum":
+            return f"cumsum@{dim}", lambda x: jnp.cumsum(x, dim), (i,)
+        case "reverse":
+            return f"reverse@{dim}", lambda x: jnp.flip(x, dim), (i,)
+        case "pad":
+            low, high, inside = draw(st.integers(0, 2)), draw(st.integers(0, 2)), draw(st.integers(0, 1))
+            config = [(low, high, inside) if d == dim else (0, 0, 0) for d in range(len(shape))]
+            return f"pad{config}", lambda x: jax.lax.pad(x, jnp.ones((), x.dtype), config), (i,)
+        case "gather":
+            rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=9))
+            return f"rows{rows}", lambda x: x[jnp.asarray(rows)], (i,)
+        case _:
+            return f"dot@{dim}", lambda x: jnp.tensordot(x, x, (dim, dim)) if x.ndim == 1 else _gram(x, dim), (i,)
+
+
+def _gram(x, dim):
+    """Rows times columns, for values of any rank: `x_ik, x_jk -> y_ij` over dimension `dim`."""
+    rows = int(np.prod(x.shape)) // max(x.shape[dim], 1)
+    flat = jnp.moveaxis(x, dim, -1).reshape(rows, x.shape[dim]) if x.size else jnp.zeros((2, x.shape[dim]), x.dtype)
+    return (flat[:9] @ flat[:9].T) % 5
+
+
+@st.composite
+def placements(draw, shape, mesh, floats):
+    """A pin, or AUTO."""
+    if draw(st.booleans()):
+        return AUTO
+    sbps = [B, *map(S, range(len(shape)))] + ([P] if floats else [])
+    return {axis: draw(st.sampled_from(sbps)) for axis in mesh.axis_names}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dtype", [np.float64, np.int32], ids=["float64", "int32"])
+@settings(max_examples=12, deadline=None, derandomize=True, **QUICKLY)
+@given(data=st.data())
+def test_random_programs(mesh, dtype, data):
+    mesh, floats = MESHES[mesh], dtype == np.float64
+    program = data.draw(programs(), label="program")
+    with jax.enable_x64(True):
+        values = [np.random.default_rng(k).integers(-3, 4, s).astype(dtype) for k, s in enumerate(program.inputs)]
+        if floats:
+            values = [v + np.random.default_rng(9).random(v.shape) for v in values]
+        want = jax.jit(program)(*values)
+        ins = tuple(data.draw(placements(v.shape, mesh, floats)) for v in values)
+        outs = tuple(data.draw(placements(w.shape, mesh, floats and w.dtype == dtype)) for w in want)
+
+        def run(*args):
+            return program(*args)
+
+        make = lambda: shardc.function(run, mesh=mesh, in_placements={"args": ins}, out_placements=outs)  # noqa: E731
+        f = make()
+        plan = f.plan(*values)
+        for got, w in zip(f(*values), want, strict=True):
+            assert (got.shape, got.dtype) == (w.shape, w.dtype)
+            compare(np.asarray(got), np.asarray(w), floats)
+        for pin, placement in zip((*ins, *outs), (*plan.inputs[: len(ins)], *plan.outputs), strict=True):
+            assert pin is AUTO or all(placement[a] == (P() if s is P else s) for a, s in pin.items())
+        audit = f.compile(*values).audit()
+        assert audit.ok, str(audit)
+        again = make().plan(*values)
+        assert list(map(str, again.collectives)) == list(map(str, plan.collectives))
+        assert (again.inputs, again.outputs) == (plan.inputs, plan.outputs)
+        assert list(map(str, again.boxed.placements.values())) == list(map(str, plan.boxed.placements.values()))
+
+
+def compare(got, want, floats):
+    if floats:
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_result_is_a_jax_array_or_a_placed_one():
+    f = shardc.function(lambda x: (x, x), mesh=MESHES["8"], out_placements=({"data": S(0)}, AUTO))
+    uneven, plain = f(np.arange(5.0, dtype=np.float32))
+    assert isinstance(uneven, PlacedArray)
+    assert isinstance(plain, jax.Array)
