@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 import shardc
-from benchmarks.measure import by_turns, report
+from benchmarks.measure import Pair, by_turns, report
 
 
 def add_one(params):
     return jax.tree.map(lambda x: x + 1, params)
 
 
-def measure(leaves: int, devices: int, turns: int, calls: int) -> None:
+def compare(leaves: int, devices: int, turns: int, calls: int) -> Pair:
     mesh = shardc.make_mesh(data=devices)
     placement = {"data": shardc.S(0)}
     params = {f"layer_{i}": {"kernel": np.ones((8, 8), np.float32)} for i in range(leaves)}
@@ -26,7 +26,7 @@ def measure(leaves: int, devices: int, turns: int, calls: int) -> None:
     sharding = shardc.Placement(placement).to_sharding(mesh)
     peer = jax.jit(add_one, in_shardings=(sharding,), out_shardings=sharding)
     params = jax.device_put(params, sharding)
-    report(leaves=leaves, devices=devices, time=by_turns(timed(ours, params, calls), timed(peer, params, calls), turns))
+    return by_turns(timed(ours, params, calls), timed(peer, params, calls), turns)
 
 
 def timed(fn: Callable[[Any], Any], params: Any, calls: int) -> Callable[[], float]:
@@ -52,4 +52,5 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     for leaves in options.leaves:
-        measure(leaves, options.devices, options.turns, options.calls)
+        pair = compare(leaves, options.devices, options.turns, options.calls)
+        report(leaves=leaves, devices=options.devices, time=pair)

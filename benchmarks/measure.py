@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from shardc.passes.hlo import parse_collectives
 
 MIB = 2**20
@@ -69,6 +71,10 @@ class Loop:
             self.losses.append(loss)
         jax.block_until_ready((self.state, loss))
         return (time.perf_counter() - start) / self.steps
+
+
+def losses_of(loop: Loop) -> np.ndarray:
+    return np.asarray([float(x) for x in loop.losses])
 
 
 def moved(hlo: str) -> Counter[str]:

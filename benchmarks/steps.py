@@ -9,7 +9,7 @@ import numpy as np
 
 import shardc
 from benchmarks.cases import Case
-from benchmarks.measure import Loop, by_turns, moved, operations, report
+from benchmarks.measure import Loop, by_turns, losses_of, moved, operations, report
 from benchmarks.peer import jitted
 
 
@@ -26,7 +26,7 @@ def measure(case: Case, turns: int) -> None:
     peer_hlo = peer.lower(*args).compile().as_text()
     loops = [Loop(fn, *state_and_batch(shardc.put(args, mesh, plan.in_placements))) for fn in (ours, peer)]
     pair = by_turns(*loops, turns)
-    losses = [np.asarray([float(x) for x in loop.losses]) for loop in loops]
+    losses = [losses_of(loop) for loop in loops]
     hlo = compiled.hlo()
     report(
         case=str(case),

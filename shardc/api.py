@@ -74,7 +74,11 @@ class Compiled:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
             return again[0]
-        out = _run(self.executable, self._arguments.take_apart(args, kwargs))
+        call = self._arguments.take_apart(args, kwargs)
+        program = self.plan.program
+        given = [leaf_aval(x) for x in call.leaves if is_array(x)]
+        self.executable.refuse_others(given, program.in_avals[: len(program.in_avals) - len(program.captured)])
+        out = _run(self.executable, call)
         self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out
 
@@ -175,7 +179,8 @@ class Function:
         key = self._key(call)
         arrivals = self._arrivals(call)
         for arguments, plan in self._plans.get(key, ()):
-            if all(r == a.arrival or (a.arrival is None and r == p) for r, a, p in zip(arrivals, arguments, plan.inputs, strict=False)):
+            known = zip(arrivals, arguments, plan.inputs, strict=False)
+            if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         program = self._programs.get(key)
         if program is None:

@@ -124,9 +124,8 @@ def undominated(
     for u in unary:
         some = memo.do(("allowed", id(u)), u, lambda u=u: _allowed(u))
         keep.append(some)
-        if some.size < u.size:
-            u = memo.do(("take", id(u), id(some)), (u, some), lambda u=u, s=some: u[s])
-        own.append(u)
+        taken = memo.do(("take", id(u), id(some)), (u, some), lambda u=u, s=some: u if s.size == u.size else u[s])
+        own.append(taken)
     for (i, j), table in pairwise.items():
         rows, columns = keep[i], keep[j]
         if rows.size != table.shape[0] or columns.size != table.shape[1]:

@@ -166,7 +166,8 @@ class Solver:
                 if k != axis and factor[option] >= 0:
                     splits *= self.sizes[k]
             flops = n.rule.flops if n.rule else 0.0
-            cost += n.weight * np.asarray([compute_seconds(flops / s, m, self.mesh) for s, m in zip(splits, memory, strict=True)])
+            work = zip(splits, memory, strict=True)
+            cost += n.weight * np.asarray([compute_seconds(flops / s, m, self.mesh) for s, m in work])
             if granule.any():
                 cost += NEVER * self._off_granule(factor, granule, state, axis)
         elif ports:
@@ -254,7 +255,7 @@ class Solver:
 
 
 def axis_order(problem: Problem, mesh: MeshView) -> tuple[str, ...]:
-    """Axes of more than one device, in the order in which they cut a shared dimension: that of the pins, else the mesh's."""
+    """Axes of more than one device, in the order in which they cut a dimension: that of the pins, else the mesh's."""
     axes = [a for a, n in mesh.axes if n > 1]
     before: set[tuple[str, str]] = set()
     for n in problem.nodes:
@@ -302,7 +303,8 @@ def compute_time(problem: Problem, placed: Placed, mesh: MeshView) -> float:
         pairs = zip((*n.operands, *n.results), placed.ports[n], strict=True)
         memory = sum(math.prod(local_shape(v.shape, p, mesh.sizes)) * itemsize_of(v.aval) for v, p in pairs if v)
         flops = n.rule.flops if n.rule else 0.0
-        total += n.weight * compute_seconds(flops / math.prod(mesh.sizes[a] for a in _split_axes(n, placed)), memory, mesh)
+        shared = math.prod(mesh.sizes[a] for a in _split_axes(n, placed))
+        total += n.weight * compute_seconds(flops / shared, memory, mesh)
     return total
 
 

@@ -260,10 +260,10 @@ def _with_ops(
     options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
 ) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
     """The options whose partial operands are what the values can be, and what P means for each result."""
-    fit = [
-        s for s in options
-        if all(not isinstance(sbp, P) or v is None or v.op == sbp.op for sbp, v in zip(s.operands, operands, strict=True))
-    ]  # fmt: skip
+    def fits(sbp: object, value: Value | None) -> bool:
+        return not isinstance(sbp, P) or value is None or value.op == sbp.op
+
+    fit = [s for s in options if all(map(fits, s.operands, operands))]
     ops: list[ReduceOp] = []
     for i in range(results):
         found: list[ReduceOp] = [sbp.op for s in fit if isinstance(sbp := s.results[i], P) and _of_values(s, operands)]
@@ -315,7 +315,8 @@ def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
     body: Jaxpr = eqn.params["jaxpr"]
     entries = [b.enter(v, var.aval, weight, weight, small=True) for v, var in zip(operands, body.invars, strict=True)]
     scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, weight)
-    exits = [b.leave([v], out.aval, out.aval, weight, weight) for v, out in zip(scope.outputs, eqn.outvars, strict=True)]
+    results = zip(scope.outputs, eqn.outvars, strict=True)
+    exits = [b.leave([v], out.aval, out.aval, weight, weight) for v, out in results]
     return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
 
 

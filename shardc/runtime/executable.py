@@ -92,23 +92,21 @@ class Executable:
         )
 
         def checked(*whole: Any) -> list[Any]:
-            self._refuse_others(whole)
+            self.refuse_others([x.aval for x in whole], self._physical_avals())
             return sharded(*whole)
 
         checked.__name__ = plan.program.name
         return checked
 
-    def _refuse_others(self, whole: Sequence[Any]) -> None:
+    def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
         """JAX traces when it sees new arguments: they must still be those of the plan."""
-        wanted = self._physical_avals()
         wrong = [
-            f"{path}: planned for {want.dtype}{list(want.shape)}, got {x.dtype}{list(x.shape)}"
-            f"{' (weakly typed)' if x.aval.weak_type else ''}"
-            for path, x, want in zip(self.plan.program.in_paths, whole, wanted, strict=False)
-            if (x.shape, x.dtype, x.aval.weak_type) != (want.shape, want.dtype, want.weak_type)
+            f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
+            for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
+            if _aval_text(aval) != _aval_text(want)
         ]
-        if len(whole) != len(wanted):
-            wrong.append(f"planned for {len(wanted)} arrays, got {len(whole)}")
+        if len(avals) != len(wanted):
+            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
         if settings() != self._settings:
             wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
         if wrong:
@@ -187,3 +185,8 @@ class Executable:
         """Compares the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+
+def _aval_text(aval: Any) -> str:
+    dims = ",".join(map(str, aval.shape))
+    return f"{aval.dtype}[{dims}]{' (weakly typed)' if aval.weak_type else ''}"

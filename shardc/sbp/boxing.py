@@ -250,8 +250,8 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
     """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
     sizes = _active(mesh)
     steps = _steps(len(shape), tuple(sizes.items()), op)
-    local = np.array([local_shape(shape, p, sizes) for p in steps.index], np.int64)
-    local = local.reshape(len(steps.index), len(shape))  # of a scalar too
+    shapes = [local_shape(shape, p, sizes) for p in steps.index]
+    local = np.array(shapes, np.int64).reshape(len(shapes), len(shape))
     held = local.prod(-1) * itemsize
     # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
     cost: NDArray[np.complex128] = np.full((len(held), len(held)), np.inf, np.complex128)
