@@ -92,7 +92,7 @@ class Executable:
         )
 
         def checked(*whole: Any) -> list[Any]:
-            self.refuse_others([x.aval for x in whole], self._physical_avals())
+            self.refuse_others([jax.typeof(x) for x in whole], self._physical_avals())  # NumPy arrays under debug_nans
             return sharded(*whole)
 
         checked.__name__ = plan.program.name
