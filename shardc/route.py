@@ -3,9 +3,10 @@
     f(*args)  --first-->  take apart, plan, compile, run; leaves a Route
     f(*args)  --again-->  flatten, pick in the executable's order, run
 
-A plan is for certain avals and arrivals. Comparing them leaf by leaf in Python costs more than a small step, and
-`jax.jit` compares them anyhow: a leaf of another aval makes it trace, which an Executable refuses (OtherCallError),
-and a leaf that lives elsewhere it refuses itself, before anything runs. Then the call goes the long way.
+A plan is for certain avals and arrivals. Comparing avals leaf by leaf in Python costs more than a small step, and
+`jax.jit` compares them anyhow: a leaf of another aval makes it trace, which an Executable refuses (OtherCallError).
+Arrivals it does not: it moves an array that lies elsewhere on the same devices without a word, so these are compared
+here. A call that is not the same goes the long way.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Route:
                     self._unlike.append((len(self._order), slot.index))
                 traced.add(slot.index)
                 self._order.append(slot.index)
+        self._seen: list[Any] = [None] * len(self._order)  # shardings that were found to be the plan's
         self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
@@ -71,6 +73,8 @@ class Route:
             return None
         pool = [*leaves, *self._defaults]
         args = [pool[i] for i in self._order]
+        if not self._arrive(args):
+            return None
         try:
             for k, _ in self._unlike:
                 args[k] = self.executable.enter(k, args[k])
@@ -78,6 +82,16 @@ class Route:
         except (OtherCallError, TypeError, ValueError):  # nothing has run
             return None
         return (self.executable.plan.program.out_tree.unflatten(out),)
+
+
+    def _arrive(self, args: Sequence[Any]) -> bool:
+        """Whether what lives somewhere lives where the plan has it."""
+        for k, x in enumerate(args):
+            if getattr(x, "committed", False) and x.sharding is not self._seen[k]:
+                if not self.executable.lives_as_planned(k, x):
+                    return False
+                self._seen[k] = x.sharding
+        return True
 
 
 class Routes:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import shardc
 from shardc import AUTO, B, P, PlacedArray, Placement, S
+from shardc.passes.lower import Lowering
 
 MESH = shardc.make_mesh(data=4, model=2)
 LINE = shardc.make_mesh(data=8)
@@ -509,6 +510,38 @@ def test_x64_and_precision_make_new_plans():
     assert plans_of(f) == 4
     f(x)
     assert plans_of(f) == 4
+
+
+def test_compiling_and_all_later_calls_share_one_compilation(monkeypatch):
+    lowered = []
+    run = Lowering.run
+    monkeypatch.setattr(Lowering, "run", lambda self, *args: lowered.append(1) or run(self, *args))
+
+    @shardc.function(mesh=LINE, in_placements={"batch": {"data": S(0)}}, donate_argnames="w")
+    def f(w, batch):
+        return w + batch.sum(0)
+
+    w, batch = arange(8), arange(16, 8)
+    f.compile(w, batch)
+    state = f(w, batch)
+    for given in (batch, jnp.asarray(batch), shardc.put(batch, LINE, {"data": S(0)})):
+        state = f(state, given)
+    assert_same(state, arange(8) + 4 * batch.sum(0))
+    assert len(lowered) == 1
+    assert_same(w, arange(8))  # NumPy's own memory is never given away
+
+
+def test_numpy_arrays_are_put_in_the_type_that_jax_has_for_them():
+    """JAX's device_put takes a float64 array for float32 without converting it, once it has put one under x64."""
+    x = np.arange(8.0)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            for placement in ({"data": S(0)}, {"data": P}):
+                put = shardc.put(x, LINE, placement)
+                physical = put.physical if isinstance(put, PlacedArray) else put
+                want = np.float64 if wide else np.float32
+                assert {put.dtype, physical.addressable_shards[0].data.dtype} == {np.dtype(want)}
+                assert_same(shardc.function(lambda x: x * 3, mesh=LINE)(put), x.astype(want) * want(3))
 
 
 # --- inside other things -------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def undominated(
         queued[v] = False
         if own[v].size < 2:
             continue
-        tables = sorted(around[v].values(), key=id)
+        tables = list(around[v].values())
         alive = memo.do(
             ("alive", id(own[v]), *map(id, tables)), (own[v], tables), lambda v=v, t=tables: _alive(own[v], t)
         )
@@ -309,7 +309,7 @@ class _Elimination:
         rest = tuple(sorted({i for scope in tables for i in scope} - {v}))
         position = {i: p for p, i in enumerate((*rest, v))}
         shapes = [(tuple(position[i] for i in names), table) for names, table in tables.items()]
-        shapes.sort(key=lambda item: (item[0], id(item[1])))
+        shapes.sort(key=lambda item: item[0])  # never by identity: sums are to round alike in every process
         key = ("out", id(alone), *((places, id(table)) for places, table in shapes))
         if self._entries({*rest, v}) > LARGE:
             least = _least(alone, shapes, len(rest))

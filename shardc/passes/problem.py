@@ -141,12 +141,14 @@ class Problem:
     """By id of the value that is held."""
 
 
-def _same(ranks: Sequence[int], aval: Any, splits: Sequence[Sequence[int]]) -> tuple[Signature, ...]:
-    """Options of a node that only carries: B, P(sum) if it may be, and each of `splits` (a dimension for each port)."""
+def _same(
+    ranks: Sequence[int], aval: Any, splits: Sequence[Sequence[int]], op: ReduceOp
+) -> tuple[Signature, ...]:
+    """Options of a node that only carries: B, P(op) if it may be, and each of `splits` (a dimension for each port)."""
     found = [Signature((B,) * len(ranks), ())]
     dtype = aval.dtype
-    if not _is_key(dtype) and dtype != np.bool_:
-        found.append(Signature((P(),) * len(ranks), ()))
+    if not _is_key(dtype) and (dtype != np.bool_ or op != "sum"):
+        found.append(Signature((P(op),) * len(ranks), ()))
     found += [Signature(tuple(S(d) for d in dims), (), f"d{dims[0]}") for dims in splits]
     return tuple(found)
 
@@ -172,21 +174,22 @@ class Builder:
 
     def carrier(
         self, kind: str, aval: Any, operands: list[Value | None], outs: Sequence[tuple[Any, float]],
-        shift_in: int = 0, shift_out: int = 0, pin: Pin | None = None,
+        shift_in: int = 0, shift_out: int = 0, pin: Pin | None = None, op: ReduceOp = "sum",
     ) -> Node:  # fmt: skip
         """A node with one sbp for all ports and no cost of its own.
 
-        `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension.
+        `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension; `op`:
+        what P means for it.
         """
         rank = len(aval.shape)
         ports = [shift_in] * len(operands) + [shift_out] * len(outs)
         pinned = pin.placement.splits if pin is not None else {}  # else nothing is won by splitting one element
         splits = [[d + s for s in ports] for d in range(rank) if aval.shape[d] != 1 or d in pinned]
-        same = _same(ports, aval, splits)
+        same = _same(ports, aval, splits, op)
         n = len(operands)
         options = tuple(Signature(s.operands[:n], s.operands[n:], s.split) for s in same)
         node = self.add(Node(kind, operands, [], options, 0.0, pin=pin))
-        node.results = [Value(a, node, i, weight=w) for i, (a, w) in enumerate(outs)]
+        node.results = [Value(a, node, i, op, w) for i, (a, w) in enumerate(outs)]
         return node
 
     def build(self, jaxpr: Jaxpr, env: dict[Var, Value], weight: float) -> Scope:
@@ -212,12 +215,13 @@ class Builder:
         pin = pin_of(eqn)
         if pin is not None:
             aval = eqn.outvars[0].aval
-            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin)
+            op = pin.placement.partial_op or "sum"
+            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)
             node.eqn, node.path = eqn, "constrain"
         else:
-            op = operation_of(eqn)
-            rule = find_rule(op)
-            options, ops = _with_ops(signatures(rule, op), operands, len(eqn.outvars))
+            operation = operation_of(eqn)
+            rule = find_rule(operation)
+            options, ops = _with_ops(signatures(rule, operation), operands, len(eqn.outvars))
             node = self.add(Node("operation", operands, [], options, weight, rule, eqn=eqn))
             node.results = [Value(v.aval, node, i, ops[i], weight) for i, v in enumerate(eqn.outvars)]
         for i, value in enumerate(operands):
@@ -411,10 +415,11 @@ def build_problem(
 
 
 def _keep_sums_apart(b: Builder) -> None:
-    """What is partial by max or min passes a node that is not partial before it enters a carrier, where P is a sum."""
+    """What is partial by max or min passes a node that is not partial before it enters a carrier where P is a sum."""
     for value in [v for n in b.nodes for v in n.results if v.op != "sum"]:
         for k, reader in enumerate(value.readers):
-            if reader.node.kind != "operation":
+            same = any(s.operands[reader.port] == P(value.op) for s in reader.node.options)
+            if reader.node.kind != "operation" and not same:
                 between = b.carrier("carrier", value.aval, [value], [(value.aval, reader.weight)])
                 between.options = tuple(s for s in between.options if not isinstance(s.operands[0], P))
                 value.readers[k] = Reader(between, 0, reader.weight, reader.small)
@@ -429,13 +434,9 @@ def _add_holds(b: Builder) -> dict[int, Node]:
         free = [r for r in value.readers if not r.small]
         if node.kind == "hold" or len(free) < 2:
             continue
-        hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)])
+        hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)], op=value.op)
         held = hold.results[0]
-        held.op, held.stacked, held.readers = value.op, value.stacked, free
-        if value.op != "sum":
-            hold.options = tuple(
-                Signature((P(value.op),), (P(value.op),)) if isinstance(s.operands[0], P) else s for s in hold.options
-            )
+        held.stacked, held.readers = value.stacked, free
         value.readers = [r for r in value.readers if r.small]
         value.readers.append(Reader(hold, 0, value.weight))
         holds[id(value)] = hold

@@ -16,7 +16,7 @@ from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.plan import Plan
 from shardc.passes.trace import settings
-from shardc.runtime.placed import PlacedArray, is_placed, put_leaf
+from shardc.runtime.placed import PlacedArray, is_placed, narrow, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
 
 
@@ -40,13 +40,13 @@ class Executable:
         self._plain_in = [is_plain(s, p, self._sizes) for s, p in zip(shapes_in, plan.inputs, strict=True)]
         self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
         self._shapes_out = shapes_out
-        self._in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
+        self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
         self._donated = self._donations()
         self._settings = settings()
         self._jitted = jax.jit(
             self._sharded(),
-            in_shardings=tuple(self._in_shardings),
+            in_shardings=tuple(self.in_shardings),
             out_shardings=self._out_shardings,
             donate_argnums=self._donated,
         )
@@ -91,7 +91,7 @@ class Executable:
         )
 
         def checked(*whole: Any) -> list[Any]:
-            self.refuse_others([x.aval for x in whole], self._physical_avals())
+            self.refuse_others([jax.typeof(x) for x in whole], self._physical_avals())  # NumPy arrays under debug_nans
             return sharded(*whole)
 
         checked.__name__ = plan.program.name
@@ -130,13 +130,31 @@ class Executable:
         loose = [i for i, x in enumerate(args) if not getattr(x, "committed", False)]
         if not loose:
             return list(args)
-        there = jax.device_put([args[i] for i in loose], [self._in_shardings[first + i] for i in loose])
+        there = jax.device_put([narrow(args[i]) for i in loose], [self.in_shardings[first + i] for i in loose])
         put = dict(zip(loose, there, strict=True))
         return [put.get(i, x) for i, x in enumerate(args)]
 
+    def lives_as_planned(self, i: int, x: Any) -> bool:
+        """Whether physical array `i`, if it lives somewhere, lives where the plan has it. JAX would move it unasked."""
+        return not getattr(x, "committed", False) or x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
+
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the plan. Raises StepFailedError if it fails after donated buffers were taken."""
-        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
+        """Runs the plan.
+
+        Raises:
+          OtherCallError: the arguments are of other types, or live elsewhere, than the plan has it.
+          StepFailedError: it failed after donated buffers were taken.
+        """
+        args = [self.enter(i, x) for i, x in enumerate(leaves)]
+        plan = self.plan
+        wrong = [
+            f"{path}: planned at {p or 'B'}, arrives as {x.sharding}; put it there with shardc.put"
+            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, args, strict=False))
+            if not self.lives_as_planned(i, x)
+        ]
+        if wrong:
+            raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
+        return self.launch(args)
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
@@ -170,7 +188,7 @@ class Executable:
                 physical_shape(a.shape, p, self._sizes), a.dtype, sharding=s, weak_type=a.weak_type and plain
             )
             for a, p, s, plain in zip(
-                plan.program.in_avals, plan.inputs, self._in_shardings, self._plain_in, strict=True
+                plan.program.in_avals, plan.inputs, self.in_shardings, self._plain_in, strict=True
             )
         ]
 

@@ -68,6 +68,11 @@ def is_placed(x: object) -> bool:
     return isinstance(x, PlacedArray)
 
 
+def narrow(x: Any) -> Any:
+    """A NumPy array in the type that JAX has for it. `device_put` itself forgets to, once an equal one was put under x64."""
+    return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else x
+
+
 def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
     """One array at `placement`: a jax.Array where JAX can say that, else a PlacedArray."""
     sizes = dict(mesh.shape)
@@ -75,8 +80,8 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
     placement = placement.resolve(len(shape))
     if is_plain(shape, placement, sizes):
         value = np.asarray(x) if is_placed(x) else x
-        return jax.device_put(value, NamedSharding(mesh, physical_spec(placement)))
-    physical = to_physical(np.asarray(x), placement, sizes)
+        return jax.device_put(narrow(value), NamedSharding(mesh, physical_spec(placement)))
+    physical = to_physical(narrow(np.asarray(x)), placement, sizes)
     return PlacedArray(jax.device_put(physical, NamedSharding(mesh, physical_spec(placement))), shape, placement, mesh)
 
 
