@@ -51,7 +51,7 @@ def start(module: str, *args: str, env: Mapping[str, str], python: str = sys.exe
 
 
 def steps(options: argparse.Namespace) -> Rows:
-    turns = "3" if options.quick else "15"
+    turns = "3" if options.quick else str(options.turns)
     table = new_table("Training steps, 8 CPU devices", "example", "plan", "mesh", "shardc ms", "jit ms", "ratio",
                       "(least-most)", "shardc MiB", "jit MiB", "ratio", "operations", "audit")  # fmt: skip
     rows: Rows = []
@@ -100,7 +100,7 @@ def dispatch(options: argparse.Namespace) -> Rows:
     table = new_table("A call beside its work", "devices", "arrays", "shardc us", "jit us", "ratio", "(least-most)")
     rows: Rows = []
     for devices in (1, 8):
-        args = ("--devices", str(devices), "--turns", "5" if options.quick else "25")
+        args = ("--devices", str(devices), "--turns", "5" if options.quick else str(options.turns))
         rows += start("benchmarks.dispatch", *args, env=fake_cpu(devices))
     for row in rows:
         table.add_row(str(row["devices"]), str(row["leaves"]), *times(row["time"], 1e6))
@@ -115,18 +115,22 @@ def tpu(options: argparse.Namespace) -> Rows:
                               "has it with --tpu-python.\n")  # fmt: skip
         return []
     table = new_table("GPT-2 blocks compiled for 32 chips of v5p (4x4x2)", "plan", "mesh", "shardc s", "jit s", "ratio",
-                      "shardc GiB", "jit GiB", "ratio", "HBM GiB", "jit HBM", "ratio", "audit")  # fmt: skip
+                      "Tflop", "jit Tflop", "shardc GiB", "jit GiB", "ratio", "HBM GiB", "jit HBM", "ratio",
+                      "audit")  # fmt: skip
     rows: Rows = []
     layers = ["--layers", "1"] if options.quick else []
     for name in ("data_tensor", "fsdp_tensor", "fsdp"):
         rows += start("benchmarks.tpu", name, *layers, env=tpu_env(), python=python)
     for row in rows:
         cells = [row["case"], row["mesh"]]
-        for what, unit in (("seconds", 1), ("bytes", 2**30), ("hbm", 2**30)):
+        for what, unit in (("seconds", 1), ("flops", 1e12), ("bytes", 2**30), ("hbm", 2**30)):
             ours, peer = (row[side][what] for side in ("ours", "peer"))
             ours, peer = (sum(x.values()) if isinstance(x, dict) else x for x in (ours, peer))
-            ratio = flagged(ours / peer) if what == "seconds" else fraction(ours, peer)
-            cells += [f"{ours / unit:.3f}", f"{peer / unit:.3f}", ratio]
+            cells += [f"{ours / unit:.3f}", f"{peer / unit:.3f}"]
+            if what == "seconds":
+                cells.append(flagged(ours / peer))
+            elif what != "flops":
+                cells.append(fraction(ours, peer))
         table.add_row(*cells, "ok" if row["audit"] else "SURPRISES")
     options.console.print(table)
     return rows
@@ -194,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few rows and turns: whether it works, not how fast")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--turns", type=int, default=15, help="of both sides, for each row")
     parser.add_argument("--case", default="", help="only rows that start so, as in gpt2/fsdp")
     parser.add_argument("--tpu-python", help="a Python with jax[tpu], if this one has none")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

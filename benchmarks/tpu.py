@@ -130,6 +130,7 @@ def figures(compiled: Any) -> dict[str, Any]:
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "seconds": compiled.cost_analysis()["optimal_seconds"],
+        "flops": compiled.cost_analysis()["flops"],
         "bytes": moved(hlo),
         "operations": operations(hlo),
         "hbm": getattr(memory, "peak_memory_in_bytes", 0) or held + memory.temp_size_in_bytes,

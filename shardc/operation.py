@@ -23,11 +23,9 @@ def _run(*operands: Any, fn: Callable[..., Any], **_: Any) -> list[Any]:
     return list(jax.tree.leaves(fn(*operands)))
 
 
-def _abstract(*avals: Any, fn: Callable[..., Any], text: str, **_: Any) -> list[Any]:
+def _abstract(*avals: Any, fn: Callable[..., Any], **_: Any) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    results = [compat.shaped_array(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(fn, *shapes))]
-    _check(text, avals, results)
-    return results
+    return [compat.shaped_array(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(fn, *shapes))]
 
 
 def _check(text: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
@@ -135,7 +133,8 @@ def signature(
         @functools.wraps(fn)
         def call(*operands: Any) -> Any:
             arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
-            structure = jax.tree.structure(jax.eval_shape(fn, *arrays))
+            results, structure = jax.tree.flatten(jax.eval_shape(fn, *arrays))
+            _check(text, arrays, results)
             out = user_p.bind(*arrays, fn=fn, text=text, linear=groups, reduce=reduce)
             return jax.tree.unflatten(structure, out)
 

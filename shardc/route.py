@@ -3,10 +3,9 @@
     f(*args)  --first-->  take apart, plan, compile, run; leaves a Route
     f(*args)  --again-->  flatten, pick in the executable's order, run
 
-A plan is for certain avals and arrivals. Comparing avals leaf by leaf in Python costs more than a small step, and
-`jax.jit` compares them anyhow: a leaf of another aval makes it trace, which an Executable refuses (OtherCallError).
-Arrivals it does not: it moves an array that lies elsewhere on the same devices without a word, so these are compared
-here. A call that is not the same goes the long way.
+JAX's compiled program holds shapes, dtypes and shardings against those that it was compiled for, and refuses others
+before anything runs; what it does not look at, weak types and JAX's settings, is compared here. A call that is not the
+same goes the long way.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import jax
 
 from shardc import compat
-from shardc.passes.trace import Arguments, is_array
-from shardc.runtime.executable import Executable, OtherCallError
+from shardc.passes.trace import Arguments, is_array, settings
+from shardc.runtime.executable import Executable, looks_for_nans
 from shardc.runtime.placed import PlacedArray
 
 
@@ -61,7 +60,8 @@ class Route:
                     self._unlike.append((len(self._order), slot.index))
                 traced.add(slot.index)
                 self._order.append(slot.index)
-        self._seen: list[Any] = [None] * len(self._order)  # shardings that were found to be the plan's
+        pool = [*leaves, *self._defaults]
+        self._weak = [_is_weak(pool[i]) for i in self._order]
         self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
@@ -73,25 +73,15 @@ class Route:
             return None
         pool = [*leaves, *self._defaults]
         args = [pool[i] for i in self._order]
-        if not self._arrive(args):
+        if [_is_weak(x) for x in args] != self._weak or settings() != self.executable.settings or looks_for_nans():
             return None
         try:
             for k, _ in self._unlike:
                 args[k] = self.executable.enter(k, args[k])
             out = self.executable.launch(args)
-        except (OtherCallError, TypeError, ValueError):  # nothing has run
+        except (TypeError, ValueError):  # nothing has run
             return None
         return (self.executable.plan.program.out_tree.unflatten(out),)
-
-
-    def _arrive(self, args: Sequence[Any]) -> bool:
-        """Whether what lives somewhere lives where the plan has it."""
-        for k, x in enumerate(args):
-            if getattr(x, "committed", False) and x.sharding is not self._seen[k]:
-                if not self.executable.lives_as_planned(k, x):
-                    return False
-                self._seen[k] = x.sharding
-        return True
 
 
 class Routes:
@@ -122,3 +112,8 @@ def has_tracers(leaves: Iterable[Any]) -> bool:
 @lru_cache(maxsize=256)
 def _is_tracer_type(kind: type) -> bool:
     return issubclass(kind, compat.Tracer)
+
+
+def _is_weak(x: Any) -> bool:
+    """Whether a leaf's type gives way to that of what it meets, as a Python number's does."""
+    return getattr(x, "weak_type", False) if isinstance(x, jax.Array) else isinstance(x, int | float | complex)

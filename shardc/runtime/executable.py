@@ -16,8 +16,13 @@ from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.plan import Plan
 from shardc.passes.trace import settings
-from shardc.runtime.placed import PlacedArray, is_placed, narrow, put_leaf
+from shardc.runtime.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
+
+
+def looks_for_nans() -> bool:
+    """Whether JAX is set to look for NaN and infinity in what comes out of a program."""
+    return bool(getattr(jax.config, "jax_debug_nans", False) or getattr(jax.config, "jax_debug_infs", False))
 
 
 class OtherCallError(ArgumentError):
@@ -43,7 +48,7 @@ class Executable:
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
         self._donated = self._donations()
-        self._settings = settings()
+        self.settings = settings()
         self._jitted = jax.jit(
             self._sharded(),
             in_shardings=tuple(self.in_shardings),
@@ -53,7 +58,8 @@ class Executable:
         self._compiled: Any = None
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
-        self._captured = self._put([self.enter(i, x) for i, x in enumerate(plan.program.captured, first)], first)
+        captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
+        self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
 
     def _donations(self) -> tuple[int, ...]:
         """Inputs whose buffer a result can take: tied, and lying as the result does."""
@@ -82,7 +88,7 @@ class Executable:
             return done
 
         local.__name__ = plan.program.name
-        sharded = jax.shard_map(
+        return jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=tuple(physical_spec(p) for p in plan.inputs),
@@ -90,15 +96,8 @@ class Executable:
             check_vma=False,
         )
 
-        def checked(*whole: Any) -> list[Any]:
-            self.refuse_others([jax.typeof(x) for x in whole], self._physical_avals())  # NumPy arrays under debug_nans
-            return sharded(*whole)
-
-        checked.__name__ = plan.program.name
-        return checked
-
     def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
-        """JAX traces when it sees new arguments: they must still be those of the plan."""
+        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
         wrong = [
             f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
             for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
@@ -106,7 +105,7 @@ class Executable:
         ]
         if len(avals) != len(wanted):
             wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
-        if settings() != self._settings:
+        if settings() != self.settings:
             wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
         if wrong:
             raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
@@ -125,17 +124,8 @@ class Executable:
         assert isinstance(placed, PlacedArray)
         return placed.physical
 
-    def _put(self, args: Sequence[Any], first: int = 0) -> list[Any]:
-        """The arguments from number `first` on, on the mesh: JAX compiles anew for those that come otherwise."""
-        loose = [i for i, x in enumerate(args) if not getattr(x, "committed", False)]
-        if not loose:
-            return list(args)
-        there = jax.device_put([narrow(args[i]) for i in loose], [self.in_shardings[first + i] for i in loose])
-        put = dict(zip(loose, there, strict=True))
-        return [put.get(i, x) for i, x in enumerate(args)]
-
     def lives_as_planned(self, i: int, x: Any) -> bool:
-        """Whether physical array `i`, if it lives somewhere, lives where the plan has it. JAX would move it unasked."""
+        """Whether physical array `i`, if it lives somewhere, lives where the plan has it."""
         return not getattr(x, "committed", False) or x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -159,7 +149,8 @@ class Executable:
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
         try:
-            out = self._jitted(*self._put(args), *self._captured)
+            run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
+            out = run(*args, *self._captured)
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             self._report_failure(args, error)
             raise

@@ -69,7 +69,7 @@ def is_placed(x: object) -> bool:
 
 
 def narrow(x: Any) -> Any:
-    """A NumPy array in the type that JAX has for it. `device_put` itself forgets to, once an equal one was put under x64."""
+    """A NumPy array in the type that JAX has for it: `device_put` forgets to, once it has put another under x64."""
     return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else x
 
 

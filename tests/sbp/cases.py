@@ -12,6 +12,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
+import shardc
+
 RNG: Final = np.random.default_rng(0)
 CASES: Final[dict[str, tuple[Callable[..., Any], tuple[Any, ...], str | None]]] = {}
 """Name -> function, arguments, primitive (None: the last equation)."""
@@ -297,3 +299,9 @@ scatter("scatter_add_kept", lax.scatter_add, TABLE, WILD, floats(2, 3, 1, 4), Sc
 case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO_ROWS, update_shape=(2, 2, 4),
                                                      unique_indices=True), TABLE, np.array([[[0], [4]], [[1], [7]]]),
      primitive="scatter")  # fmt: skip
+
+# --- a user's own ---
+own_matmul = shardc.signature("b d, d f -> b f", linear=(0, 1))(lambda x, w: x @ w)
+own_max = shardc.signature("b d -> b", reduce="max")(lambda x: x.max(1))
+case("own_matmul", own_matmul, floats(4, 6), floats(6, 5), primitive="user_operation")
+case("own_max", own_max, floats(4, 6), primitive="user_operation")
