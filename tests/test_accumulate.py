@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,16 +92,16 @@ def test_in_axes():
     [
         (
             lambda: accumulate(loss, microbatches=5)(*data()),
-            r"5 microbatches do not divide the batch: argument 1/x: dimension 0 has 24 rows; argument 1/y: .*Take a divisor",
+            r"5 microbatches do not divide the batch: argument 1/x: dimension 0 has 24 rows; argument 1/y: .*Take a",
         ),
         (
             lambda: accumulate(loss, microbatches=2)(data()[0], {"x": 1.0}),
             "argument 1/x has 0 dimensions, and no dimension 0.*Say None in in_axes",
         ),
-        (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result is no float.*reduce="sum" or "stack"'),
+        (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result is no float.*reduce="sum"'),
         (lambda: accumulate(lambda x: {"n": x}, microbatches=2)(np.arange(4)), "n is no float"),
         (lambda: accumulate(loss, microbatches=0), "microbatches=0; it has to be 1 or more"),
-        (lambda: accumulate(loss, microbatches=2, reduce="max")(*data()), "reduce='max'; it is one of mean, sum, stack"),
+        (lambda: accumulate(loss, microbatches=2, reduce="max")(*data()), "reduce='max'; it is one of mean, sum"),
         (lambda: accumulate(loss, microbatches=2, in_axes=(0,))(*data()), "in_axes has 1 entries.*called with 2"),
     ],
 )
@@ -118,8 +120,11 @@ def test_the_gradient_of_an_accumulated_loss(reduce):
     want = mean([jax.value_and_grad(loss)(w, b) for b in micro])
     np.testing.assert_allclose(value, 3 * scale * want[0], rtol=1e-12)
     np.testing.assert_allclose(by_w, 3 * scale * want[1], rtol=1e-11)
-    direct = jax.grad(lambda x: np.float64(3 * scale) * sum(loss(w, {"x": x[j::4], "y": batch["y"][j::4]}) for j in range(4)) / 4)
-    np.testing.assert_allclose(by_batch["x"], direct(jnp.asarray(batch["x"])), rtol=1e-11)
+
+    def direct(x):
+        return 3 * scale / 4 * sum(loss(w, {"x": x[j::4], "y": batch["y"][j::4]}) for j in range(4))
+
+    np.testing.assert_allclose(by_batch["x"], jax.grad(direct)(jnp.asarray(batch["x"])), rtol=1e-11)
 
 
 def test_integers_and_other_arguments_have_no_gradient():
@@ -159,12 +164,6 @@ def step(accumulated):
     return train_step
 
 
-FACES = {
-    "value_and_grad inside": lambda m: accumulate(jax.value_and_grad(loss), microbatches=m),
-    "value_and_grad outside": lambda m: jax.value_and_grad(accumulate(loss, microbatches=m)),
-}
-
-
 def mlp(w, batch):
     return ((jnp.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]) ** 2).mean()
 
@@ -183,7 +182,8 @@ def sizes(plan, kind, of):
 @pytest.mark.parametrize("zero1", [False, True], ids=["data", "zero1"])
 def test_gradients_are_reduced_once_after_the_loop(inside, zero1):
     m, (w, batch) = 4, mlp_data()
-    outer = accumulate(jax.value_and_grad(mlp), microbatches=m) if inside else jax.value_and_grad(accumulate(mlp, microbatches=m))
+    by_parts = partial(accumulate, microbatches=m)
+    outer = by_parts(jax.value_and_grad(mlp)) if inside else jax.value_and_grad(by_parts(mlp))
     state = OPTIMIZER.init(w)
     moments = shardc.rules({"*mu/*": {"data": S(-1)}, "*nu/*": {"data": S(-1)}}) if zero1 else EVERYWHERE
     places = {"w": EVERYWHERE, "state": moments, "batch": {"data": S(0)}}
@@ -200,7 +200,8 @@ def test_gradients_are_reduced_once_after_the_loop(inside, zero1):
     assert all(c.kind in ("all_reduce", "all_gather") for c in other)
     compiled = f.compile(w, state, batch)
     assert compiled.audit().ok, str(compiled.audit())
-    got, want = f(jax.tree.map(jnp.copy, w), jax.tree.map(jnp.copy, state), batch), jax.jit(step(outer))(w, state, batch)
+    want = jax.jit(step(outer))(w, state, batch)
+    got = f(w, state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), got, want)
 
 

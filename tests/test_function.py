@@ -91,7 +91,7 @@ def test_keyword_default_and_variadic_arguments():
     def f(a, *rest, scale=2.0, **named):
         return a + sum(rest) * scale - sum(named.values())
 
-    g = shardc.function(f, mesh=LINE, in_placements={"a": {"data": S(0)}, "rest": {"data": S(0)}, "named": {"data": S(0)}})
+    g = shardc.function(f, mesh=LINE, in_placements={name: {"data": S(0)} for name in ("a", "rest", "named")})
     x, y, z = arange(8), arange(8) + 1, arange(8) * 3
     for args, kwargs in (((x,), {}), ((x, y, z), {}), ((x, y), {"scale": 3.0, "c": z}), ((x,), {"b": y, "c": z})):
         assert_same(g(*args, **kwargs), f(jnp.asarray(args[0]), *args[1:], **kwargs))
@@ -107,7 +107,9 @@ def test_keyword_default_and_variadic_arguments():
     assert_same(h(x, b=z, c=y), x - z * y)
 
 
-@pytest.mark.parametrize("how", [{"static_argnames": "mode"}, {"static_argnums": 1}, {"static_argnames": ("mode", "power")}])
+@pytest.mark.parametrize(
+    "how", [{"static_argnames": "mode"}, {"static_argnums": 1}, {"static_argnames": ("mode", "power")}]
+)
 def test_static_arguments(how):
     def f(x, mode, power=2):
         return x**power if mode == "power" else -x
@@ -161,7 +163,7 @@ def test_numpy_uncommitted_and_committed_arrays_give_the_same():
     with pytest.raises(shardc.ArgumentError, match=r"x f32\[16\] lives on cpu:3, not on this mesh"):
         f(jax.device_put(x, jax.devices()[3]))
     other = Mesh(np.asarray(jax.devices()[::-1]), ("data",))
-    with pytest.raises(shardc.ArgumentError, match="x f32.* lives on"):
+    with pytest.raises(shardc.ArgumentError, match=r"x f32.* lives on"):
         f(jax.device_put(x, NamedSharding(other, PartitionSpec("data"))))
 
 
@@ -322,7 +324,9 @@ def test_auto_results_are_plain_arrays():
 
 
 def test_uneven_and_partial_values_at_the_border():
-    @shardc.function(mesh=MESH, in_placements={"x": {"data": S(0)}}, out_placements=({"data": S(0)}, {"data": P, "model": S(0)}))
+    pins = ({"data": S(0)}, {"data": P, "model": S(0)})
+
+    @shardc.function(mesh=MESH, in_placements={"x": {"data": S(0)}}, out_placements=pins)
     def f(x):
         return x * 2, x.sum(0)
 
@@ -400,7 +404,7 @@ def test_plans_need_no_devices():
     mesh = shardc.make_mesh(data=64, model=32, topology="v5p:16x16x8")
     assert isinstance(mesh, AbstractMesh)
 
-    @shardc.function(mesh=mesh, in_placements={"x": {"data": S(0)}, "w": {"model": S(1)}}, out_placements={"data": S(0)})
+    @shardc.function(mesh=mesh, in_placements=({"data": S(0)}, {"model": S(1)}), out_placements={"data": S(0)})
     def f(x, w):
         return x @ w
 
@@ -572,7 +576,7 @@ def test_inside_an_outer_transformation_it_is_the_plain_function():
 
 def test_a_partial_pin_is_an_error_inside_an_outer_jit():
     g = shardc.function(lambda x: x * 2, mesh=MESH, in_placements={"x": {"data": P}})
-    with pytest.raises(shardc.PlacementError, match="x is pinned at .*in an outer jit, grad or vmap"):
+    with pytest.raises(shardc.PlacementError, match=r"x is pinned at .*in an outer jit, grad or vmap"):
         jax.jit(g)(arange(4))
 
 
@@ -610,7 +614,7 @@ def test_constrain_under_grad_vmap_scan_and_remat():
 
 def test_constrain_with_an_axis_that_the_mesh_has_not():
     g = shardc.function(lambda x: shardc.constrain(x, {"dta": S(0)}), mesh=MESH)
-    with pytest.raises(shardc.PlacementError, match="Did you mean {'data': S"):
+    with pytest.raises(shardc.PlacementError, match=r"Did you mean {'data': S"):
         g(arange(8))
 
 

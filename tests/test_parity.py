@@ -94,7 +94,7 @@ def test_training_steps_equal_those_of_one_device(case):
 
 
 def assert_close(got, want):
-    """To 1e-10 of a leaf's largest value. The keys' biases have no gradient but rounding, and stay where they are: at 0."""
+    """To 1e-10 of a leaf's largest value. The keys' biases have no gradient but rounding, and stay at 0."""
     got = jax.tree_util.tree_leaves_with_path(got, is_leaf=lambda x: isinstance(x, shardc.PlacedArray))
     for (keys, g), w in zip(got, jax.tree.leaves(want), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)

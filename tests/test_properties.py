@@ -35,7 +35,8 @@ class Program:
         return tuple(values[len(self.inputs) :])
 
     def __repr__(self):
-        return "; ".join(f"v{len(self.inputs) + k} = {text}{operands}" for k, (text, _, operands) in enumerate(self.steps))
+        lines = enumerate(self.steps, len(self.inputs))
+        return "; ".join(f"v{k} = {text}{operands}" for k, (text, _, operands) in lines)
 
 
 ELEMENTWISE = {
@@ -46,7 +47,11 @@ UNARY = {
     "neg": jnp.negative, "abs": jnp.abs, "double": lambda x: x + x, "clip": lambda x: jnp.clip(x, -1, 2),
     "square": lambda x: x * x % 7, "relu": jax.nn.relu,
 }  # fmt: skip
-REDUCTIONS = {"sum": jnp.sum, "maximum": lambda x, axis: jnp.max(x, axis, initial=-5), "any": lambda x, axis: (x > 0).any(axis) * 1}
+REDUCTIONS = {
+    "sum": jnp.sum,
+    "maximum": lambda x, axis: jnp.max(x, axis, initial=-5),
+    "any": lambda x, axis: (x > 0).any(axis) * 1,
+}
 
 
 def broadcastable(a, b):
@@ -102,12 +107,12 @@ def steps(draw, shapes):
         case "slice":
             start = draw(st.integers(0, shape[dim]))
             stop, stride = draw(st.integers(start, shape[dim])), draw(st.integers(1, 3))
-            return f"slice@{dim}[{start}:{stop}:{stride}]", lambda x: jax.lax.slice_in_dim(x, start, stop, stride, dim), (i,)
+            limits = (start, stop, stride, dim)
+            return f"slice{limits}", lambda x: jax.lax.slice_in_dim(x, *limits), (i,)
         case "concatenate":
-            j = draw(st.sampled_from([
-                k for k, s in enumerate(shapes)
-                if len(s) == len(shape) and all(a == b for d, (a, b) in enumerate(zip(s, shape, strict=True)) if d != dim)
-            ]))  # fmt: skip
+            rest = (len(shape), shape[:dim], shape[dim + 1 :])
+            fitting = [k for k, s in enumerate(shapes) if (len(s), s[:dim], s[dim + 1 :]) == rest]
+            j = draw(st.sampled_from(fitting))
             return f"concatenate@{dim}", lambda x, y: jnp.concatenate([x, y], dim), (i, j)
         case "cumsum":
             return f"cumsum@{dim}", lambda x: jnp.cumsum(x, dim), (i,)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import jax
 import numpy as np
+from jax import lax
+from jax.extend import core as jex
 
 from shardc import compat
 from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
@@ -48,6 +51,7 @@ class _Inliner:
 
         for inner in jaxpr.eqns:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
+            eqn = _with_one_condition(eqn)
             invars = [read(a) for a in eqn.invars]
             body = INLINED.get(eqn.primitive.name)
             if body is not None:
@@ -63,6 +67,32 @@ class _Inliner:
 
 def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
     return [compat.literal(c, compat.aval_of(c)) for c in closed.consts]
+
+
+def _with_one_condition(eqn: Eqn) -> Eqn:
+    """A `while` that vmap gave a condition for each row: `while any(cond c): c = where(cond c, body c, c)`."""
+    if eqn.primitive.name != "while" or not eqn.params["cond_jaxpr"].out_avals[0].shape:
+        return eqn
+    cond, body, nc = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], eqn.params["cond_nconsts"]
+    carries = len(body.out_avals)
+
+    def any_row(*args: Any) -> Any:
+        return jex.jaxpr_as_fun(cond)(*args)[0].any()
+
+    def body_where(*args: Any) -> list[Any]:
+        consts, old = args[nc:-carries], args[-carries:]
+        (going,) = jex.jaxpr_as_fun(cond)(*args[:nc], *old)
+        new = jex.jaxpr_as_fun(body)(*consts, *old)
+        lead = range(going.ndim)
+        return [lax.select(lax.broadcast_in_dim(going, n.shape, lead), n, o) for n, o in zip(new, old, strict=True)]
+
+    params = {
+        **eqn.params,
+        "cond_jaxpr": jax.make_jaxpr(any_row)(*cond.in_avals),
+        "body_jaxpr": jax.make_jaxpr(body_where)(*cond.in_avals[:nc], *body.in_avals),
+        "body_nconsts": nc + eqn.params["body_nconsts"],
+    }
+    return eqn.replace(invars=[*eqn.invars[:nc], *eqn.invars], params=params)
 
 
 def _canonical_params(eqn: Eqn) -> dict[str, Any]:

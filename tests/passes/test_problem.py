@@ -31,7 +31,8 @@ def test_a_maximum_that_enters_a_loop_or_leaves_as_a_partial_sum():
         return last, top, jax.lax.cond(x[0, 0] > 0, lambda t: t, lambda t: -t, top)
 
     x = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
-    g = shardc.function(f, mesh=LINE, in_placements={"x": {"data": S(0)}}, out_placements=({}, {"data": P}, {"data": P}))
+    sums = ({}, {"data": P}, {"data": P})
+    g = shardc.function(f, mesh=LINE, in_placements={"x": {"data": S(0)}}, out_placements=sums)
     plan = g.plan(x)
     assert plan.outputs[1] == Placement({"data": P()})
     last, top, other = g(x)

@@ -1,0 +1,187 @@
+"""Loops, branches and derivatives of one's own: planned where they stand, equal to one device in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardc
+from shardc import S
+
+MESHES = {"8": shardc.make_mesh(data=8), "4x2": shardc.make_mesh(data=4, model=2)}
+SPLITS = {"8": [{"data": S(0)}, {"data": S(1)}], "4x2": [{"data": S(0), "model": S(1)}, {"data": S(1), "model": S(1)}]}
+
+
+def while_loop(x, w):
+    def body(c):
+        return c[0] + 1, jnp.tanh(c[1] @ w) * 2
+
+    return lax.while_loop(lambda c: (c[0] < 4) & (c[1].sum() < 1e6), body, (0, x))
+
+
+def while_with_constants(x, w):
+    limit = jnp.abs(x).sum()
+    return lax.while_loop(lambda c: jnp.abs(c).sum() < 3 * limit, lambda c: c + jnp.abs(x) @ jnp.abs(w), x)
+
+
+def fori(x, w):
+    return lax.fori_loop(0, 3, lambda i, c: c.at[i].add(1.0) @ w, x)
+
+
+def cond(x, w):
+    return lax.cond(x.sum() > 0, lambda a: a @ w, lambda a: a * 2, x), lax.cond(x[0, 0] > 99, jnp.sin, jnp.cos, x)
+
+
+def switch(x, w):
+    branches = [lambda a: (a, a.sum(0)), lambda a: (a * 2, a[0]), lambda a: (a @ w, a[1])]
+    return lax.switch(x.astype(int)[0, 0] % 3, branches, x)
+
+
+def branch_without_arguments(x, w):
+    return lax.cond(w.sum() > 0, lambda: x.sum(), lambda: jnp.zeros(()))
+
+
+def scan_of_cond(x, w):
+    def body(c, row):
+        c = lax.cond(row.sum() > 0, lambda c: c + row, lambda c: c - row, c)
+        return c, (c * 2, row.max())
+
+    return lax.scan(body, w[0], x)
+
+
+def scan_reversed(x, w):
+    return lax.scan(lambda c, row: (c @ w + row, c), x[0], x, reverse=True)
+
+
+def scan_unrolled(x, w):
+    return lax.scan(lambda c, row: (c * 0.5 + row, c.sum()), x[0], x, unroll=3)
+
+
+def scan_of_nothing(x, w):
+    return lax.scan(lambda c, row: (c @ w, row), x, x[:0])
+
+
+def scan_without_xs(x, w):
+    return lax.scan(lambda c, _: (c @ w, c.sum(0)), x, None, length=3)
+
+
+def scan_with_mixed_carry(x, w):
+    def body(c, row):
+        n, flag, key, total = c
+        key, sub = jax.random.split(key)
+        noise = jax.random.normal(sub, row.shape, row.dtype)
+        return (n + 1, flag ^ (row[0] > 0), key, total + row * noise), n
+
+    (n, flag, key, total), ns = lax.scan(body, (0, True, jax.random.key(0), jnp.zeros_like(x[0])), x)
+    return n, flag, jax.random.key_data(key), total, ns
+
+
+def nested_scans(x, w):
+    return lax.scan(lambda c, row: (lax.scan(lambda d, e: (d + e * c, d), c, x)[0], c.sum()), w[0], x[:2])
+
+
+def mapped(x, w):
+    return lax.map(lambda row: jnp.tanh(row @ w), x), lax.map(lambda row: row @ w, x, batch_size=2)
+
+
+def associative(x, w):
+    return lax.associative_scan(jnp.add, x), lax.associative_scan(jnp.maximum, x, axis=1, reverse=True)
+
+
+def gradient_of_scan(x, w):
+    def loss(w, x):
+        out, sums = lax.scan(jax.checkpoint(lambda c, row: (jnp.tanh(c @ w + row), c.sum())), x[0], x)
+        return (out**2).sum() + sums.sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+
+
+def gradient_through_cond(x, w):
+    return jax.grad(lambda w: lax.cond(w[0, 0] > 0, lambda: (x @ w).sum(), lambda: ((x @ w) ** 2).sum()))(w)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 2
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (jnp.clip(ct, -1, 1) + x * 0,))
+
+
+@jax.custom_jvp
+def softened(x):
+    return jnp.log1p(jnp.exp(x))
+
+
+softened.defjvp(lambda primals, tangents: (softened(primals[0]), tangents[0] * jax.nn.sigmoid(primals[0])))
+
+
+def own_derivatives(x, w):
+    return jax.value_and_grad(lambda w: softened(clipped(x @ w)).sum())(w), jax.jvp(softened, (x,), (x,))
+
+
+def inner_jit(x, w):
+    f = jax.jit(lambda a: jax.jit(jnp.sin)(a) @ w)
+    return f(x) + f(x * 2)
+
+
+def second_derivatives(x, w):
+    return jax.jvp(jax.grad(lambda w: jnp.tanh(x @ w).sum()), (w,), (w,))[1]
+
+
+def per_row_gradients(x, w):
+    return jax.vmap(jax.grad(lambda row: jnp.tanh(row @ w).sum()))(x)
+
+
+def linearized(x, w):
+    out, push = jax.linearize(lambda a: jnp.tanh(a @ w), x)
+    return out, push(x)
+
+
+def vmapped_cond(x, w):
+    return jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.sin, jnp.cos, row))(x)
+
+
+def vmapped_while(x, w):
+    def until(limit, row):
+        return lax.while_loop(lambda c: jnp.abs(c[1]).sum() < limit, lambda c: (c[0] + 1, c[1] * 2 + w[0]), (0, row))
+
+    rows = jax.vmap(until, (None, 0))(50.0, x)
+    return rows, jax.vmap(jax.vmap(until, (0, None)), (None, 0))(x[:, 0] * 20, x)
+
+
+PROGRAMS = [
+    while_loop, while_with_constants, fori, cond, switch, branch_without_arguments, scan_of_cond, scan_reversed,
+    scan_unrolled, scan_of_nothing, scan_without_xs, scan_with_mixed_carry, nested_scans, mapped, associative,
+    gradient_of_scan, gradient_through_cond, own_derivatives, inner_jit, second_derivatives, per_row_gradients,
+    linearized, vmapped_cond, vmapped_while,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rows", [8, 5], ids=["even", "uneven"])
+def test_it_equals_one_device(program, mesh, rows):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x, w = rng.normal(size=(rows, 6)), rng.normal(size=(6, 6)) / 3
+        want = jax.jit(program)(x, w)
+        for split in SPLITS[mesh]:
+            f = shardc.function(program, mesh=MESHES[mesh], in_placements={"x": split})
+            exe = f.compile(x, w)
+            jax.tree.map(partial(same, exe), exe(x, w), want)
+            assert exe.audit().ok, str(exe.audit())
+
+
+def same(exe, got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), exe.plan
+    if np.issubdtype(want.dtype, np.inexact):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+    else:
+        np.testing.assert_array_equal(got, want)
