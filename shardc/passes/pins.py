@@ -125,6 +125,8 @@ class Pins:
             self._pin(spec, numbers, at)
             return
         parts = _children(spec)
+        if not parts and not children:
+            return  # a node without leaves, on both sides
         if not parts:
             self._wrong(at, f"{code_text(spec)} is no placement; {_as_dict(self.mesh)}.")
         for key, part in parts.items():
