@@ -17,7 +17,7 @@ from shardc.errors import (
 from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.pins import rules
-from shardc.runtime.placed import PlacedArray
+from shardc.placed import PlacedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 
 __all__ = [

@@ -13,16 +13,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, PlacementError, all_offenders
+from shardc.executable import Executable
 from shardc.mesh import AnyMesh, auto_mesh, view
 from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
+from shardc.placed import PlacedArray, is_placed
+from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
-from shardc.runtime.executable import Executable
-from shardc.runtime.placed import PlacedArray, is_placed
-from shardc.runtime.placed import put as put_tree
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from shardc import compat
+from shardc.executable import Executable, looks_for_nans
 from shardc.passes.trace import Arguments, is_array, settings
-from shardc.runtime.executable import Executable, looks_for_nans
-from shardc.runtime.placed import PlacedArray
+from shardc.placed import PlacedArray
 
 
 class _Slot:

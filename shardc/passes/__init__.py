@@ -1,1 +1,1 @@
-"""Passes: small values from program to program, or from program to plan. One pass a file; knows no runtime."""
+"""Passes: small values from program to program, or from program to plan. One pass a file; knows no executables."""

@@ -17,7 +17,7 @@ from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_me
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
-from shardc.runtime.placed import PlacedArray, is_placed
+from shardc.placed import PlacedArray, is_placed
 
 
 def path_text(path: Iterable[Any]) -> str:

@@ -16,7 +16,7 @@ from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.plan import Plan
 from shardc.passes.trace import settings
-from shardc.runtime.placed import PlacedArray, is_placed, put_leaf
+from shardc.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
 
 

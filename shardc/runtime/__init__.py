@@ -1,1 +1,0 @@
-"""What runs: arrays on a mesh. Knows tasks and arrays, no jaxprs."""
