@@ -165,7 +165,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(
     ("mesh", "rows"),
-    [("8", 8), ("4x2", 5), pytest.param("8", 5, marks=pytest.mark.slow), pytest.param("4x2", 8, marks=pytest.mark.slow)],
+    [("8", 8), ("4x2", 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("8", 5), ("4x2", 8)))],
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_it_equals_one_device(program, mesh, rows):
