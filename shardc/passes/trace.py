@@ -15,6 +15,7 @@ import numpy as np
 from shardc import compat
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
 from shardc.passes.canonicalize import canonicalize
+from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.runtime.placed import PlacedArray, is_placed
 
@@ -212,6 +213,15 @@ def trace(arguments: Arguments, call: Call) -> Program:
             "write ordered=False."
         )
     jaxpr, captured = canonicalize(closed)
+    lines = [compat.source_line(e) for e in all_eqns(jaxpr) if e.primitive.name == "shard_map"]
+    if lines:
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where}: a shard_map inside a shardc function is not planned yet; write what it does as "
+                "one device would, or declare it with shardc.signature",
+                [f"shard_map at {line}" for line in lines],
+            )
+        )
     paths = [call.paths[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     return Program(

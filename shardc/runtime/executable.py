@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,13 +47,16 @@ class Executable:
         self._shapes_out = shapes_out
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
-        self._donated = self._donations()
+        taken = self._donations()
+        self._in_order = _first(taken.values(), len(plan.inputs))
+        self._out_order = _first(taken, len(plan.outputs))
+        self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self.settings = settings()
         self._jitted = jax.jit(
             self._sharded(),
-            in_shardings=tuple(self.in_shardings),
-            out_shardings=self._out_shardings,
-            donate_argnums=self._donated,
+            in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
+            out_shardings=[self._out_shardings[i] for i in self._out_order],
+            donate_argnums=tuple(range(len(taken))),
         )
         self._compiled: Any = None
         self._all_plain = all(self._plain_out)
@@ -61,17 +64,20 @@ class Executable:
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
         self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
 
-    def _donations(self) -> tuple[int, ...]:
-        """Inputs whose buffer a result can take: tied, and lying as the result does."""
+    def _donations(self) -> dict[int, int]:
+        """For each result that can take an input's buffer, being tied to it and lying as it does, that input.
+
+        JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
+        inputs and results are the first of the jitted function, in one order.
+        """
         plan = self.plan
-        found = {
-            tie
-            for tie, out, aval in zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True)
+        return {
+            k: tie
+            for k, (tie, out, aval) in enumerate(zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True))
             if tie is not None
             and plan.inputs[tie] == out
             and plan.program.in_avals[tie].dtype == aval.dtype
         }
-        return tuple(sorted(found))
 
     def _sharded(self) -> Any:
         plan, low = self.plan, Lowering(self.plan.boxed, self.plan.mesh)
@@ -88,13 +94,20 @@ class Executable:
             return done
 
         local.__name__ = plan.program.name
-        return jax.shard_map(
+        sharded = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=tuple(physical_spec(p) for p in plan.inputs),
             out_specs=[physical_spec(p) for p in plan.outputs],
             check_vma=False,
         )
+
+        def ordered(*args: Any) -> list[Any]:
+            out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
+            return [out[i] for i in self._out_order]
+
+        ordered.__name__ = plan.program.name
+        return ordered
 
     def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
         """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
@@ -148,17 +161,19 @@ class Executable:
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
+        whole = [*args, *self._captured]
         try:
             run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
-            out = run(*args, *self._captured)
+            out = run(*(whole[i] for i in self._in_order))
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             self._report_failure(args, error)
             raise
+        found = [out[i] for i in self._out_place]
         if self._all_plain:
-            return out
+            return found
         return [
             x if plain else PlacedArray(x, shape, p, self.mesh)
-            for x, plain, shape, p in zip(out, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
+            for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
@@ -187,7 +202,8 @@ class Executable:
     def compiled(self) -> Any:
         """JAX's compiled object."""
         if self._compiled is None:
-            self._compiled = self._jitted.lower(*self._physical_avals()).compile()
+            avals = self._physical_avals()
+            self._compiled = self._jitted.lower(*[avals[i] for i in self._in_order]).compile()
         return self._compiled
 
     def hlo(self) -> str:
@@ -202,6 +218,12 @@ class Executable:
         """Compares the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+
+def _first(chosen: Iterable[int], count: int) -> list[int]:
+    """The numbers below `count`, the chosen ones first."""
+    head = list(chosen)
+    return [*head, *sorted(set(range(count)) - set(head))]
 
 
 def _aval_text(aval: Any) -> str:

@@ -14,7 +14,7 @@ RUNS = {
 }
 SLOW = {
     "fsdp": "--config test --mesh data=8 --plan fsdp --scan --remat --steps 4 --check-against-one-device",
-    "uneven vocabulary": "--config test --mesh data=2,model=4 --plan vocab --vocab 509 --steps 4 --check-against-one-device",
+    "uneven": "--config test --mesh data=2,model=4 --plan vocab --vocab 509 --steps 4 --check-against-one-device",
 }
 
 
