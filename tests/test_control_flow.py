@@ -163,9 +163,11 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [("8", 8), ("4x2", 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("8", 5), ("4x2", 8)))],
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rows", [8, 5], ids=["even", "uneven"])
 def test_it_equals_one_device(program, mesh, rows):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
