@@ -230,8 +230,10 @@ class Function:
         return pins
 
     def _out_pins(self, program: Program) -> Pins:
+        spec = self._out_placements
+        each = isinstance(spec, tuple | list) and not is_leaf_spec(spec)  # rules match inside the result they stand for
         leaves = [
-            Leaf(f"result {path}".rstrip(), path, tuple(aval.shape), aval.dtype)
+            Leaf(f"result {path}".rstrip(), path.partition("/")[2] if each else path, tuple(aval.shape), aval.dtype)
             for path, aval in zip(program.out_paths, program.out_avals, strict=True)
         ]
         pins = Pins("out_placements", leaves, self._view)

@@ -551,6 +551,14 @@ def test_numpy_arrays_are_put_in_the_type_that_jax_has_for_them():
 # --- inside other things -------------------------------------------------------------------------------------------
 
 
+def test_rules_for_one_of_several_results_match_inside_it():
+    def f(x):
+        return x.sum(), {"w": x, "b": x[0]}
+
+    g = shardc.function(f, mesh=MESH, out_placements=(None, shardc.rules({"w": {"data": S(0)}, "b": {}})))
+    assert g.plan(arange(8, 4)).out_placements[1] == {"w": Placement({"data": S(0)}), "b": Placement()}
+
+
 def test_without_a_mesh_it_is_the_function_itself():
     def f(x):
         return x
