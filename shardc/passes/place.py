@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.passes.eliminate import FORBIDDEN, Memo, elimination_order, minimize
-from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of
+from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of, operation_of
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even, local_shape
+from shardc.sbp.signature import shared_by
 
 log = logging.getLogger("shardc")
 
@@ -161,18 +162,29 @@ class Solver:
                 cost += NEVER * ~self._plain(p)[rows]
         factor, granule = self.factors[n.number]
         if n.kind == "operation":
-            splits = np.where(factor >= 0, self.sizes[axis], 1).astype(np.float64)
-            for k, option in enumerate(state):
-                if k != axis and factor[option] >= 0:
-                    splits *= self.sizes[k]
             flops = n.rule.flops if n.rule else 0.0
-            work = zip(splits, memory, strict=True)
+            shares = self._shares(n, axis) if flops else np.ones(count)
+            work = zip(shares, memory, strict=True)
             cost += n.weight * np.asarray([compute_seconds(flops / s, m, self.mesh) for s, m in work])
             if granule.any():
                 cost += NEVER * self._off_granule(factor, granule, state, axis)
         elif ports:
             cost += 1e-3 * memory / self.mesh.topology.memory_bandwidth
         return cost
+
+    def _shares(self, n: Node, axis: int) -> list[float]:
+        """For each option on `axis` how many devices share the node's work."""
+        assert n.rule is not None
+        sizes = n.rule.sizes(operation_of(n.eqn))
+        shares: list[float] = []
+        for option in range(len(n.options)):
+            counts: dict[str, int] = {}
+            for k, chosen in enumerate(self.state[n.number]):
+                split = n.options[option if k == axis else chosen].split
+                if split:
+                    counts[split] = counts.get(split, 1) * self.sizes[k]
+            shares.append(shared_by(sizes, counts))
+        return shares
 
     def _off_granule(
         self, factor: NDArray[np.int64], granule: NDArray[np.int64], state: Sequence[int], axis: int
@@ -303,11 +315,17 @@ def compute_time(problem: Problem, placed: Placed, mesh: MeshView) -> float:
         pairs = zip((*n.operands, *n.results), placed.ports[n], strict=True)
         memory = sum(math.prod(local_shape(v.shape, p, mesh.sizes)) * itemsize_of(v.aval) for v, p in pairs if v)
         flops = n.rule.flops if n.rule else 0.0
-        shared = math.prod(mesh.sizes[a] for a in _split_axes(n, placed))
+        shared = shared_by(n.rule.sizes(operation_of(n.eqn)), _counts(n, placed, mesh)) if n.rule and flops else 1.0
         total += n.weight * compute_seconds(flops / shared, memory, mesh)
     return total
 
 
-def _split_axes(n: Node, placed: Placed) -> set[str]:
-    """The axes that share the work of an operation: those that split one of its operands or results."""
-    return {a for p in placed.ports[n] for names in p.splits.values() for a in names}
+def _counts(n: Node, placed: Placed, mesh: MeshView) -> dict[str, int]:
+    """The number of devices that split each factor of an operation."""
+    assert n.rule is not None
+    counts: dict[str, int] = {}
+    for factors, p in zip((*n.rule.operands, *n.rule.results), placed.ports[n], strict=True):
+        for dim, axes in p.splits.items():
+            if factor := factors[dim]:
+                counts[factor] = math.prod(mesh.sizes[a] for a in axes)
+    return counts

@@ -138,6 +138,22 @@ class Rule:
         return tuple(f for f in seen if f in kept or f in self.reduced)
 
 
+    def sizes(self, op: Operation) -> dict[str, int]:
+        """Size of each factor, as the operation's dimensions have it."""
+        pairs = zip((*self.operands, *self.results), (*op.operands, *op.results), strict=True)
+        return {f: n for factors, aval in pairs for f, n in zip(factors, aval.shape, strict=True) if f}
+
+
+def shared_by(sizes: Mapping[str, int], counts: Mapping[str, int]) -> float:
+    """How many devices really share the work, when so many split each factor: 8 rows on 32 devices keep 8 of them busy.
+
+    Example:
+      >>> shared_by({"b": 8, "d": 6}, {"b": 32, "d": 4})
+      24.0
+    """
+    return math.prod(sizes[f] / -(-sizes[f] // n) for f, n in counts.items() if sizes[f])
+
+
 RuleFn: TypeAlias = Callable[[Operation], Rule | None]
 """The rule of a primitive for one operation; None if this case has no split (all-B remains)."""
 
