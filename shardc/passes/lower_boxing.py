@@ -16,21 +16,10 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.boxing import Shape, Step, piece_of
-from shardc.sbp.placement import AxisSizes, Placement, ReduceOp, S, block_sizes, local_shape
+from shardc.sbp.placement import AxisSizes, Placement, S, block_sizes, local_shape
+from shardc.sbp.signature import Neutral, neutral_value
 
-
-def neutral_of(dtype: Any, op: ReduceOp) -> Any:
-    """The neutral element of a reduction in `dtype`."""
-    if op == "sum":
-        return np.zeros((), dtype)
-    if dtype == np.bool_:
-        return np.asarray(op == "min")
-    if jax.dtypes.issubdtype(dtype, np.inexact):
-        infinity = np.asarray(np.inf, dtype)
-        largest = infinity if np.isinf(infinity) else jnp.finfo(dtype).max  # float8_e4m3fn has no infinity
-        return np.asarray(-largest if op == "max" else largest, dtype)
-    info = jnp.iinfo(dtype)
-    return np.asarray(info.min if op == "max" else info.max, dtype)
+_NEUTRAL: Final[dict[str, Neutral]] = {"sum": "zero", "max": "lowest", "min": "highest"}
 
 
 def _block(x: jax.Array, dim: int, counts: Sequence[int]) -> jax.Array:
@@ -139,9 +128,8 @@ def _keep(e: _Emitter, x: jax.Array) -> jax.Array:
 def _fill(e: _Emitter, x: jax.Array) -> jax.Array:
     dim, op = e.dim_of(e.step.src), e.step.dst.partial_op
     assert op is not None
-    whole = jnp.full(
-        (*x.shape[:dim], math.prod(e.counts) * x.shape[dim], *x.shape[dim + 1 :]), neutral_of(x.dtype, op), x.dtype
-    )
+    shape = (*x.shape[:dim], math.prod(e.counts) * x.shape[dim], *x.shape[dim + 1 :])
+    whole = jnp.full(shape, neutral_value(_NEUTRAL[op], x.dtype), x.dtype)
     whole = lax.dynamic_update_slice_in_dim(whole, x, e.linear_index() * x.shape[dim], axis=dim)
     return _unblock(whole, dim, e.block_size(e.step.src, dim), e.counts)
 

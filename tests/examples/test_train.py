@@ -36,10 +36,10 @@ def test_wrong_options(argv, message, capsys):
 
 
 def test_fake_devices_keep_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=dump")
     monkeypatch.setenv("NPROC", "64")
     fake_cpu_devices(8)
-    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8"
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=dump --xla_force_host_platform_device_count=8"
     assert os.environ["NPROC"] == "64"
     monkeypatch.delenv("NPROC")
     fake_cpu_devices(8)

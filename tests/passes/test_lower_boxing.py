@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardc.mesh import make_mesh, view
-from shardc.passes.lower_boxing import emit_step, neutral_of, permute_pairs
+from shardc.passes.lower_boxing import emit_step, permute_pairs
 from shardc.sbp.boxing import Step, all_placements, find_boxing
 from shardc.sbp.placement import Placement, ReduceOp
+from shardc.sbp.signature import neutral_value
 from tests.sbp.simulate import Pieces, devices, place, read
 
 Pair = tuple[Placement, Placement]
@@ -212,15 +213,15 @@ def test_hlo_counter_sees_each_syntax() -> None:
 def test_neutral_elements() -> None:
     for dtype in (np.int8, np.uint16, np.int32, np.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.float8_e4m3fn, np.bool_):
         values = np.asarray([0, 1, 1, 0], dtype)
-        for op, reduce in (("max", np.maximum), ("min", np.minimum)):
-            neutral = neutral_of(np.dtype(dtype), op)
+        for kind, reduce in (("lowest", np.maximum), ("highest", np.minimum)):
+            neutral = neutral_value(kind, np.dtype(dtype))
             assert neutral.dtype == dtype and neutral.shape == ()
             np.testing.assert_array_equal(reduce(values, neutral), values)
-        assert neutral_of(np.dtype(dtype), "sum") == 0
-    assert neutral_of(np.dtype(np.float32), "max") == -np.inf
-    assert neutral_of(np.dtype(np.int8), "min") == 127
+        assert neutral_value("zero", np.dtype(dtype)) == 0
+    assert neutral_value("lowest", np.dtype(np.float32)) == -np.inf
+    assert neutral_value("highest", np.dtype(np.int8)) == 127
     # the smallest and the largest there are, where there is no infinity
-    assert neutral_of(np.dtype(jnp.float8_e4m3fn), "max") == jnp.finfo(jnp.float8_e4m3fn).min
+    assert neutral_value("lowest", np.dtype(jnp.float8_e4m3fn)) == jnp.finfo(jnp.float8_e4m3fn).min
 
 
 def test_a_permute_leaves_alone_what_is_in_place() -> None:
