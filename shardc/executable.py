@@ -51,6 +51,7 @@ class Executable:
         self._in_order = _first(taken.values(), len(plan.inputs))
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
+        self._reordered = bool(taken)
         self.settings = settings()
         self._jitted = jax.jit(
             self._sharded(),
@@ -164,11 +165,11 @@ class Executable:
         whole = [*args, *self._captured]
         try:
             run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
-            out = run(*(whole[i] for i in self._in_order))
+            out = run(*([whole[i] for i in self._in_order] if self._reordered else whole))
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             self._report_failure(args, error)
             raise
-        found = [out[i] for i in self._out_place]
+        found = [out[i] for i in self._out_place] if self._reordered else out
         if self._all_plain:
             return found
         return [
