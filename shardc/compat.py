@@ -23,17 +23,11 @@ ClosedJaxpr: TypeAlias = Any
 Eqn: TypeAlias = Any
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
-Literal = jex.Literal
-Primitive = jex.Primitive
 Tracer = _core.Tracer
 
 
 def is_literal(atom: Atom) -> bool:
     return isinstance(atom, jex.Literal)
-
-
-def is_drop(var: Var) -> bool:
-    return isinstance(var, _core.DropVar)
 
 
 def fresh_var(aval: Any) -> Var:
@@ -121,10 +115,6 @@ def _frame_text(code: CodeType, offset: int) -> str:
     frame = _source_info_util.raw_frame_to_frame(code, offset)
     function = re.sub(r"\.<locals>\.<\w+>$", "", frame.function_name).rpartition("<locals>.")[2]
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({function})"
-
-
-def name_stack(eqn: Eqn) -> str:
-    return str(eqn.source_info.name_stack)
 
 
 def with_source(eqn: Eqn) -> Any:

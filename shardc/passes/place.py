@@ -71,7 +71,6 @@ class _Port:
         self.radix = value.rank + 2
         self.placements, self.rows = _by_code(value.rank, solver.axes, value.op)
         self.table = solver.table(value)
-        self.pinned: int | None = None
 
 
 class Solver:

@@ -55,13 +55,6 @@ class Call:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
 
 
-def name_of(fn: Any) -> str:
-    """A function's name; of a functools.partial that of what it calls, of another callable that of its type."""
-    while not hasattr(fn, "__name__") and hasattr(fn, "func"):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; what is not is a constant of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import EllipsisType
 from typing import Final, Literal, TypeAlias, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -300,12 +299,6 @@ def local_extent(
         start = coords[axis] * block
         offset, valid = offset + start, min(max(valid - start, 0), block)
     return offset, valid
-
-
-PlacementLike: TypeAlias = (
-    "Placement | Mapping[str, SBP] | tuple[SBP, ...] | PartitionSpec | NamedSharding | Auto | EllipsisType | None"
-)
-"""What a leaf of `in_placements` may be."""
 
 
 @dataclass(frozen=True, slots=True)
