@@ -30,6 +30,10 @@ class TracingError(ShardcError, RuntimeError):
     """Something in the function that cannot run on a mesh, such as an ordered effect on several devices."""
 
 
+class PipelineError(ShardcError, ValueError):
+    """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
+
+
 class StepFailedError(ShardcError, RuntimeError):
     """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
 
