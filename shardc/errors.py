@@ -38,6 +38,22 @@ class StepFailedError(ShardcError, RuntimeError):
     """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
 
 
+class PipelineTaskError(StepFailedError):
+    """A task of a pipeline that failed while it ran; the exception that it raised is the cause.
+
+    Attributes:
+      actor: number of the actor that ran it.
+      label: of the step, such as the Action `2F0`.
+      source: where the task comes from; empty if not known.
+    """
+
+    def __init__(self, message: str, actor: int, label: object, source: str) -> None:
+        super().__init__(message)
+        self.actor = actor
+        self.label = label
+        self.source = source
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """`' Did you mean "model"?'` if one of `words` is close to `word`, else an empty string."""
     near = difflib.get_close_matches(word, [w for w in words if w != word], n=1)
