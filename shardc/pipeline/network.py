@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from shardc.errors import PipelineError, did_you_mean
-from shardc.pipeline.action import Action
 from shardc.pipeline.schedule import Schedule
-from shardc.runtime.actor import Channel, Message, Network, Step
+from shardc.runtime.actor import Channel, Network, Step
 
 CHANNELS: Final = ("activation", "gradient", "stash", "weight_stash")
 """F_s -> F_s+1; (B|I)_s+1 -> (B|I)_s; F_s -> (B|I)_s; I_s -> W_s."""
@@ -74,19 +73,28 @@ def network(
         if s in back and s - 1 in back:
             add("gradient", s, f"gradient {s}->{s - 1}", s - 1)
 
-    def ends(action: Action) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        s, kind, key = action
-        takes, gives = {
-            "F": ((("activation", s - 1),), (("activation", s), ("stash", s))),
-            "W": ((("weight_stash", s),), ()),
-            "B": ((("stash", s), ("gradient", s + 1)), (("gradient", s),)),
-            "I": ((("stash", s), ("gradient", s + 1)), (("gradient", s), ("weight_stash", s))),
-        }[kind]
-        found = [[(number[c], key) for c in side if c in number] for side in (takes, gives)]
-        return tuple(found[0]), tuple(found[1])
+    sides = {(s, kind): _sides(number, s, kind) for s in range(schedule.stages) for kind in "FBIW"}
+    actors: list[tuple[Step, ...]] = []
+    for row in schedule.rows:
+        steps: list[Step] = []
+        for action in row:
+            takes, gives = sides[action.stage, action.kind]
+            key = action.microbatch
+            steps.append(Step(action, tuple([(c, key) for c in takes]), tuple([(c, key) for c in gives])))
+        actors.append(tuple(steps))
+    return Network(tuple(actors), tuple(channels))
 
-    actors = tuple(tuple(Step(a, *ends(a)) for a in row) for row in schedule.rows)
-    return Network(actors, tuple(channels))
+
+def _sides(number: Mapping[tuple[str, int], int], s: int, kind: str) -> tuple[list[int], list[int]]:
+    """The channels that an action of stage s takes from and gives to, of those that there are."""
+    own = ("stash", s)
+    takes, gives = {
+        "F": ([("activation", s - 1)], [("activation", s), own]),
+        "B": ([own, ("gradient", s + 1)], [("gradient", s)]),
+        "I": ([own, ("gradient", s + 1)], [("gradient", s), ("weight_stash", s)]),
+        "W": ([("weight_stash", s)], []),
+    }[kind]
+    return [number[c] for c in takes if c in number], [number[c] for c in gives if c in number]
 
 
 def _by_stage(

@@ -136,7 +136,7 @@ def simulate(net: Network, cost: Cost, link: Link | None = None) -> Timeline:
     Raises:
       PipelineError: the network deadlocks; the message names the cycle. Or a cost is negative or no number.
     """
-    timeline = _run(net, cost, link or _no_link)
+    timeline = run_timed(net, cost, link)
     if timeline is None:
         raise PipelineError(str(find_deadlock(net)))
     return timeline
@@ -146,13 +146,13 @@ def _no_link(channel: Channel) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _run(net: Network, cost: Cost, link: Link) -> Timeline | None:
-    """None if the network deadlocks."""
+def run_timed(net: Network, cost: Cost, link: Link | None) -> Timeline | None:
+    """`simulate` without its checks; None if the network deadlocks."""
     actors = [Actor(net, a, 0.0) for a in range(len(net.actors))]
     source = [c.source for c in net.channels]
     target = [c.target for c in net.channels]
     bounded = [c.registers is not None for c in net.channels]
-    links = [None if c.source == c.target else _positive_link(c, link) for c in net.channels]
+    links = [None if c.source == c.target else _positive_link(c, link or _no_link) for c in net.channels]
     sent = [0.0] * (len(actors) ** 2)  # when the last message left, by source and target
     starts: list[list[float]] = [[] for _ in actors]
     ends: list[list[float]] = [[] for _ in actors]

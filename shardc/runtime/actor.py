@@ -183,45 +183,69 @@ class Actor(Generic[T]):
 
 def check_network(net: Network) -> list[str]:
     """What is wrong with a network as such, whatever the timing; empty if nothing is."""
+    count = len(net.actors)
     wrong = [
-        f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; there are {len(net.actors)}.'
+        f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; there are {count} actors.'
         for i, c in enumerate(net.channels)
-        if not (0 <= c.source < len(net.actors) and 0 <= c.target < len(net.actors))
+        if not (0 <= c.source < count and 0 <= c.target < count)
     ]
     wrong += [
         f'channel {i} "{c.name}" has {c.registers} registers; it needs at least 1 (None: no bound).'
         for i, c in enumerate(net.channels)
         if c.registers is not None and c.registers < 1
     ]
+    return wrong if _fits(net) else wrong + _wrong_messages(net)
+
+
+def _fits(net: Network) -> bool:
+    """Whether every message is given once and taken once, by the actors at the ends of its channel."""
+    given: list[Message] = []
+    taken: list[Message] = []
+    misplaced = False
+    for a, steps in enumerate(net.actors):
+        gives = {i for i, c in enumerate(net.channels) if c.source == a}
+        takes = {i for i, c in enumerate(net.channels) if c.target == a}
+        for step in steps:
+            given += step.gives
+            taken += step.takes
+            for channel, _ in step.gives:
+                misplaced |= channel not in gives
+            for channel, _ in step.takes:
+                misplaced |= channel not in takes
+    once = set(given)
+    return not misplaced and len(given) == len(taken) == len(once) and once == set(taken)
+
+
+def _wrong_messages(net: Network) -> list[str]:
+    wrong: list[str] = []
     given: dict[Message, str] = {}
     taken: dict[Message, str] = {}
     for a, steps in enumerate(net.actors):
         for step in steps:
-            wrong += _wrong_ends(net, a, step, "gives", step.gives, given)
-            wrong += _wrong_ends(net, a, step, "takes", step.takes, taken)
-    wrong += [f"{who} takes {_name(net, m)}, which no step gives." for m, who in taken.items() if m not in given]
-    wrong += [f"{who} gives {_name(net, m)}, which no step takes." for m, who in given.items() if m not in taken]
+            wrong += _wrong_ends(net, f"actor {a}, {step.label}, gives", "giver", a, step.gives, given)
+            wrong += _wrong_ends(net, f"actor {a}, {step.label}, takes", "taker", a, step.takes, taken)
+    wrong += [f"{who} {_name(net, m)}, which no step gives." for m, who in taken.items() if m not in given]
+    wrong += [f"{who} {_name(net, m)}, which no step takes." for m, who in given.items() if m not in taken]
     return wrong
 
 
 def _wrong_ends(
-    net: Network, actor: int, step: Step, verb: str, messages: tuple[Message, ...], seen: dict[Message, str]
+    net: Network, who: str, end: str, actor: int, messages: tuple[Message, ...], seen: dict[Message, str]
 ) -> list[str]:
     wrong: list[str] = []
     for message in messages:
-        who = f"actor {actor}, {step.label}"
         channel = message[0]
         if not 0 <= channel < len(net.channels):
-            wrong.append(f"{who} {verb} a message on channel {channel}; there are {len(net.channels)}.")
+            wrong.append(f"{who} a message of channel {channel}; channels are 0 to {len(net.channels) - 1}.")
             continue
-        end = net.channels[channel].source if verb == "gives" else net.channels[channel].target
-        if end != actor:
-            wrong.append(f"{who} {verb} {_name(net, message)}, whose {verb[:-1]}r is actor {end}.")
-        if message in seen:
-            wrong.append(f"{who} {verb} {_name(net, message)}, which {seen[message]} {verb} already.")
+        right = net.channels[channel].source if end == "giver" else net.channels[channel].target
+        if right != actor:
+            wrong.append(f"{who} {_name(net, message)}, whose {end} is actor {right}.")
+        elif message in seen:
+            wrong.append(f"{who} {_name(net, message)} a second time: {seen[message]} it already.")
         seen[message] = who
     return wrong
 
 
 def _name(net: Network, message: Message) -> str:
-    return f'message {message[1]!r} of channel "{net.channels[message[0]].name}"'
+    return f'message {message[1]!r} of "{net.channels[message[0]].name}"'
