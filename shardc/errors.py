@@ -30,8 +30,28 @@ class TracingError(ShardcError, RuntimeError):
     """Something in the function that cannot run on a mesh, such as an ordered effect on several devices."""
 
 
+class PipelineError(ShardcError, ValueError):
+    """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
+
+
 class StepFailedError(ShardcError, RuntimeError):
     """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
+
+
+class PipelineTaskError(StepFailedError):
+    """A task of a pipeline that failed while it ran; the exception that it raised is the cause.
+
+    Attributes:
+      actor: number of the actor that ran it.
+      label: of the step, such as the Action `2F0`.
+      source: where the task comes from; empty if not known.
+    """
+
+    def __init__(self, message: str, actor: int, label: object, source: str) -> None:
+        super().__init__(message)
+        self.actor = actor
+        self.label = label
+        self.source = source
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

@@ -1,0 +1,1 @@
+"""Pipelines: schedules, their checks, credits, memory and simulation, all on tables of numbers. No devices here."""

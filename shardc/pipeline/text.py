@@ -1,0 +1,111 @@
+"""Schedules as text: the grid that people read, and torch's CSV. Both say the order; columns are for the eye."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
+
+from shardc.errors import PipelineError, all_offenders
+from shardc.pipeline.action import Action
+
+Rows: TypeAlias = tuple[tuple[Action, ...], ...]
+Columns: TypeAlias = Sequence[Sequence[int]]
+
+IDLE: Final = ("", ".", "-")
+_LABEL: Final = re.compile(r"\s*(?:rank\s+(\d+)\b\s*[:|]?|(\d+)\s*[:|])", re.IGNORECASE)
+_OVERLAP: Final = re.compile(r"\(([^()]*)\)(?:OVERLAP_F_B)?")
+_COMMUNICATION: Final = re.compile(r"\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def draw(name: str, rows: Rows, columns: Columns) -> str:
+    """The name, then a row for each rank: the grid that `parse` reads."""
+    cells = [_spread(row, at) for row, at in zip(rows, columns, strict=True)]
+    width = max((len(c) for row in cells for c in row), default=0)
+    label = len(f"rank {len(rows) - 1}")
+    lines = (
+        f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells)
+    )
+    return "\n".join([name, *(line.rstrip() for line in lines)])
+
+
+def parse(grid: str) -> tuple[str, Rows]:
+    """The name ("schedule" if there is none) and the rows of a grid."""
+    lines = [line for line in grid.splitlines() if line.strip()]
+    name = "schedule"
+    if lines and not _LABEL.match(lines[0]) and not any(_looks_right(c) for c in _cells(lines[0])):
+        name = lines.pop(0).strip()
+    return name, _read([_cells(line) for line in lines], name)
+
+
+def to_csv(rows: Rows, columns: Columns) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row, at in zip(rows, columns, strict=True):
+        writer.writerow(_spread(row, at))
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str) -> Rows:
+    rows = list(csv.reader(io.StringIO(text)))
+    while rows and not rows[-1]:
+        rows.pop()
+    return _read(rows, name)
+
+
+def _spread(row: Sequence[Action], at: Sequence[int]) -> list[str]:
+    """The cells of a row up to its last action, blank where it is idle."""
+    cells = [""] * (1 + max(at, default=-1))
+    for action, column in zip(row, at, strict=True):
+        cells[column] = str(action)
+    return cells
+
+
+def _cells(line: str) -> list[str]:
+    label = _LABEL.match(line)
+    return [c for c in re.split(r"[\s,|]+", line[label.end() :] if label else line) if c]
+
+
+def _looks_right(cell: str) -> bool:
+    try:
+        _actions(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _actions(cell: str) -> Iterable[Action]:
+    """The actions of a cell: none, one, or the parts of an overlapped pair in their order."""
+    cell = cell.strip()
+    if cell in IDLE:
+        return ()
+    both = _OVERLAP.fullmatch(cell)
+    return tuple(Action.parse(part) for part in both[1].split(";")) if both else (Action.parse(cell),)
+
+
+def _read(rows: Sequence[Sequence[str]], name: str) -> Rows:
+    read: list[tuple[Action, ...]] = []
+    wrong: list[str] = []
+    moves: list[str] = []
+    for rank, cells in enumerate(rows):
+        row: list[Action] = []
+        for column, cell in enumerate(cells):
+            try:
+                row.extend(_actions(cell))
+            except ValueError as error:
+                (moves if _COMMUNICATION.fullmatch(cell.strip()) else wrong).append(
+                    f"rank {rank}, column {column}: {error}"
+                )
+        read.append(tuple(row))
+    if moves:
+        where = moves[0].split(":")[0]
+        raise PipelineError(
+            f'Schedule "{name}": {len(moves)} cells are communication, the first at {where}. shardc derives sends and '
+            "receives from the order of the computation; save the compute-only format: "
+            'torch\'s _dump_csv(file, format="compute_only").'
+        )
+    if wrong:
+        raise PipelineError(all_offenders(f'Schedule "{name}" has cells that are no actions:', wrong))
+    return tuple(read)

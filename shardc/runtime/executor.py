@@ -1,0 +1,353 @@
+"""The actors of a network under the real clock: one thread for each, which runs Python callables.
+
+A thread runs its actor's steps in their order. It prepares a step (host work that needs no inputs), waits for the
+inputs, runs the task, which on an asynchronous device only launches it, and posts the results. So the host work of all
+actors overlaps, and actors run ahead of the device as far as registers and window allow.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any, Final, TypeAlias
+
+from shardc.errors import PipelineError, PipelineTaskError, all_offenders
+from shardc.runtime.actor import Actor, Channel, Network, Span, Step
+from shardc.runtime.deadlock import find_deadlock
+from shardc.runtime.mailbox import Mailbox, Port
+from shardc.runtime.window import Window
+
+_ALL_RUNS: Final = 2**63 - 1
+
+Transport: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a step does.
+
+    Attributes:
+      run: takes the values of the messages that the step takes, gives those of the messages that it gives, both in
+        the step's order. More values may follow: tokens, which nobody takes. They are held until the window has
+        waited for them; a task whose results may be donated by others before they are finished gives one.
+      prepare: host work that needs no inputs; called with the label before the inputs are waited for.
+      source: where the task comes from, for errors: `model.py:41`.
+    """
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    prepare: Callable[[Hashable], object] | None = None
+    source: str = ""
+
+
+Tasks: TypeAlias = Mapping[Hashable, Task] | Callable[[Hashable], Task]
+
+
+class Executor:
+    """Runs a network, again and again. Close it, or use it as a context manager; dropping it closes it too.
+
+    Args:
+      net: one that `find_deadlock` finds nothing in.
+      tasks: the task of each label of the actors that run here: a mapping, or a function of the label.
+      transports: for a channel a function that moves a value to its consumer, called in the giver's thread as soon as
+        the value is there, so that the move overlaps with what comes next (`jax.device_put`). Not given: values stay.
+      wait, window: at most `window` launched, unfinished steps for each actor; `wait` blocks until the values that it
+        is given are there (`jax.block_until_ready`). Not given: no bound.
+      mine: the actors that this process runs; all, if not given.
+      ports: for each actor that runs elsewhere how to post to it. What comes back goes to `mailboxes`.
+      name: of the threads.
+
+    Raises:
+      PipelineError: the network deadlocks, a label has no task, or an actor elsewhere no port.
+
+    Example:
+      >>> net = Network(((Step("make", (), ((0, 0),)),), (Step("show", ((0, 0),)),)), (Channel("c", 0, 1, 1),))
+      >>> seen = []
+      >>> tasks = {"make": Task(lambda _: [42]), "show": Task(lambda values: seen.extend(values) or [])}
+      >>> with Executor(net, tasks) as executor:
+      ...     _ = executor.run()
+      >>> seen
+      [42]
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        tasks: Tasks,
+        *,
+        transports: Callable[[Channel], Transport] | None = None,
+        wait: Callable[[list[Any]], object] | None = None,
+        window: int | None = None,
+        mine: Iterable[int] | None = None,
+        ports: Mapping[int, Port] | None = None,
+        name: str = "pipeline",
+    ) -> None:
+        deadlock = find_deadlock(net)
+        if deadlock is not None:
+            raise PipelineError(str(deadlock))
+        here = sorted(range(len(net.actors)) if mine is None else set(mine))
+        _check_places(net, here, ports or {})
+        if (window is None) != (wait is None) or (window is not None and window < 1):
+            raise PipelineError(f"Executor: window={window} and wait={wait}: give both, and a window of 1 or more.")
+        found = _resolve(net, here, tasks)
+        self.mailboxes: dict[int, Mailbox] = {a: Mailbox() for a in here}
+        """Where messages and credits from elsewhere are to be posted, by actor."""
+        self._ports: dict[int, Port] = {**(ports or {}), **self.mailboxes}
+        self._reports: SimpleQueue[None] = SimpleQueue()
+        moves = [None if transports is None else transports(c) for c in net.channels]
+        self._workers = [
+            _Worker(
+                net, a, found[a], self.mailboxes[a], self._ports, moves, self._reports,
+                None if window is None or wait is None else Window(window, wait),
+            )
+            for a in here
+        ]  # fmt: skip
+        self._runs = 0
+        self._running = threading.Lock()
+        for w in self._workers:
+            w.thread = threading.Thread(target=w.loop, name=f"{name}: actor {w.number}", daemon=True)
+            w.thread.start()
+        self._finalizer = weakref.finalize(self, _close, self._workers)
+
+    def run(self, *, record: bool = False) -> list[Span]:
+        """Runs all steps of the actors that are here, and returns when the last was launched.
+
+        Returns:
+          if asked to record, the host's times of all steps by actor: from when the inputs were there to when the
+          results were posted. Seconds of `time.perf_counter`.
+
+        Raises:
+          PipelineTaskError: a task failed; all actors have stopped, and the executor can be run again.
+          PipelineError: the executor is closed, or running already, or an actor elsewhere stopped the run.
+        """
+        if not self._running.acquire(blocking=False):
+            raise PipelineError("Executor.run: it is running already, in another thread or in a task of its own.")
+        try:
+            if not self._finalizer.alive:
+                raise PipelineError("Executor.run: the executor is closed.")
+            self._runs += 1
+            return self._run(self._runs, record)
+        finally:
+            self._running.release()
+
+    def _run(self, run: int, record: bool) -> list[Span]:
+        interrupt: BaseException | None = None
+        ordered = False
+        while True:
+            try:
+                if not ordered:  # an order that comes twice is ignored
+                    for w in self._workers:
+                        w.orders.put((run, record))
+                    ordered = True
+                while any(w.done < run for w in self._workers):
+                    self._reports.get()
+                break
+            except BaseException as error:  # KeyboardInterrupt, wherever it hits
+                if interrupt is not None:  # a second one: whoever sits there will not wait for a task that hangs
+                    for w in self._workers:
+                        w.abandoned = w.done < run
+                    raise
+                interrupt = error
+                _stop(self._ports.values(), run)
+        spans = [span for w in self._workers for span in w.spans]
+        failed = sorted((w.failure for w in self._workers if w.failure is not None), key=lambda f: f[0])
+        stopped = any(w.stopped for w in self._workers)
+        for w in self._workers:
+            w.spans, w.failure = [], None
+            if failed or stopped:
+                w.mailbox.clear(run)
+        try:
+            if interrupt is not None:
+                raise interrupt
+            if failed:
+                for _, later in failed[1:]:
+                    failed[0][1].add_note(f"After it {later}".partition("\n")[0])
+                raise failed[0][1]
+            if stopped and not self._finalizer.alive:
+                raise PipelineError("Executor.run: the executor was closed while it ran.")
+            if stopped:
+                raise PipelineError(
+                    "Executor.run: an actor of another process stopped the run; the error stands there."
+                )
+        finally:
+            del failed, interrupt  # or this frame and the exception would hold each other
+        return spans
+
+    def close(self) -> None:
+        """Ends all threads and waits for them; a run in another thread is stopped. Closing twice is nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """One actor's thread and what it needs: nothing of the executor, so that dropping that ends the thread."""
+
+    def __init__(
+        self,
+        net: Network,
+        number: int,
+        tasks: Sequence[Task],
+        mailbox: Mailbox,
+        ports: Mapping[int, Port],
+        moves: Sequence[Transport | None],
+        reports: SimpleQueue[None],
+        window: Window | None,
+    ) -> None:
+        self.number = number
+        self.mailbox = mailbox
+        self.orders: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
+        self.thread = threading.Thread()
+        self.done = 0
+        """The last run that ended; then `spans`, `failure` (with its time) and `stopped` say how."""
+        self.spans: list[Span] = []
+        self.failure: tuple[float, PipelineTaskError] | None = None
+        self.stopped = False
+        self.abandoned = False
+        """Nobody waits for what it does now."""
+        self._net = net
+        self._tasks = tasks
+        self._ports = ports
+        self._moves = moves
+        self._reports = reports
+        self._window = window
+        ends = [(c.source, c.target) for c in net.channels]
+        self._to = [ports[t] if s == number != t else None for s, t in ends]
+        """By channel where its messages go; None: to this actor."""
+        self._back = [ports[s] if t == number != s else None for s, t in ends]
+        """By channel where its credits go."""
+        self._bounded = [c.registers is not None for c in net.channels]
+
+    def loop(self) -> None:
+        while (order := self.orders.get()) is not None:
+            run, record = order
+            if run > self.done:
+                self._run(run, record)
+                self.done = run
+            self.abandoned = False
+            self._reports.put(None)
+
+    def _run(self, run: int, record: bool) -> None:
+        actor: Actor[None] = Actor(self._net, self.number, None)
+        self.spans, self.failure, self.stopped = [], None, False
+        self.mailbox.open(run, actor)
+        for step, task in zip(self._net.actors[self.number], self._tasks, strict=True):
+            label, source = step.label, task.source
+            try:
+                if task.prepare is not None:
+                    task.prepare(label)
+                while not actor.ready() and self.mailbox.stopped < run:
+                    self.mailbox.feed(run, actor)
+                if self.mailbox.stopped >= run:
+                    self.stopped = True
+                    break
+                if self._window is not None and self._window.full:
+                    label, source = self._window.oldest
+                    self._window.make_room()
+                    label, source = step.label, task.source
+                begin = perf_counter()
+                self._launch(actor, step, task, run)
+                if record:
+                    self.spans.append(Span(self.number, step.label, begin, perf_counter()))
+            except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
+                self.failure = perf_counter(), _task_error(error, self.number, label, source)
+                _stop(self._ports.values(), run)
+                break
+        if self._window is not None and (self.stopped or self.failure):
+            self._window.clear()
+
+    def _launch(self, actor: Actor[Any], step: Step, task: Task, run: int) -> None:
+        values, _ = actor.fire()
+        given = list(task.run(values))
+        del values  # the registers that were taken
+        count = len(step.gives)
+        if len(given) < count:
+            raise ValueError(f"the task returned {len(given)} values; the step gives {count}.")
+        for i, message in enumerate(step.gives):
+            channel = message[0]
+            move = self._moves[channel]
+            if move is not None:
+                given[i] = move(given[i])
+            port = self._to[channel]
+            if port is None:
+                actor.deliver(message, given[i])
+            else:
+                port.message(run, message, given[i])
+        for channel, _ in step.takes:
+            if self._bounded[channel]:
+                port = self._back[channel]
+                if port is None:
+                    actor.credit(channel, None)
+                else:
+                    port.credit(run, channel)
+        if self._window is not None:
+            self._window.add((step.label, task.source), given[:count], given[count:])
+
+
+def _task_error(error: BaseException, actor: int, label: Hashable, source: str) -> PipelineTaskError:
+    """Without our own frames, which would hold values as long as somebody holds the error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    where = f" ({source})" if source else ""
+    failure = PipelineTaskError(
+        f"actor {actor} failed in {label}{where}: {type(error).__name__}: {error}\n"
+        "All actors of the pipeline have stopped; it can be run again.",
+        actor,
+        label,
+        source,
+    )
+    failure.__cause__ = error.with_traceback(trace)
+    return failure
+
+
+def _stop(ports: Iterable[Port], run: int) -> None:
+    for port in ports:
+        with suppress(Exception):  # a connection that is gone stops nobody
+            port.stop(run)
+
+
+def _close(workers: Sequence[_Worker]) -> None:
+    for w in workers:
+        w.mailbox.stop(_ALL_RUNS)
+        w.orders.put(None)
+    for w in workers:
+        if w.thread is not threading.current_thread() and not w.abandoned:
+            w.thread.join()
+
+
+def _check_places(net: Network, here: Sequence[int], ports: Mapping[int, Port]) -> None:
+    strange = [a for a in here if not 0 <= a < len(net.actors)]
+    if strange:
+        raise PipelineError(f"Executor: mine has {strange}; the network has actors 0 to {len(net.actors) - 1}.")
+    lost = sorted(
+        {
+            f'channel "{c.name}" joins actor {a}, which is here, and actor {b}, which is elsewhere and has no port.'
+            for c in net.channels
+            for a, b in ((c.source, c.target), (c.target, c.source))
+            if a in here and b not in here and b not in ports
+        }
+    )
+    if lost:
+        raise PipelineError(all_offenders("Executor: give a port for each actor that runs elsewhere:", lost))
+
+
+def _resolve(net: Network, here: Sequence[int], tasks: Tasks) -> dict[int, list[Task]]:
+    """The task of each step of each actor that runs here."""
+    steps = [(a, step.label) for a in here for step in net.actors[a]]
+    if not callable(tasks):
+        missing = [f"actor {a}: {label}" for a, label in steps if label not in tasks]
+        if missing:
+            raise PipelineError(all_offenders("Executor: no task for these steps:", missing))
+    found: dict[int, list[Task]] = {a: [] for a in here}
+    for a, label in steps:
+        found[a].append(tasks(label) if callable(tasks) else tasks[label])
+    return found

@@ -1,0 +1,55 @@
+"""How many steps an actor may have launched that have not finished."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+
+class Window:
+    """At most `size` launched, unfinished steps: before one more, the oldest is waited for.
+
+    Of the values that a step gives only weak references are held, so that a register is free when its consumer has
+    run. A step whose values are all gone counts as finished; one that gave tokens, which are held, never does.
+    """
+
+    def __init__(self, size: int, wait: Callable[[list[Any]], object]) -> None:
+        self._size = size
+        self._wait = wait
+        self._launched: deque[tuple[tuple[Hashable, str], list[weakref.ref[Any]], list[Any]]] = deque()
+
+    @property
+    def oldest(self) -> tuple[Hashable, str]:
+        """Label and source of the step that `make_room` waits for."""
+        return self._launched[0][0]
+
+    @property
+    def full(self) -> bool:
+        return len(self._launched) >= self._size
+
+    def make_room(self) -> None:
+        """Waits for the oldest step. Raises what `wait` raises: then that step has failed."""
+        _, values, tokens = self._launched[0]
+        alive = tokens or [v for v in (ref() for ref in values) if v is not None]
+        if alive:
+            self._wait(alive)
+        self._launched.popleft()
+
+    def add(self, who: tuple[Hashable, str], values: Iterable[Any], tokens: list[Any]) -> None:
+        self._launched.append((who, [] if tokens else list(_weak(values)), tokens))
+
+    def clear(self) -> None:
+        self._launched.clear()
+
+
+def _weak(values: Iterable[Any]) -> Iterator[weakref.ref[Any]]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _weak(value)
+        else:
+            try:
+                yield weakref.ref(value)
+            except TypeError:  # numbers, None and other values that nothing needs to be waited for
+                continue
