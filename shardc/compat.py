@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias
 
 import jax
+import numpy as np
 from jax._src import core as _core
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
@@ -160,3 +161,17 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
         return list(out) if prim.multiple_results else [out]
 
     return bind
+
+
+# Why: a sum that is put together anew needs an addition without an equation to copy.
+def add_eqn(a: Atom, b: Atom, out: Var) -> Eqn:
+    """`out = add a b`."""
+    return new_eqn([a, b], [out], jax.lax.add_p, {}, None)
+
+
+def full_eqn(value: Any, out: Var) -> Eqn:
+    """`out = full value`."""
+    shape = tuple(out.aval.shape)
+    start = literal(np.asarray(value, out.aval.dtype), shaped_array((), out.aval.dtype))
+    params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
+    return new_eqn([start], [out], jax.lax.broadcast_in_dim_p, params, None)

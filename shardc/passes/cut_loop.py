@@ -174,6 +174,7 @@ class _Placer:
         self.floor: dict[Var, int] = {}
         self.low: dict[Var, int | None] = {}
         self.late: set[int] = set()  # ids of equations of recompute: as late as their readers allow
+        self.limit: dict[Var, int] = {}  # the position in front of the first cut that a value crosses
         self.depth: dict[Var, int] = {}  # equations in a cheap computation; absent: not cheap
 
     def run(self) -> PlacedBody:
@@ -263,6 +264,9 @@ class _Placer:
                     )
                 crossed.setdefault(key, x)
             self.alias[y] = x
+            if id(eqn) not in self.late and not compat.is_literal(b := self.base(x)):
+                front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
+                self.limit[b] = min(front, self.limit.get(b, front))
             if k == END:
                 self.floor[y] = self.stages if eqn.params["backward"] else (self.at(x) or 0)
             else:
@@ -378,7 +382,8 @@ class _Placer:
             elif low is None and not root and all(v in self.depth for v in eqn.outvars):
                 positions = read
             else:
-                positions = {min(read)}
+                limits = {self._fuse(self.limit[v]) for v in eqn.outvars if v in self.limit}
+                positions = {min(read | limits)}
             for p in sorted(positions, reverse=True):
                 placed.append((p, eqn.replace(invars=[self.base(a) for a in eqn.invars])))
                 for v in self._vars(eqn):
