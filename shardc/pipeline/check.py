@@ -104,7 +104,7 @@ def _split_stages(schedule: Schedule, places: dict[Action, list[_Place]]) -> Ite
         for rank in sorted(set(ranks) - {home}):
             place = next(p for a, found in places.items() for p in found if (a.stage, p.rank) == (stage, rank))
             yield (
-                f"{_at(place)}: stage {stage} on rank {rank} (actions: {ranks[rank]}) and on rank {home} ({ranks[home]}); "
+                f"{_at(place)}: stage {stage} has {ranks[rank]} actions here and {ranks[home]} on rank {home}; "
                 f"a stage lives on one rank.{_marked(schedule, place)}"
             )
 

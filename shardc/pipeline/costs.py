@@ -45,9 +45,9 @@ class Costs:
         if isinstance(given, Costs):
             costs = given
         else:
-            rows = [given] if all(isinstance(x, (int, float)) for x in given) else list(given)
-            costs = Costs(tuple(_triple(row) for row in rows))
-        if not costs.stages or stages is not None and len(costs.stages) not in (1, stages):
+            one = all(isinstance(x, (int, float)) for x in given)
+            costs = Costs((_triple(given),) if one else tuple(_triple(row) for row in given))
+        if not costs.stages or (stages is not None and len(costs.stages) not in (1, stages)):
             raise PipelineError(
                 f"costs has {len(costs.stages)} triples for {stages or 'some'} stages; "
                 "give one (F, B, W) for all of them, or one for each."
@@ -66,8 +66,8 @@ class Costs:
 CostsLike: TypeAlias = Costs | Sequence[float] | Sequence[Sequence[float]]
 
 
-def _triple(row: float | Sequence[float]) -> Triple:
-    if isinstance(row, (int, float)) or len(row) != 3:
+def _triple(row: object) -> Triple:
+    if not isinstance(row, Sequence) or len(row) != 3:
         raise PipelineError(f"costs: {row} is not three numbers F, B, W (forward, input gradient, weight gradient).")
     forward, inputs, weights = row
     return float(forward), float(inputs), float(weights)
