@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 KINDS: Final = {"F": "forward", "B": "full backward", "I": "input gradient", "W": "weight gradient"}
 """The letters of torch.distributed.pipelining, so that schedules travel both ways. B is I and W in one task."""
 
-_ACTION: Final = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 
 
 class Action(NamedTuple):

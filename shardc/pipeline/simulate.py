@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from shardc.errors import PipelineError
 from shardc.pipeline.action import Action
@@ -26,6 +26,9 @@ Cost: TypeAlias = Callable[[Any], float]
 """Seconds of a step, by its label."""
 Link: TypeAlias = Callable[[Channel], tuple[float, float]]
 """Latency, and seconds that one message keeps the link busy, of a channel between two actors."""
+
+_FIRST: Final = -1
+_LAST: Final = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,17 @@ class Timeline:
     def _uses(self) -> tuple[list[tuple[float, int]], ...]:
         """For each channel time and registers in use, after each change.
 
-        At one time ends come before starts, unless the step that ends also starts at that time.
+        What happens at one time is put in an order that agrees with all dependences: what ends, then steps without
+        length, then what starts.
         """
         events: list[list[tuple[float, int, int]]] = [[] for _ in self.network.channels]
         for steps, starts, ends, ranks in zip(self.network.actors, self.starts, self.ends, self.ranks, strict=True):
             for step, start, end, rank in zip(steps, starts, ends, ranks, strict=True):
+                starting, ending = (2 * rank, 2 * rank + 1) if start == end else (_LAST, _FIRST)
                 for channel, _ in step.gives:
-                    events[channel].append((start, 2 * rank, 1))
+                    events[channel].append((start, starting, 1))
                 for channel, _ in step.takes:
-                    events[channel].append((end, 2 * rank + 1 if start == end else -1, -1))
+                    events[channel].append((end, ending, -1))
         uses: list[list[tuple[float, int]]] = []
         for happened in events:
             happened.sort()

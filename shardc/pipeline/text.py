@@ -15,6 +15,14 @@ Rows: TypeAlias = tuple[tuple[Action, ...], ...]
 Columns: TypeAlias = Sequence[Sequence[int]]
 
 IDLE: Final = ("", ".", "-")
+_AROUND: Final = 5
+"""Cells shown of a row before and after one that is wrong."""
+_SHOWN: Final = 20
+"""Wrong cells shown in an error."""
+_COMPUTE_ONLY: Final = (
+    "shardc derives sends and receives from the order of the computation. Save the compute-only format: torch's "
+    '_dump_csv(file, format="compute_only").'
+)
 _LABEL: Final = re.compile(r"\s*(?:rank\s+(\d+)\b\s*[:|]?|(\d+)\s*[:|])", re.IGNORECASE)
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)(?:OVERLAP_F_B)?")
 _COMMUNICATION: Final = re.compile(r"\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -37,6 +45,10 @@ def parse(grid: str) -> tuple[str, Rows]:
     name = "schedule"
     if lines and not _LABEL.match(lines[0]) and not any(_looks_right(c) for c in _cells(lines[0])):
         name = lines.pop(0).strip()
+    for rank, line in enumerate(lines):
+        label = _LABEL.match(line)
+        if label and int(label[1] or label[2]) != rank:
+            raise PipelineError(f'Schedule "{name}": row {rank} is labelled "{label[0].strip()}"; rows stand in order.')
     return name, _read([_cells(line) for line in lines], name)
 
 
@@ -88,24 +100,29 @@ def _actions(cell: str) -> Iterable[Action]:
 def _read(rows: Sequence[Sequence[str]], name: str) -> Rows:
     read: list[tuple[Action, ...]] = []
     wrong: list[str] = []
-    moves: list[str] = []
+    moves = False
     for rank, cells in enumerate(rows):
         row: list[Action] = []
         for column, cell in enumerate(cells):
             try:
                 row.extend(_actions(cell))
             except ValueError as error:
-                (moves if _COMMUNICATION.fullmatch(cell.strip()) else wrong).append(
-                    f"rank {rank}, column {column}: {error}"
-                )
+                communicates = _COMMUNICATION.fullmatch(cell.strip())
+                moves = moves or bool(communicates)
+                reason = f"{cell.strip()} is communication." if communicates else str(error)
+                wrong.append(f"rank {rank}, column {column}: {reason}\n  {marked(rank, cells, column)}")
         read.append(tuple(row))
-    if moves:
-        where = moves[0].split(":")[0]
-        raise PipelineError(
-            f'Schedule "{name}": {len(moves)} cells are communication, the first at {where}. shardc derives sends and '
-            "receives from the order of the computation; save the compute-only format: "
-            'torch\'s _dump_csv(file, format="compute_only").'
-        )
     if wrong:
-        raise PipelineError(all_offenders(f'Schedule "{name}" has cells that are no actions:', wrong))
+        more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
+        error = all_offenders(f'Schedule "{name}" has cells that are no actions:', [*wrong[:_SHOWN], *more])
+        raise PipelineError(f"{error}\n{_COMPUTE_ONLY}" if moves else error)
     return tuple(read)
+
+
+def marked(rank: int, cells: Sequence[str | Action], column: int) -> str:
+    """The part of a row around a cell, that cell in brackets."""
+    first, last = max(0, column - _AROUND), min(len(cells), column + _AROUND + 1)
+    around = [str(c).strip() or "." for c in cells[first:last]]
+    around[column - first] = f"[{around[column - first]}]"
+    dots = ["..."]
+    return f"rank {rank} | " + " ".join([*dots * (first > 0), *around, *dots * (last < len(cells))])
