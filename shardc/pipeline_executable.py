@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardc import compat
 from shardc.compat import Var
 from shardc.errors import MeshError, PipelineTaskError, StepFailedError, all_offenders
 from shardc.executable import Executable, OtherCallError
@@ -259,7 +260,7 @@ class PipelineExecutable:
         executor = self.compiled
         whole = [*args, *self._captured]
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
-            if tuple(np.shape(x)) != shape or (getattr(x, "dtype", dtype) != dtype and hasattr(x, "shape")):
+            if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller takes the long way
         try:
             for stage, state in zip(self.plan.stages, self._states, strict=True):
@@ -281,7 +282,7 @@ class PipelineExecutable:
         for stage, state in zip(self.plan.stages, self._states, strict=True):
             names = zip(stage.program.results, stage.tasks.results, state.exits, strict=True)
             for i, v, border in names:
-                x = state.residents[v] if isinstance(v, Var) else border.enter(v.val)
+                x = border.enter(v.val) if compat.is_literal(v) else state.residents[v]
                 found[i] = border.leave(x)
         return [found[i] for i in range(len(found))]
 
