@@ -362,7 +362,7 @@ def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement |
     """The same for a pipeline: on one rank's mesh, or on the whole one."""
     devices = set(x.sharding.device_set) if isinstance(x, jax.Array) else set[Any]()
     for m in meshes:
-        if isinstance(m, Mesh) and (devices == set(m.devices.flat) or (is_placed(x) and x.mesh == m)):
+        if isinstance(m, Mesh) and (devices == set(m.devices.flat) or (isinstance(x, PlacedArray) and x.mesh == m)):
             return _arrival(x, m)
     if isinstance(x, jax.Array) and getattr(x, "committed", False) and isinstance(mesh, Mesh):
         return None if devices <= set(mesh.devices.flat) else _arrival(x, mesh)

@@ -174,7 +174,7 @@ class Executable:
             for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
 
-    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+    def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
         run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
         if not self._reordered:

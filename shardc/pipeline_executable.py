@@ -200,7 +200,7 @@ class PipelineExecutable:
         if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
             return _stay
         same = [
-            dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement or (g.plain and t.plain)
+            (dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement) or (g.plain and t.plain)
             for g, t in zip(given, taken, strict=True)
         ]
         shardings = [t.sharding for t in taken]
@@ -255,7 +255,7 @@ class PipelineExecutable:
         """
         return self.launch(leaves)
 
-    def launch(self, args: Sequence[Any], record: bool = False) -> list[Any]:
+    def launch(self, args: Sequence[Any], *, record: bool = False) -> list[Any]:
         """The same, of the arguments of the flat call."""
         executor = self.compiled
         whole = [*args, *self._captured]

@@ -23,9 +23,9 @@ from shardc.passes.split_tasks import StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
+from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.costs import Costs
 from shardc.pipeline.schedules import METHODS
 from shardc.pipeline.schedules.method import ranks_of
 from shardc.pipeline.simulate import Timeline, simulate
