@@ -52,6 +52,10 @@ class _Border:
             return jax.device_put(narrow(x), self.sharding)
         return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
 
+    def value(self, x: jax.Array) -> np.ndarray:
+        """The logical value of a physical array, on the host."""
+        return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
+
     def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
         return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
 
@@ -131,7 +135,8 @@ class PipelineExecutable:
         if isinstance(label, Once) and label.kind == "done":
             return Task(self._wait_for_sums(label.stage))
         step = next(s for row in self.plan.network.actors for s in row if s.label == label)
-        return Task(lambda _, n=len(step.gives): [None] * n)
+        tokens = [None] * len(step.gives)
+        return Task(lambda _: tokens)
 
     def _source(self, number: int, task: StageTask) -> str:
         stage = self.plan.stages[number]
@@ -208,10 +213,8 @@ class PipelineExecutable:
             return lambda values: tuple(jax.device_put(list(values), shardings))
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(
-                jax.device_put(x, t.sharding) if ok else t.enter(to_logical(np.asarray(x), g.shape, g.placement, g.sizes))
-                for x, g, t, ok in zip(values, given, taken, same, strict=True)
-            )
+            ends = zip(values, given, taken, same, strict=True)
+            return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
 
         return move
 

@@ -302,7 +302,7 @@ def make_pipeline_plan(
         }
         plan = make_plan(
             _pinned(s.program, known), mine,
-            [replace(a, donated=a.donated and cut.homes[i] == s.stage) for i, a in ((i, arguments[i]) for i in s.arguments)],
+            [replace(arguments[i], donated=arguments[i].donated and cut.homes[i] == s.stage) for i in s.arguments],
             [results[i] for i in s.results],
         )  # fmt: skip
         ends |= {n: p for n, p, _ in _ends(plan)}
