@@ -156,19 +156,3 @@ def stack_blocks(params, cfg: Config):
     params = dict(params)
     blocks = [params.pop(f"blocks_{i}") for i in range(cfg.layers)]
     return {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
-
-
-def generate(params, cfg: Config, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
-    """`length` bytes that follow the prompt, drawn from a window of at most `cfg.seq` tokens."""
-
-    @jax.jit
-    def draw(params, window_T, last, key):
-        logits_TV = GPT2(cfg).apply({"params": params}, window_T[None])[0]
-        return jax.random.categorical(key, logits_TV[last, :256].astype(float) / temperature)
-
-    tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(seed), length):
-        window = tokens[-cfg.seq :]
-        padded = jnp.array(window + [0] * (cfg.seq - len(window)))  # no position looks at those after it
-        tokens.append(int(draw(params, padded, len(window) - 1, key)))
-    return bytes(tokens[len(prompt) :])
