@@ -33,9 +33,7 @@ def draw(name: str, rows: Rows, columns: Columns) -> str:
     cells = [_spread(row, at) for row, at in zip(rows, columns, strict=True)]
     width = max((len(c) for row in cells for c in row), default=0)
     label = len(f"rank {len(rows) - 1}")
-    lines = (
-        f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells)
-    )
+    lines = (f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells))
     return "\n".join([name, *(line.rstrip() for line in lines)])
 
 
