@@ -438,6 +438,35 @@ def test_closing_stops_a_run_in_another_thread():
     executor.close()
 
 
+def test_closing_at_any_moment_ends_a_run():
+    """Also between the look whether it is open and the orders to the threads."""
+    net = chain(2, 3, registers=1)
+    outcomes = set()
+    for i in range(200):
+        executor = Executor(net, tasks_for(net, lambda *_: None))
+        closer = threading.Timer(i * 5e-6, executor.close)
+        closer.start()
+        try:
+            for _ in range(50):
+                within(5, executor.run)
+            outcomes.add("ended")
+        except PipelineError as error:
+            outcomes.add(str(error))
+        closer.join()
+    assert outcomes <= {"ended", "Executor.run: the executor is closed.",
+                        "Executor.run: the executor was closed while it ran."}  # fmt: skip
+
+
+def test_an_order_that_comes_after_the_end_is_answered():
+    net = chain(2, 1)
+    executor = Executor(net, tasks_for(net, lambda *_: None))
+    for worker in executor._workers:
+        worker.orders.put(None)
+        worker.thread.join(5)
+    with pytest.raises(PipelineError, match="stopped the run"):
+        within(5, executor.run)
+
+
 def test_dropping_closes():
     net = chain(2, 2)
     executor = Executor(net, tasks_for(net, lambda *_: None))
