@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardc.errors import ArgumentError
+from shardc.passes.boundary import END, mark_cut, microbatches_p
 from shardc.passes.trace import path_text
 
 REDUCTIONS: Final = ("mean", "sum", "stack")
@@ -100,7 +101,7 @@ def _split(
         else:
             x = jnp.moveaxis(jnp.asarray(x), axis, 0)
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:]).swapaxes(0, 1)
-            slices.append(jnp.moveaxis(x, 1, axis % (x.ndim - 1) + 1))
+            slices.append(microbatches_p.bind(jnp.moveaxis(x, 1, axis % (x.ndim - 1) + 1)))
     return slices, (whole, [a is not None for a in axes])
 
 
@@ -179,7 +180,7 @@ def _with_gradient(
 
     def forward(slices: Any, whole: Any) -> tuple[Any, Any]:
         def both(xs: Any, rest: Any) -> Any:
-            value, pullback = jax.vjp(once, xs, rest)
+            value, pullback = jax.vjp(lambda xs, rest: mark_cut(once(xs, rest), END), xs, rest)
             by_slice, by_rest = pullback(jnp.ones_like(value))
             return (value, _floats(by_rest)), _floats(by_slice)
 

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias
 
 import jax
+import numpy as np
 from jax._src import core as _core
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
@@ -160,3 +161,49 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
         return list(out) if prim.multiple_results else [out]
 
     return bind
+
+
+# Why: a sum that is put together anew needs an addition without an equation to copy.
+def add_eqn(a: Atom, b: Atom, out: Var) -> Eqn:
+    """`out = add a b`."""
+    return new_eqn([a, b], [out], jax.lax.add_p, {}, None)
+
+
+def full_eqn(value: Any, out: Var) -> Eqn:
+    """`out = full value`."""
+    shape = tuple(out.aval.shape)
+    start = literal(np.asarray(value, out.aval.dtype), shaped_array((), out.aval.dtype))
+    params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
+    return new_eqn([start], [out], jax.lax.broadcast_in_dim_p, params, None)
+
+
+# Why: a task of a pipeline reads its microbatch from a stack, and writes its row of one, in the jaxpr itself.
+def copy_eqn(x: Var, out: Var) -> Eqn:
+    """`out = copy x`."""
+    return new_eqn([x], [out], jax.lax.copy_p, {}, None)
+
+
+def slice_at_eqn(stack: Var, index: Var, out: Var) -> Eqn:
+    """`out = stack[index:index + 1]`."""
+    zero = literal(np.int32(0), shaped_array((), np.dtype("int32")))
+    starts = [index, *([zero] * (len(stack.aval.shape) - 1))]
+    return new_eqn([stack, *starts], [out], jax.lax.dynamic_slice_p, {"slice_sizes": tuple(out.aval.shape)}, None)
+
+
+def put_at_eqn(stack: Var, row: Var, index: Var, out: Var) -> Eqn:
+    """`out = stack with stack[index:index + 1] = row`."""
+    zero = literal(np.int32(0), shaped_array((), np.dtype("int32")))
+    starts = [index, *([zero] * (len(stack.aval.shape) - 1))]
+    return new_eqn([stack, row, *starts], [out], jax.lax.dynamic_update_slice_p, {}, None)
+
+
+def squeeze_eqn(x: Var, out: Var) -> Eqn:
+    """`out = x[0]`, of one row."""
+    return new_eqn([x], [out], jax.lax.squeeze_p, {"dimensions": (0,)}, None)
+
+
+def unsqueeze_eqn(x: Atom, out: Var) -> Eqn:
+    """`out = x[None]`."""
+    dims = tuple(range(1, len(out.aval.shape)))
+    params = {"shape": tuple(out.aval.shape), "broadcast_dimensions": dims, "sharding": None}
+    return new_eqn([x], [out], jax.lax.broadcast_in_dim_p, params, None)

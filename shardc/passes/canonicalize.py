@@ -15,6 +15,7 @@ from jax.extend import core as jex
 
 from shardc import compat
 from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.passes.boundary import MARKS
 
 INLINED: Final = {
     "jit": "jaxpr",
@@ -39,8 +40,9 @@ NESTED: Final = {
 
 
 class _Inliner:
-    def __init__(self) -> None:
+    def __init__(self, marks: bool) -> None:
         self.eqns: list[Eqn] = []
+        self.marks = marks
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -53,6 +55,9 @@ class _Inliner:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
             eqn = _with_one_condition(eqn)
             invars = [read(a) for a in eqn.invars]
+            if eqn.primitive in MARKS and not self.marks:
+                env[eqn.outvars[0]] = invars[0]
+                continue
             body = INLINED.get(eqn.primitive.name)
             if body is not None:
                 closed = eqn.params[body]
@@ -61,8 +66,21 @@ class _Inliner:
                 continue
             outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
             env |= dict(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=_canonical_params(eqn)))
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self._params(eqn)))
         return [read(a) for a in jaxpr.outvars]
+
+    def _params(self, eqn: Eqn) -> dict[str, Any]:
+        params = dict(eqn.params)
+        for key in NESTED.get(eqn.primitive.name, ()):
+            body = params[key]
+            bodies = [self._body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
+            params[key] = tuple(bodies) if isinstance(body, tuple) else bodies[0]
+        return params
+
+    def _body(self, body: Any, caller: Eqn) -> Any:
+        if hasattr(body, "consts"):
+            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks))
+        return canonical_jaxpr(body, (), caller, self.marks)
 
 
 def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
@@ -95,37 +113,23 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
     return eqn.replace(invars=[*eqn.invars[:nc], *eqn.invars], params=params)
 
 
-def _canonical_params(eqn: Eqn) -> dict[str, Any]:
-    keys = NESTED.get(eqn.primitive.name, ())
-    params = dict(eqn.params)
-    for key in keys:
-        body = params[key]
-        bodies = [_canonical_body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
-        params[key] = tuple(bodies) if isinstance(body, tuple) else bodies[0]
-    return params
-
-
-def _canonical_body(body: Any, caller: Eqn) -> Any:
-    if hasattr(body, "consts"):
-        return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller))
-    return canonical_jaxpr(body, (), caller)
-
-
-def canonical_jaxpr(jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None) -> Jaxpr:
+def canonical_jaxpr(
+    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False
+) -> Jaxpr:
     """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
 
     Equations without a line of the user's get that of `caller`, the equation whose body this is.
     """
-    inliner = _Inliner()
+    inliner = _Inliner(marks)
     invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 
 
-def canonicalize(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
+def canonicalize(closed: ClosedJaxpr, marks: bool = False) -> tuple[Jaxpr, tuple[Any, ...]]:
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
-    Captured scalars become literals: there is nothing to place.
+    Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`.
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
@@ -138,7 +142,7 @@ def canonicalize(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
             extra.append(compat.fresh_var(var.aval))
             consts.append(extra[-1])
             captured.append(value)
-    inliner = _Inliner()
+    inliner = _Inliner(marks)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
     return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

@@ -6,9 +6,9 @@ on one device and gives the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -16,16 +16,15 @@ from jax.interpreters import mlir
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.collective import Collective, Kind
 from shardc.passes.place import Placed
 from shardc.passes.problem import Nested, Node, Problem, Scope, itemsize_of
 from shardc.sbp.boxing import Boxing, find_boxing
 from shardc.sbp.placement import REPLICATED, Placement
 
 box_p = Primitive("box")
-box_p.def_impl(lambda x, *, src, dst: x)
-box_p.def_abstract_eval(lambda x, *, src, dst: x)
-mlir.register_lowering(box_p, lambda ctx, x, *, src, dst: [x])
+box_p.def_impl(lambda x, *, src, dst, source: x)
+box_p.def_abstract_eval(lambda x, *, src, dst, source: x)
+mlir.register_lowering(box_p, lambda ctx, x, *, src, dst, source: [x])
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,10 @@ class Boxed:
     Attributes:
       jaxpr: the program; `box` equations stand before their readers.
       placements: of every variable, those of nested bodies included.
-      collectives: what the boxings do, in the order of the program.
-      seconds: the time of all boxings in one call.
     """
 
     jaxpr: Jaxpr
-    placements: dict[Var, Placement]
-    collectives: tuple[Collective, ...]
-    seconds: float
-
-
-def short_aval(aval: Any) -> str:
-    """`f32[8,128]`."""
-    return aval.str_short(short_dtypes=True)
+    placements: Mapping[Var, Placement]
 
 
 @dataclass
@@ -66,13 +56,10 @@ class _Inserter:
     placed: Placed
     mesh: MeshView
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
-    collectives: list[Collective] = field(default_factory=list[Collective])
-    seconds: float = 0.0
 
     def scope(
-        self, scope: Scope, inputs: Sequence[Placement], sources: Sequence[str], returns: Sequence[Placement],
-        weight: float,
-    ) -> Jaxpr:  # fmt: skip
+        self, scope: Scope, inputs: Sequence[Placement], sources: Sequence[str], returns: Sequence[Placement]
+    ) -> Jaxpr:
         """The jaxpr of a scope with boxings; its inputs come and its outputs leave at the given placements."""
         env: dict[Var, _Held] = {}
         eqns: list[Eqn] = []
@@ -97,12 +84,11 @@ class _Inserter:
 
         def read_to(atom: Atom, held: _Held, want: Placement) -> Var:
             src = min(held.at, key=lambda p: self._boxing(atom, p, want).seconds)
-            boxing = self._boxing(atom, src, want)
             var = compat.fresh_var(atom.aval)
-            eqns.append(compat.new_eqn([held.at[src]], [var], box_p, {"src": src, "dst": want}, held.made_by))
+            params = {"src": src, "dst": want, "source": held.source}
+            eqns.append(compat.new_eqn([held.at[src]], [var], box_p, params, held.made_by))
             held.at[want] = var
             self.placements[var] = want
-            self._record(boxing, atom, src, want, held.source, weight)
             return var
 
         for var, placement, value, source in zip(scope.jaxpr.invars, inputs, scope.inputs, sources, strict=True):
@@ -111,7 +97,7 @@ class _Inserter:
             if isinstance(node, Nested):
                 entered = [read(a, self._port(n, 0)) for a, n in zip(eqn.invars, node.entries, strict=True)]
                 source = compat.source_line(eqn)
-                eqns.append(eqn.replace(invars=entered, params=self._nested(eqn, node, source, weight)))
+                eqns.append(eqn.replace(invars=entered, params=self._nested(eqn, node, source)))
                 for var, n in zip(eqn.outvars, node.exits, strict=True):
                     define(var, self._port(n, -1), n.results[-1], source, eqn)
             else:
@@ -129,14 +115,14 @@ class _Inserter:
     def _port(self, node: Node, port: int) -> Placement:
         return self.placed.ports[node][port]
 
-    def _nested(self, eqn: Eqn, nested: Nested, source: str, weight: float) -> dict[str, Any]:
+    def _nested(self, eqn: Eqn, nested: Nested, source: str) -> dict[str, Any]:
         """Parameters of a nested equation with its bodies boxed."""
         bodies: list[Jaxpr] = []
-        for k, (scope, returns, trips) in enumerate(zip(nested.scopes, nested.returns, nested.trips, strict=True)):
+        for k, (scope, returns) in enumerate(zip(nested.scopes, nested.returns, strict=True)):
             entries = self._entries_of(eqn, nested, k)
             inputs = [self._port(n, len(n.operands)) for n in entries]
             back = [self._port(n, port) for n, port in returns] or [REPLICATED] * len(scope.outputs)
-            bodies.append(self.scope(scope, inputs, [source] * len(inputs), back, weight * trips))
+            bodies.append(self.scope(scope, inputs, [source] * len(inputs), back))
         params = dict(eqn.params)
         match eqn.primitive.name:
             case "scan":
@@ -161,19 +147,6 @@ class _Inserter:
     def _boxing(self, atom: Atom, src: Placement, dst: Placement) -> Boxing:
         return find_boxing(tuple(atom.aval.shape), itemsize_of(atom.aval), src, dst, self.mesh)
 
-    def _record(
-        self, boxing: Boxing, atom: Atom, src: Placement, dst: Placement, source: str, weight: float
-    ) -> None:  # fmt: skip
-        count = int(weight)
-        self.seconds += boxing.seconds * weight
-        for step, moved in zip(boxing.steps, boxing.moved, strict=True):
-            if step.is_collective and moved:  # an empty value is not sent
-                kind = cast(Kind, step.kind)
-                what = short_aval(atom.aval)
-                self.collectives.append(
-                    Collective(kind, step.axes, moved * count, count, source, what, str(src), str(dst))
-                )
-
 
 def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView) -> Boxed:
     """The problem's program with the boxings that its placement needs."""
@@ -181,5 +154,4 @@ def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView) -> Boxed:
     inputs = [placed.ports[n][-1] for n in problem.sources]
     returns = [placed.ports[n][0] for n in problem.sinks]
     sources = [f"argument {n.path}" for n in problem.sources]
-    jaxpr = ins.scope(problem.scope, inputs, sources, returns, 1.0)
-    return Boxed(jaxpr, ins.placements, tuple(ins.collectives), ins.seconds)
+    return Boxed(ins.scope(problem.scope, inputs, sources, returns), ins.placements)

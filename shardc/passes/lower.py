@@ -19,6 +19,7 @@ from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lower_boxing import emit_step
 from shardc.passes.problem import REMAT, itemsize_of, operation_of
+from shardc.passes.transfer import send_p
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import REPLICATED, Placement, is_even
 from shardc.sbp.signature import Site, extent, find_rule, mask_padding
@@ -47,7 +48,7 @@ class Lowering:
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is box_p:
             return [self.box(eqn, operands[0])]
-        if pin_of(eqn) is not None:
+        if pin_of(eqn) is not None or eqn.primitive is send_p:
             return operands
         nested = _NESTED.get(eqn.primitive.name)
         return nested(self, eqn, operands) if nested else self.operation(eqn, operands)

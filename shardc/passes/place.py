@@ -303,28 +303,3 @@ def place(problem: Problem, mesh: MeshView) -> Placed:
     solver.state = state
     gap = None if len(axes) > 1 else 0.0 if not axes else max(best - bound, 0.0) / best if best else 0.0
     return Placed({n: solver.placements(n) for n in problem.nodes}, 0.0 if not axes else best, gap)
-
-
-def compute_time(problem: Problem, placed: Placed, mesh: MeshView) -> float:
-    """Seconds that a device computes in one call."""
-    total = 0.0
-    for n in problem.nodes:
-        if n.kind != "operation":
-            continue
-        pairs = zip((*n.operands, *n.results), placed.ports[n], strict=True)
-        memory = sum(math.prod(local_shape(v.shape, p, mesh.sizes)) * itemsize_of(v.aval) for v, p in pairs if v)
-        flops = n.rule.flops if n.rule else 0.0
-        shared = shared_by(n.rule.sizes(operation_of(n.eqn)), _counts(n, placed, mesh)) if n.rule and flops else 1.0
-        total += n.weight * compute_seconds(flops / shared, memory, mesh)
-    return total
-
-
-def _counts(n: Node, placed: Placed, mesh: MeshView) -> dict[str, int]:
-    """The number of devices that split each factor of an operation."""
-    assert n.rule is not None
-    counts: dict[str, int] = {}
-    for factors, p in zip((*n.rule.operands, *n.rule.results), placed.ports[n], strict=True):
-        for dim, axes in p.splits.items():
-            if factor := factors[dim]:
-                counts[factor] = math.prod(mesh.sizes[a] for a in axes)
-    return counts

@@ -15,9 +15,11 @@ from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Memory, all_eqns, estimate_memory
-from shardc.passes.place import compute_time, place
+from shardc.passes.place import place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
+from shardc.passes.tally import tally
+from shardc.passes.transfer import is_transfer
 from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.signature import has_rule
 
@@ -61,14 +63,14 @@ class Plan:
     """
 
     def __init__(
-        self, program: Program, mesh: MeshView, boxed: Boxed, compute_seconds: float, gap: float | None,
+        self, program: Program, mesh: MeshView, boxed: Boxed, gap: float | None,
         inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None],
         arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.mesh, self.boxed = program, mesh, boxed
-        self.collectives: tuple[Collective, ...] = boxed.collectives
-        self.compute_seconds = compute_seconds
-        self.seconds = compute_seconds + boxed.seconds
+        cost = tally(boxed, mesh)
+        self.collectives: tuple[Collective, ...] = cost.collectives
+        self.compute_seconds, self.seconds = cost.compute_seconds, cost.seconds
         self.gap = gap
         self.inputs, self.outputs, self.ties = tuple(inputs), tuple(outputs), tuple(ties)
         self.arguments, self.results = tuple(arguments), tuple(results)
@@ -90,7 +92,7 @@ class Plan:
         found: dict[str, list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
-            if not has_rule(name) and name not in _BY_THE_PLANNER and any(v.aval.shape for v in eqn.outvars):
+            if not has_rule(name) and name not in _BY_THE_PLANNER and not is_transfer(eqn) and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
         return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
 
@@ -192,7 +194,7 @@ def make_plan(
     placed = place(problem, mesh)
     boxed = insert_boxing(problem, placed, mesh)
     return Plan(
-        program, mesh, boxed, compute_time(problem, placed, mesh), placed.gap,
+        program, mesh, boxed, placed.gap,
         [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks], ties,
         arguments, [b.pin for b in outputs], notes,
     )  # fmt: skip

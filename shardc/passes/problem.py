@@ -21,6 +21,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
+from shardc.passes.transfer import is_transfer
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import B, P, Pin, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, signatures
@@ -213,7 +214,12 @@ class Builder:
 
     def operation(self, eqn: Eqn, operands: list[Value | None], weight: float) -> Node:
         pin = pin_of(eqn)
-        if pin is not None:
+        if is_transfer(eqn):
+            aval = eqn.outvars[0].aval
+            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=eqn.params["pin"])
+            node.options = tuple(s for s in node.options if not isinstance(s.results[0], P))
+            node.eqn, node.path = eqn, eqn.primitive.name
+        elif pin is not None:
             aval = eqn.outvars[0].aval
             op = pin.placement.partial_op or "sum"
             node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)

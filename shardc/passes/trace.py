@@ -176,8 +176,8 @@ _SETTINGS: Final = (
 )
 
 
-def trace(arguments: Arguments, call: Call) -> Program:
-    """The canonical program of a function at the avals of a call."""
+def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
+    """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`."""
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
     out_info: list[Any] = []
@@ -205,7 +205,7 @@ def trace(arguments: Arguments, call: Call) -> Program:
             f"{arguments.where} has an ordered effect ({ordered[0]}), which several devices cannot keep; "
             "write ordered=False."
         )
-    jaxpr, captured = canonicalize(closed)
+    jaxpr, captured = canonicalize(closed, marks)
     lines = [compat.source_line(e) for e in all_eqns(jaxpr) if e.primitive.name == "shard_map"]
     if lines:
         raise TracingError(

@@ -133,7 +133,7 @@ def _tails(timeline: Timeline, link: Link | None) -> list[list[float]]:
     way = [0.0 if link is None or c.source == c.target else sum(link(c)) for c in net.channels]
     tails = [[0.0] * len(steps) for steps in net.actors]
     needed: dict[Message, float] = {}
-    order = sorted((rank, a, i) for a, ranks in enumerate(timeline.ranks) for i, rank in enumerate(ranks))
+    order = sorted((number, a, i) for a, row in enumerate(timeline.sequence) for i, number in enumerate(row))
     for _, a, i in reversed(order):
         step = net.actors[a][i]
         after = [tails[a][i + 1]] if i + 1 < len(tails[a]) else []
@@ -200,7 +200,7 @@ def derive_order(
     A rank prefers a backward (B, or I where it is split), then a forward if its stage has a credit left, then a weight
     gradient W; among equals the lowest microbatch, then the latest stage. A credit is taken when F starts and given
     back when B or W ends. With p-i credits for stage i of p this is 1F1B exactly, whatever the latency; with 2(p-i)-1
-    it hides the latency as eager 1F1B does: the bubble is (p-1)(F+B+W) + 2(p-1)·latency.
+    it hides a latency of up to half of F+B+W, as eager 1F1B does: the bubble is (p-1)(F+B+W) + 2(p-1)·latency.
 
     Args:
       rank_of: the rank of each stage.

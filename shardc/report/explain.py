@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardc.passes.collective import Collective
-from shardc.passes.insert_boxing import short_aval
+from shardc.passes.tally import short_aval
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, Plan
 from shardc.sbp.placement import Pin, Placement, is_even
@@ -83,7 +83,7 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.program.name} on {axes}: {_number(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{sent}; about {seconds_text(plan.seconds)}, {seconds_text(plan.compute_seconds)} of it computing and "
-        f"{seconds_text(plan.boxed.seconds)} moving; {proved}."
+        f"{seconds_text(plan.seconds - plan.compute_seconds)} moving; {proved}."
     )
 
 

@@ -185,7 +185,7 @@ def check_network(net: Network) -> list[str]:
     """What is wrong with a network as such, whatever the timing; empty if nothing is."""
     count = len(net.actors)
     wrong = [
-        f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; there are {count} actors.'
+        f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; the network has {count}.'
         for i, c in enumerate(net.channels)
         if not (0 <= c.source < count and 0 <= c.target < count)
     ]
@@ -236,7 +236,8 @@ def _wrong_ends(
     for message in messages:
         channel = message[0]
         if not 0 <= channel < len(net.channels):
-            wrong.append(f"{who} a message of channel {channel}; channels are 0 to {len(net.channels) - 1}.")
+            known = f"channels are 0 to {len(net.channels) - 1}" if net.channels else "there are no channels"
+            wrong.append(f"{who} a message of channel {channel}; {known}.")
             continue
         right = net.channels[channel].source if end == "giver" else net.channels[channel].target
         if right != actor:

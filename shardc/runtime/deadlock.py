@@ -93,7 +93,8 @@ class Deadlock:
         held = [m for m in given if m not in taken]
         me = f'actor {wait.actor} is at {wait.label} and waits for a register of "{channel.name}"'
         if not held:
-            return f"{me}: it gives more than {channel.registers} messages at once, and there are no more registers."
+            at_once = sum(m[0] == wait.channel for m in source[self.positions[wait.actor]].gives)
+            return f"{me}: it gives {at_once} messages at once, and the channel has {channel.registers}."
         keys = ", ".join(repr(m[1]) for m in held[:_KEYS]) + ", ..." * (len(held) > _KEYS)
         first = next(i for i, s in enumerate(target) if set(held) & set(s.takes))
         full = "its only one holds message" if channel.registers == 1 else f"its {channel.registers} hold messages"

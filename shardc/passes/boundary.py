@@ -1,0 +1,67 @@
+"""Marks in a traced function that pipelines are cut at: identities that differentiate, batch and transpose.
+
+    x --> stage_boundary[cut k] x         one stage ends here, the next begins
+    ct --> stage_boundary[cut k, backward] ct      its transpose: the same cut, crossed by the gradient
+    xs --> microbatches xs                the stack of microbatches that a loop runs over
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final, TypeVar
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+T = TypeVar("T")
+
+END: Final = -1
+"""The cut after the last stage's forward, where the loss is known and its gradient begins."""
+_numbers = itertools.count()
+
+
+def _identity(name: str) -> Primitive:
+    """A primitive of one operand that gives it back, whatever its parameters."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+    return primitive
+
+
+stage_boundary_p = _identity("stage_boundary")
+microbatches_p = _identity("microbatches")
+MARKS: Final = frozenset((stage_boundary_p, microbatches_p))
+
+
+def _turn(ct: Any, _: Any, *, cut: int, leaf: int, backward: bool) -> list[Any]:
+    return [stage_boundary_p.bind(ct, cut=cut, leaf=leaf, backward=not backward)]
+
+
+ad.deflinear2(stage_boundary_p, _turn)
+ad.deflinear2(microbatches_p, lambda ct, _: [ct])
+
+
+def stage_boundary(x: T) -> T:
+    """Ends a pipeline stage: the identity. What comes after it runs on the next stage's devices.
+
+    Its transpose is the boundary of the backward pass, so one `jax.grad` body holds the cuts of both directions.
+    Without a pipeline it means nothing.
+
+    Args:
+      x: an array, or a pytree of what crosses. What is not passed through a boundary and used behind it skips the
+        stages between.
+
+    Returns:
+      `x`.
+    """
+    return mark_cut(x, next(_numbers))
+
+
+def mark_cut(x: T, cut: int) -> T:
+    """`stage_boundary` with a number: equal numbers are one cut."""
+    leaves, tree = jax.tree.flatten(x)
+    marked = [stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)]
+    return jax.tree.unflatten(tree, marked)

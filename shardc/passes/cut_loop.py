@@ -1,0 +1,408 @@
+"""Finds the microbatch loop of a program and says which stage computes each equation of its body, and in which task.
+
+With P stages an equation's *position* is its place in the order in which a microbatch passes the stages: F_s is s, B_s
+is 2P-1-s. What depends on the output of cut k stands behind it; what depends on nothing but the loop's inputs stands
+where it is first used, or at every use if it is cheap. A mark inside a rematerialised block is recompute: its value is
+the one that crossed the cut in the forward pass, so the block is opened and each stage recomputes its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.errors import PipelineError, all_offenders
+from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
+from shardc.passes.memory import all_eqns, bodies_of
+from shardc.passes.problem import REMAT
+from shardc.passes.program import Program
+from shardc.passes.reassociate import LINEAR, reassociate
+
+CHEAP: Final = LINEAR | frozenset(
+    "iota eq ne lt le gt ge and or not select_n add sub mul div max min abs sign exp log cos sin sqrt rsqrt pow "
+    "integer_pow rem slice dynamic_slice concatenate rev floor round clamp is_finite stop_gradient random_wrap "
+    "random_unwrap random_fold_in random_seed random_split random_bits threefry2x32 shift_left shift_right_logical "
+    "shift_right_arithmetic".split()
+)
+"""Operations that are repeated rather than sent or kept, where they depend on nothing but the loop's inputs."""
+CHEAP_DEPTH: Final = 24
+"""Equations of such a computation, at most."""
+
+
+def forward_position(stage: int) -> int:
+    return stage
+
+
+def backward_position(stage: int, stages: int) -> int:
+    return 2 * stages - 1 - stage
+
+
+def weight_position(stage: int, stages: int) -> int:
+    """Of the task that computes what the gradient of the stage's input does not need."""
+    return 3 * stages - 1 - stage
+
+
+def stage_of(position: int, stages: int) -> int:
+    return position if position < stages else stages - 1 - (position % stages)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The scan over microbatches, and its place among the equations of the program."""
+
+    eqn: Eqn
+    index: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.eqn.params["length"]
+
+    @property
+    def body(self) -> Jaxpr:
+        return self.eqn.params["jaxpr"].jaxpr
+
+    @property
+    def consts(self) -> int:
+        return self.eqn.params["num_consts"]
+
+    @property
+    def carries(self) -> int:
+        return self.eqn.params["num_carry"]
+
+
+@dataclass(frozen=True)
+class CarryPart:
+    """A sum over microbatches, or the part of one that a stage makes: `total --> total + ...`."""
+
+    number: int
+    before: Var
+    after: Atom
+    position: int
+
+
+@dataclass(frozen=True)
+class PlacedBody:
+    """The body of the loop, placed.
+
+    Attributes:
+      stages: P.
+      fused: the last stage's forward lies inside its backward task.
+      backward: there is a backward pass at all.
+      eqns: (position, equation) in an order in which each stage can compute its own; a cheap one may stand several
+        times.
+      carries: for each carry its parts, in the order of stages.
+      ys: of each stacked result the variable and its position.
+    """
+
+    stages: int
+    fused: bool
+    backward: bool
+    eqns: tuple[tuple[int, Eqn], ...]
+    carries: tuple[CarryPart, ...]
+    ys: tuple[tuple[Atom, int], ...]
+
+
+def find_loop(program: Program, where: str) -> Loop:
+    """The one loop over microbatches of a program.
+
+    Raises:
+      PipelineError: there is none, or more than one, or a stage boundary stands where none can be cut.
+    """
+    marked = {e.outvars[0] for e in program.jaxpr.eqns if e.primitive is microbatches_p}
+    loops = [
+        Loop(e, i)
+        for i, e in enumerate(program.jaxpr.eqns)
+        if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
+    ]
+    if len(loops) != 1:
+        found = "none" if not loops else f"{len(loops)}: {'; '.join(compat.source_line(x.eqn) for x in loops)}"
+        raise PipelineError(
+            f"{where}: a pipeline runs over one loop of microbatches, found {found}. Write the gradient as "
+            "shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
+            "accumulate of the loss."
+        )
+    (loop,) = loops
+    outside = [e for i, e in enumerate(program.jaxpr.eqns) if i != loop.index for e in (e, *_inside(e))]
+    wrong = [
+        f"{compat.source_line(e)}: outside of the loop over microbatches; move it into the function that "
+        "shardc.accumulate takes."
+        for e in outside
+        if e.primitive is stage_boundary_p
+    ]
+    for eqn in loop.body.eqns:
+        wrong += _in_loops(eqn)
+    if wrong:
+        raise PipelineError(all_offenders(f"{where}: stage boundaries that nothing can be cut at", _unique(wrong)))
+    return loop
+
+
+def _inside(eqn: Eqn) -> list[Eqn]:
+    return [e for body in bodies_of(eqn) for e in all_eqns(body)]
+
+
+def _in_loops(eqn: Eqn) -> list[str]:
+    if eqn.primitive.name in REMAT:
+        return [line for inner in eqn.params["jaxpr"].eqns for line in _in_loops(inner)]
+    return [
+        f"{compat.source_line(e)}: inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}), which runs "
+        "as a whole on one stage; unroll the loop over layers at the boundaries, or let stages=\"auto\" cut it."
+        for e in _inside(eqn)
+        if e.primitive is stage_boundary_p
+    ]
+
+
+def _unique(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
+    """Says where each equation of the loop's body is computed.
+
+    Raises:
+      PipelineError: the boundaries are too many or too few, out of order, or a stage has no work.
+    """
+    return _Placer(loop, stages, where).run()
+
+
+class _Placer:
+    def __init__(self, loop: Loop, stages: int, where: str) -> None:
+        self.loop, self.stages, self.where = loop, stages, where
+        self.alias: dict[Var, Atom] = {}
+        self.floor: dict[Var, int] = {}
+        self.low: dict[Var, int | None] = {}
+        self.late: set[int] = set()  # ids of equations of recompute: as late as their readers allow
+        self.limit: dict[Var, int] = {}  # the position in front of the first cut that a value crosses
+        self.depth: dict[Var, int] = {}  # equations in a cheap computation; absent: not cheap
+
+    def run(self) -> PlacedBody:
+        eqns = self._open(self.loop.body.eqns, recompute=False)
+        self._number_cuts(eqns)
+        kept = self._lows(eqns)
+        carries, extra = self._carries(kept)
+        kept += extra
+        for eqn in extra:
+            self._low_of(eqn)
+        return self._resolve(kept, carries)
+
+    # -- aliases: a boundary is the value that it is given, seen from behind the cut
+
+    def base(self, atom: Atom) -> Atom:
+        while not compat.is_literal(atom) and atom in self.alias:
+            atom = self.alias[atom]
+        return atom
+
+    def at(self, atom: Atom) -> int | None:
+        """The first position at which a value, read by this name, can be had; None: everywhere."""
+        found: int | None = None
+        while not compat.is_literal(atom):
+            if atom not in self.alias:
+                return _latest(found, self.low.get(atom))
+            found = _latest(found, self.floor.get(atom))
+            atom = self.alias[atom]
+        return found
+
+    def _open(self, eqns: Sequence[Eqn], recompute: bool) -> list[Eqn]:
+        """Rematerialised blocks with boundaries in them, opened."""
+        found: list[Eqn] = []
+        for eqn in eqns:
+            if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
+                body: Jaxpr = eqn.params["jaxpr"]
+                self.alias |= dict(zip(body.invars, eqn.invars, strict=True))
+                found += self._open(body.eqns, recompute or eqn.params["differentiated"])
+                self.alias |= dict(zip(eqn.outvars, body.outvars, strict=True))
+            else:
+                found.append(eqn)
+                if recompute:
+                    self.late.add(id(eqn))
+        return found
+
+    def _number_cuts(self, eqns: Sequence[Eqn]) -> None:
+        marks = [e for e in eqns if e.primitive is stage_boundary_p]
+        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and id(e) not in self.late]
+        self.order = {c: k for k, c in enumerate(dict.fromkeys(e.params["cut"] for e in first))}
+        self.backward = any(e.params["backward"] for e in marks)
+        cuts = len(self.order)
+        if cuts == self.stages and self.stages > 0 and cuts:  # the last one marks where the loss is known
+            last = next(c for c, k in self.order.items() if k == cuts - 1)
+            self.order[last] = END
+            cuts -= 1
+        if cuts != self.stages - 1:
+            lines = _unique(compat.source_line(e) for e in first)
+            raise PipelineError(
+                f"{self.where}: {self.stages} stages want {self.stages - 1} stage boundaries, the loop has {cuts}"
+                f"{' (' + ', '.join(lines) + ')' if lines else ''}. Call shardc.stage_boundary between the stages, or "
+                'write stages="auto".'
+            )
+        ends = any(self._number(e) == END and e.params["backward"] for e in marks)
+        self.fused = (self.backward or self.stages == 1) and not ends
+
+    def _number(self, eqn: Eqn) -> int:
+        cut = eqn.params["cut"]
+        return cut if cut == END else self.order[cut]
+
+    def _lows(self, eqns: Sequence[Eqn]) -> list[Eqn]:
+        """Takes the boundaries out, and finds the first position of every other equation."""
+        kept: list[Eqn] = []
+        crossed: dict[tuple[int, int], Atom] = {}
+        wrong: list[str] = []
+        for eqn in eqns:
+            if eqn.primitive is not stage_boundary_p:
+                self._low_of(eqn)
+                kept.append(eqn)
+                continue
+            k, key, x, y = self._number(eqn), (eqn.params["cut"], eqn.params["leaf"]), eqn.invars[0], eqn.outvars[0]
+            if id(eqn) in self.late and not eqn.params["backward"] and key in crossed:
+                x = crossed[key]  # what recompute would send again is there already
+            elif not eqn.params["backward"]:
+                if k != END and key in crossed and self.base(crossed[key]) is not self.base(x) and self.late:
+                    wrong.append(
+                        f"{compat.source_line(eqn)}: this boundary was traced once and is passed twice inside "
+                        "rematerialised code; call it outside of the jitted function that is called twice."
+                    )
+                crossed.setdefault(key, x)
+            self.alias[y] = x
+            if id(eqn) not in self.late and not compat.is_literal(b := self.base(x)):
+                front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
+                self.limit[b] = min(front, self.limit.get(b, front))
+            if k == END:
+                self.floor[y] = self.stages if eqn.params["backward"] else (self.at(x) or 0)
+            else:
+                behind = 2 * self.stages - 1 - k if eqn.params["backward"] else k + 1
+                before = self.at(x)
+                if before is not None and before >= behind:
+                    wrong.append(
+                        f"{compat.source_line(eqn)}: boundary {k} takes a value that is made behind it "
+                        f"(by stage {stage_of(before, self.stages)}); pass the boundaries in the order in which the "
+                        "values are computed."
+                    )
+                self.floor[y] = behind
+        if wrong:
+            raise PipelineError(all_offenders(f"{self.where}: stage boundaries out of order", _unique(wrong)))
+        return kept
+
+    def _low_of(self, eqn: Eqn) -> None:
+        low: int | None = None
+        for atom in eqn.invars:
+            low = _latest(low, self.at(atom))
+        depth: int | None = None
+        if low is None and eqn.primitive.name in CHEAP and not eqn.effects:
+            known = [self.depth.get(b, 0 if b in self._inputs else None) for b in self._vars(eqn)]
+            depth = None if None in known else 1 + sum(d for d in known if d is not None)
+        for v in eqn.outvars:
+            self.low[v] = low
+            if depth is not None and depth <= CHEAP_DEPTH:
+                self.depth[v] = depth
+
+    @property
+    def _inputs(self) -> set[Var]:
+        if not hasattr(self, "_all_inputs"):
+            body, loop = self.loop.body, self.loop
+            carried = body.invars[loop.consts : loop.consts + loop.carries]
+            self._all_inputs = set(body.invars) - set(carried)
+        return self._all_inputs
+
+    def _vars(self, eqn: Eqn) -> list[Var]:
+        return [b for a in eqn.invars if not compat.is_literal(b := self.base(a))]
+
+    # -- sums over microbatches
+
+    def _carries(self, eqns: list[Eqn]) -> tuple[list[CarryPart], list[Eqn]]:
+        loop, body = self.loop, self.loop.body
+        made = {v: e for e in eqns for v in e.outvars}
+        readers: dict[Var, int] = {}
+        for e in eqns:
+            for v in self._vars(e):
+                readers[v] = readers.get(v, 0) + 1
+        for a in body.outvars:
+            if not compat.is_literal(b := self.base(a)):
+                readers[b] = readers.get(b, 0) + 1
+        parts: list[CarryPart] = []
+        extra: list[Eqn] = []
+        wrong: list[str] = []
+        for j in range(loop.carries):
+            before, out = body.invars[loop.consts + j], self.base(body.outvars[j])
+            add = None if compat.is_literal(out) else made.get(out)
+            if out is before:
+                continue
+            reads = [] if add is None else [self.base(a) for a in add.invars]
+            if add is None or add.primitive.name not in ("add", "add_any") or before not in reads:
+                line = compat.source_line(add) if add is not None else ""
+                wrong.append(f"result {j} of the loop ({line}) is no sum over microbatches")
+                continue
+            if readers.get(before, 0) > 1:
+                wrong.append(f"a microbatch reads the sum of those before it ({compat.source_line(add)})")
+                continue
+            term = add.invars[1 - reads.index(before)]
+            groups = reassociate(term, self.base, made, readers, self._stage_at)
+            if len(groups) < 2:
+                parts.append(CarryPart(j, before, out, -1))
+                continue
+            for i, (_, value, eqns_of) in enumerate(groups):
+                start = before if i == 0 else compat.fresh_var(before.aval)
+                after = compat.fresh_var(out.aval)
+                extra += [*eqns_of, add.replace(invars=[start, value], outvars=[after])]
+                parts.append(CarryPart(j, start, after, -1))
+        if wrong:
+            raise PipelineError(
+                all_offenders(f"{self.where}: microbatches of a pipeline may only be summed or stacked", wrong)
+            )
+        return parts, extra
+
+    def _stage_at(self, atom: Atom) -> int | None:
+        low = self.at(atom)
+        return None if low is None else stage_of(self._fuse(low), self.stages)
+
+    def _fuse(self, position: int) -> int:
+        return self.stages if self.fused and position == self.stages - 1 else position
+
+    # -- from the readers back to a position for each equation
+
+    def _resolve(self, eqns: list[Eqn], parts: list[CarryPart]) -> PlacedBody:
+        ys = [self.base(a) for a in self.loop.body.outvars[self.loop.carries :]]
+        roots = {a for a in (*(p.after for p in parts), *ys) if not compat.is_literal(a)}
+        uses: dict[Var, set[int]] = {}
+        where: dict[Var, int] = {}
+        placed: list[tuple[int, Eqn]] = []
+        alone = self._fuse(0)
+        for eqn in reversed(eqns):
+            read = set[int]().union(*(uses.get(v, ()) for v in eqn.outvars))
+            root = any(v in roots for v in eqn.outvars)
+            if not read and not root and not eqn.effects:
+                continue
+            low = None
+            for v in eqn.outvars:
+                low = _latest(low, self.low[v])
+            if low is not None and not (id(eqn) in self.late and read):
+                positions = {self._fuse(low)}
+            elif not read:
+                positions = {alone if low is None else self._fuse(low)}
+            elif low is None and not root and all(v in self.depth for v in eqn.outvars):
+                positions = read
+            else:
+                limits = {self._fuse(self.limit[v]) for v in eqn.outvars if v in self.limit}
+                positions = {min(read | limits)}
+            for p in sorted(positions, reverse=True):
+                placed.append((p, eqn.replace(invars=[self.base(a) for a in eqn.invars])))
+                for v in self._vars(eqn):
+                    uses.setdefault(v, set()).add(p)
+            where |= {v: min(positions) for v in eqn.outvars}
+        placed.reverse()
+        return PlacedBody(
+            self.stages, self.fused, self.backward, tuple(placed),
+            tuple(
+                CarryPart(p.number, p.before, p.after, where.get(p.after, alone)) for p in parts
+            ),
+            tuple((y, alone if compat.is_literal(y) else where.get(y, alone)) for y in ys),
+        )  # fmt: skip
+
+
+def _latest(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
+    """`eqn` reading other variables."""
+    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

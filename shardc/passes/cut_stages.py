@@ -1,0 +1,431 @@
+"""Cuts a program with a loop over microbatches into one program for each stage.
+
+    args -> before -> loop(body) -> after -> results
+        -->  stage s: its args -> its part of before -> loop(F_s, B_s) -> its part of after -> its results
+
+What crosses stages is a `send` on one and a `receive` on the other. Each stage's program is planned like any other on
+the stage's mesh; its tasks are cut out of the plan (`split_tasks`).
+
+Before and after the loop an equation is computed where its large inputs are: gradients come from the loop on the stage
+that made them, and the update of a parameter follows its gradient. What depends on arguments alone is computed on every
+stage that reads it; a scalar made of scalars of several stages, on the lowest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.errors import PipelineError, all_offenders
+from shardc.passes.boundary import MARKS
+from shardc.passes.cut_loop import Loop, PlacedBody, find_loop, place_body, stage_of, with_atoms
+from shardc.passes.problem import itemsize_of
+from shardc.passes.program import Program
+from shardc.passes.reassociate import ADDITIONS, reassociate
+from shardc.passes.transfer import receive_p, send_p
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one stage to another.
+
+    Attributes:
+      number: of its send and its receive.
+      aval: what crosses.
+      source, target: the stages.
+      sent, received: in the loop the positions of the tasks, after it their levels.
+      in_loop: once for each microbatch, or once.
+      line: of the equation that makes it.
+    """
+
+    number: int
+    aval: object
+    source: int
+    target: int
+    sent: int
+    received: int
+    in_loop: bool
+    line: str
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage computes.
+
+    Attributes:
+      program: with sends and receives, and a scan over microbatches.
+      arguments, results: which inputs and results of the whole program these are.
+      position: of what the loop's body makes and receives, the task that does.
+      level: of what is received after the loop, the update task that takes it.
+    """
+
+    stage: int
+    program: Program
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    position: Mapping[Var, int]
+    level: Mapping[Var, int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A program in stages.
+
+    Attributes:
+      stages: their programs.
+      homes: of each input of the whole program the lowest stage that uses it, where it lives between calls.
+      crossings: what goes from stage to stage, by number.
+      loop: over the microbatches.
+      body: how the loop was placed.
+    """
+
+    stages: tuple[StageProgram, ...]
+    homes: tuple[int, ...]
+    crossings: tuple[Crossing, ...]
+    loop: Loop
+    body: PlacedBody
+
+
+def cut_stages(program: Program, stages: int, where: str) -> Cut:
+    """Cuts a program at its stage boundaries.
+
+    Raises:
+      PipelineError: it has no loop over microbatches, or its boundaries do not make so many stages.
+    """
+    loop = find_loop(program, where)
+    body = place_body(loop, stages, where)
+    working = {stage_of(p, stages) for p, _ in body.eqns}
+    idle = [s for s in range(stages) if s not in working]
+    if idle:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: stages without work",
+                [f"stage {s}: nothing is computed between its boundaries; take one of them out." for s in idle],
+            )
+        )
+    return _Assembler(program, loop, body).run()
+
+
+@dataclass
+class _Assembler:
+    program: Program
+    loop: Loop
+    body: PlacedBody
+    crossings: list[Crossing] = field(default_factory=list[Crossing])
+    positions: list[dict[Var, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = self.body.stages
+        self.positions = [{} for _ in range(self.count)]
+
+    def run(self) -> Cut:
+        self._split_body()
+        self._spread()
+        stages = tuple(self._assemble(s) for s in range(self.count))
+        return Cut(stages, tuple(self.homes), tuple(self.crossings), self.loop, self.body)
+
+    # -- the loop
+
+    def _split_body(self) -> None:
+        """`self.scans`: the body of each stage and the outer atoms that its scan reads and makes."""
+        body, n = self.loop.body, self.count
+        inputs = {*body.invars, *(p.before for p in self.body.carries)}
+        copies: dict[Var, list[int]] = {}
+        for p, eqn in self.body.eqns:
+            for v in eqn.outvars:
+                copies.setdefault(v, []).append(p)
+        names: dict[tuple[int, Var], Var] = {}
+        for v, at in copies.items():
+            for i, p in enumerate(at):
+                twice = any(stage_of(q, n) == stage_of(p, n) for q in at[:i])
+                names[p, v] = compat.fresh_var(v.aval) if twice else v
+        eqns: list[list[Eqn]] = [[] for _ in range(n)]
+        takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
+        for p, eqn in self.body.eqns:
+            for v in eqn.invars:
+                if not compat.is_literal(v) and v not in inputs and p not in copies[v]:
+                    if stage_of(copies[v][0], n) != stage_of(p, n):
+                        key = v, stage_of(p, n)
+                        takes[key] = min(takes.get(key, p), p)
+        gives: dict[Var, list[int]] = {}
+        received: list[list[Eqn]] = [[] for _ in range(n)]
+        for (v, stage), p in takes.items():
+            q = copies[v][0]
+            if self.body.fused and stage == n - 1 and q < n - 1:
+                p = n - 1  # the fused stage's forward only takes its input in
+            line = next(compat.source_line(e) for _, e in self.body.eqns if v in e.outvars)
+            number = self._cross(v, stage_of(q, n), stage, q, p, in_loop=True, line=line)
+            gives.setdefault(v, []).append(number)
+            received[stage].append(_receive(v, number))
+            self.positions[stage][v] = p
+        for p, eqn in self.body.eqns:
+            stage = stage_of(p, n)
+            mine = {v: names[p, v] for v in eqn.invars if not compat.is_literal(v) and (p, v) in names}
+            made = [names[p, v] for v in eqn.outvars]
+            eqns[stage].append(with_atoms(eqn, mine).replace(outvars=made))
+            self.positions[stage] |= dict.fromkeys(made, p)
+            for v in eqn.outvars:
+                for number in gives.get(v, ()):
+                    out = compat.fresh_var(v.aval)
+                    eqns[stage].append(_send(v, out, number, eqn))
+                    self.positions[stage][out] = p
+        self.zeros: list[list[Eqn]] = [[] for _ in range(n)]
+        self.sums: list[Eqn] = []
+        self.scans: list[Eqn | None] = []
+        self.made_in: dict[Var, int] = {}
+        outs = self._carry_results()
+        for s in range(n):
+            self.scans.append(self._scan(s, [*received[s], *eqns[s]], outs))
+
+    def _carry_results(self) -> dict[int, list[Var]]:
+        """For each carry the outer variables of its parts; the sums of several parts go to `self.sums`."""
+        outs: dict[int, list[Var]] = {}
+        for j in range(self.loop.carries):
+            parts = [p for p in self.body.carries if p.number == j]
+            total = self.loop.eqn.outvars[j]
+            if len(parts) < 2:
+                outs[j] = [total]
+                continue
+            outs[j] = [compat.fresh_var(total.aval) for _ in parts]
+            so_far: Var = outs[j][0]
+            for i, part in enumerate(outs[j][1:], 2):
+                after = total if i == len(parts) else compat.fresh_var(total.aval)
+                self.sums.append(compat.add_eqn(so_far, part, after))
+                so_far = after
+        return outs
+
+    def _scan(self, stage: int, eqns: list[Eqn], outs: Mapping[int, list[Var]]) -> Eqn | None:
+        loop, body, n = self.loop, self.loop.body, self.count
+        mine = [(i, p) for i, p in enumerate(self.body.carries) if stage_of(p.position, n) == stage]
+        ys = [(k, y) for k, (y, p) in enumerate(self.body.ys) if stage_of(p, n) == stage]
+        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        read |= {a for a in (*(p.after for _, p in mine), *(y for _, y in ys)) if not compat.is_literal(a)}
+        operands = dict(zip(body.invars, loop.eqn.invars, strict=True))
+        consts = [v for v in body.invars[: loop.consts] if v in read]
+        xs = [v for v in body.invars[loop.consts + loop.carries :] if v in read]
+        if not eqns:
+            return None
+        starts: list[Atom] = []
+        results: list[Var] = []
+        for i, part in mine:
+            if part.before in operands:
+                starts.append(operands[part.before])
+            else:
+                zero = compat.fresh_var(part.before.aval)
+                self.zeros[stage].append(compat.full_eqn(0, zero))
+                starts.append(zero)
+            nth = sum(1 for q in self.body.carries[:i] if q.number == part.number)
+            results.append(outs[part.number][nth])
+        results += [loop.eqn.outvars[loop.carries + k] for k, _ in ys]
+        inner = compat.new_jaxpr(
+            [*consts, *(p.before for _, p in mine), *xs],
+            [*(p.after for _, p in mine), *(y for _, y in ys)], eqns, body,
+        )  # fmt: skip
+        invars = [*(operands[v] for v in consts), *starts, *(operands[v] for v in xs)]
+        params = {
+            **loop.eqn.params, "jaxpr": compat.close(inner), "num_consts": len(consts), "num_carry": len(mine),
+            "linear": (False,) * len(invars), "reverse": False,
+        }  # fmt: skip
+        self.made_in |= dict.fromkeys(results, stage)
+        return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
+
+    def _cross(self, v: Var, source: int, target: int, sent: int, received: int, in_loop: bool, line: str) -> int:
+        number = len(self.crossings)
+        self.crossings.append(Crossing(number, v.aval, source, target, sent, received, in_loop, line))
+        return number
+
+    # -- before and after the loop
+
+    def _spread(self) -> None:
+        """Where each equation outside of the loop is computed: `self.where`; and where each argument lives."""
+        jaxpr = self.program.jaxpr
+        names: dict[Var, Atom] = {}
+        outer: list[Eqn] = []
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i == self.loop.index:
+                outer.append(eqn)
+                outer += self.sums
+            elif eqn.primitive in MARKS:
+                names[eqn.outvars[0]] = eqn.invars[0]
+            else:
+                outer.append(with_atoms(eqn, names))
+        self.scans = [s if s is None else with_atoms(s, names) for s in self.scans]
+        self.outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+        self.anchors = _anchors(outer, self.loop.eqn, self.made_in)
+        self.outer = _regroup(outer, self.loop.eqn, self.anchors, self.outvars)
+        self.anchors = _anchors(self.outer, self.loop.eqn, self.made_in)
+        uses = self._uses({})
+        inputs = jaxpr.invars
+        self.homes = [min(uses.get(v, {0})) for v in inputs]
+        homes = dict(zip(inputs, self.homes, strict=True))
+        origin: dict[Var, int] = dict(homes)  # of what floats: where the largest argument behind it lives
+        for eqn in self.outer:
+            known = [v for v in eqn.invars if not compat.is_literal(v) and v in origin]
+            top = max(known, key=lambda v: (_bytes(v), -origin[v]), default=None)
+            origin |= dict.fromkeys(eqn.outvars, 0 if top is None else origin[top])
+        self.result_stage = [
+            0 if compat.is_literal(a) else self.anchors.get(a, origin.get(a, 0)) for a in self.outvars
+        ]
+        wanted: dict[Var, set[int]] = {}
+        for a, s in zip(self.outvars, self.result_stage, strict=True):
+            if not compat.is_literal(a):
+                wanted.setdefault(a, set()).add(s)
+        self.uses = self._uses(wanted)
+
+    def _uses(self, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
+        """The stages that read each variable, given those that results are wanted on."""
+        uses = {v: set(stages) for v, stages in wanted.items()}
+        results = {a for a in self.outvars if not compat.is_literal(a)}
+        for eqn in reversed(self.outer):
+            if eqn is self.loop.eqn:
+                for s, scan in enumerate(self.scans):
+                    for a in () if scan is None else (*scan.invars, *(z for e in self.zeros[s] for z in e.invars)):
+                        if not compat.is_literal(a):
+                            uses.setdefault(a, set()).add(s)
+                continue
+            for s in self._stages_of(eqn, uses, results):
+                for a in eqn.invars:
+                    if not compat.is_literal(a):
+                        uses.setdefault(a, set()).add(s)
+        return uses
+
+    def _stages_of(self, eqn: Eqn, uses: Mapping[Var, set[int]], results: set[Var]) -> set[int]:
+        anchored = {self.anchors[v] for v in eqn.outvars if v in self.anchors}
+        if anchored:
+            live = eqn.effects or any(v in results or uses.get(v) for v in eqn.outvars)
+            return anchored if live else set()
+        found = set[int]().union(*(uses.get(v, ()) for v in eqn.outvars))
+        return found or ({0} if eqn.effects else set())
+
+    # -- one stage's program
+
+    def _assemble(self, stage: int) -> StageProgram:
+        if not hasattr(self, "built"):
+            self._build()
+        inputs = self.program.jaxpr.invars
+        read = {a for e in self.built[stage] for a in e.invars if not compat.is_literal(a)}
+        results = [i for i, s in enumerate(self.result_stage) if s == stage]
+        outvars = [self.outvars[i] for i in results]
+        read |= {a for a in outvars if not compat.is_literal(a)}
+        arguments = [i for i, v in enumerate(inputs) if v in read]
+        jaxpr: Jaxpr = compat.new_jaxpr(
+            [inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr
+        )
+        program = Program(
+            f"{self.program.name}.stage{stage}", jaxpr, tuple(self.program.in_paths[i] for i in arguments),
+            tuple(self.program.out_paths[i] for i in results), (), None, None,
+        )  # fmt: skip
+        return StageProgram(
+            stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage]
+        )
+
+    def _build(self) -> None:
+        """The equations of every stage, with sends and receives; `self.levels`: when each value is there."""
+        n = self.count
+        results = {a for a in self.outvars if not compat.is_literal(a)}
+        self.built: list[list[Eqn]] = [[] for _ in range(n)]
+        self.levels: list[dict[Var, int]] = [{} for _ in range(n)]
+        home: dict[Var, int] = {}
+        at: dict[tuple[Var, int], int] = {}  # where the send of a value belongs: behind its equation
+
+        def fetch(a: Atom, stage: int) -> int:
+            """Makes a value be there on a stage; its level there."""
+            if compat.is_literal(a) or a in self.levels[stage] or a not in home:
+                return 0 if compat.is_literal(a) else self.levels[stage].get(a, 0)
+            source = home[a]
+            sent = self.levels[source][a]
+            number = self._cross(a, source, stage, sent, sent + 1, in_loop=False, line=lines.get(a, ""))
+            self.built[source].insert(at[a, source], _send(a, compat.fresh_var(a.aval), number, None))
+            for key, place in list(at.items()):
+                if key[1] == source and place >= at[a, source] and key != (a, source):
+                    at[key] = place + 1
+            self.built[stage].append(_receive(a, number))
+            self.levels[stage][a] = sent + 1
+            return sent + 1
+
+        lines: dict[Var, str] = {}
+        for eqn in self.outer:
+            if eqn is self.loop.eqn:
+                for s, scan in enumerate(self.scans):
+                    if scan is not None:
+                        self.built[s] += [*self.zeros[s], scan]
+                        self.levels[s] |= dict.fromkeys(scan.outvars, 0)
+                        home |= dict.fromkeys(scan.outvars, s)
+                        at |= {(v, s): len(self.built[s]) for v in scan.outvars}
+                        lines |= dict.fromkeys(scan.outvars, compat.source_line(scan))
+                continue
+            for s in sorted(self._stages_of(eqn, self.uses, results)):
+                level = max([fetch(a, s) for a in eqn.invars], default=0)
+                self.built[s].append(eqn)
+                self.levels[s] |= dict.fromkeys(eqn.outvars, level)
+                if any(v in self.anchors for v in eqn.outvars):
+                    home |= dict.fromkeys(eqn.outvars, s)
+                    at |= {(v, s): len(self.built[s]) for v in eqn.outvars}
+                    lines |= dict.fromkeys(eqn.outvars, compat.source_line(eqn))
+        for a, s in zip(self.outvars, self.result_stage, strict=True):
+            fetch(a, s)
+
+
+def _anchors(outer: Sequence[Eqn], loop: Eqn, made_in: Mapping[Var, int]) -> dict[Var, int]:
+    """The stage of each value that is made on one: the loop's results, and what is computed of large ones of them."""
+    anchors: dict[Var, int] = dict(made_in)
+    for eqn in outer:
+        if eqn is loop:
+            continue
+        operands = [v for v in eqn.invars if not compat.is_literal(v)]
+        known = [v for v in operands if v in anchors]
+        large = [v for v in known if math.prod(v.aval.shape) > 1]
+        if not large and any(math.prod(v.aval.shape) > 1 for v in operands):
+            continue  # it follows its readers: its large inputs are arguments, which live there too
+        weights: dict[int, int] = {}
+        for v in large or known:
+            weights[anchors[v]] = weights.get(anchors[v], 0) + (_bytes(v) if large else 0)
+        if weights:
+            anchors |= dict.fromkeys(eqn.outvars, min(weights, key=lambda s: (-weights[s], s)))
+    return anchors
+
+
+def _regroup(outer: Sequence[Eqn], loop: Eqn, anchors: Mapping[Var, int], outvars: Sequence[Atom]) -> list[Eqn]:
+    """Long sums over stages, such as a global norm: each stage sums its own first."""
+    made = {v: e for e in outer if e is not loop for v in e.outvars}
+    readers: dict[Var, int] = {}
+    for a in (*(a for e in outer for a in e.invars), *outvars):
+        if not compat.is_literal(a):
+            readers[a] = readers.get(a, 0) + 1
+    inner = {
+        a for e in outer if e.primitive.name in ADDITIONS for a in e.invars
+        if not compat.is_literal(a) and readers[a] == 1
+    }  # fmt: skip
+    found: list[Eqn] = []
+    for eqn in outer:
+        if eqn is not loop and eqn.primitive.name in ADDITIONS and eqn.outvars[0] not in inner:
+            groups = reassociate(
+                eqn.outvars[0], lambda a: a, made, {**readers, eqn.outvars[0]: 1},
+                lambda a: None if compat.is_literal(a) else anchors.get(a),
+            )  # fmt: skip
+            if len(groups) > 1:
+                total = groups[0][1]
+                found += [e for _, _, eqns in groups for e in eqns]
+                for i, (_, part, _) in enumerate(groups[1:], 2):
+                    after = eqn.outvars[0] if i == len(groups) else compat.fresh_var(eqn.outvars[0].aval)
+                    found.append(compat.add_eqn(total, part, after))
+                    total = after
+                continue
+        found.append(eqn)
+    return found
+
+
+def _bytes(v: Var) -> int:
+    return math.prod(v.aval.shape) * itemsize_of(v.aval)
+
+
+def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:
+    return compat.new_eqn([v], [out], send_p, {"number": number, "pin": None}, like)
+
+
+def _receive(v: Var, number: int) -> Eqn:
+    return compat.new_eqn([], [v], receive_p, {"number": number, "pin": None, "aval": v.aval}, None)
+

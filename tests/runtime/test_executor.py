@@ -1,0 +1,540 @@
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
+from shardc.runtime.actor import Network, Step
+from shardc.runtime.executor import Executor, Task
+from tests.runtime.networks import build
+from tests.runtime.watchdog import actor_threads, within
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives():
+    yield
+    gc.collect()
+    assert not actor_threads()
+
+
+def chain(stages, microbatches, registers=None):
+    """Forward through all stages, then backward; each stage keeps a stash."""
+
+    def row(s):
+        inner, last = s > 0, s + 1 == stages
+        for j in range(microbatches):
+            yield f"{s}F{j}", f"f{s - 1}.{j}" * inner, f"s{s}.{j}" + f" f{s}.{j}" * (not last)
+        for j in range(microbatches):
+            yield f"{s}B{j}", f"s{s}.{j}" + f" b{s + 1}.{j}" * (not last), f"b{s}.{j}" * inner
+
+    return build(
+        [list(row(s)) for s in range(stages)],
+        {
+            **{f"f{s}": (s, s + 1, registers) for s in range(stages - 1)},
+            **{f"s{s}": (s, s) for s in range(stages)},
+            **{f"b{s}": (s, s - 1, registers) for s in range(1, stages)},
+        },
+    )
+
+
+def steps(net):
+    return {step.label: step for row in net.actors for step in row}
+
+
+def tasks_for(net, run):
+    """`run(label, values)` for each step; if it returns None, the step gives its label with each key."""
+
+    def task(step):
+        def go(values):
+            given = run(step.label, values)
+            return [f"{step.label}>{key}" for _, key in step.gives] if given is None else given
+
+        return Task(go, source=f"model.py:{len(str(step.label))}")
+
+    return {label: task(step) for label, step in steps(net).items()}
+
+
+# ---- what runs
+
+
+def test_values_reach_their_takers_in_the_order_of_takes():
+    net = build(
+        [[("x", "", "c.0 c.1 d.0"), ("y", "", "c.2")], [("u", "c.2 d.0", ""), ("v", "c.1 c.0", "")]],
+        {"c": (0, 1), "d": (0, 1)},
+    )
+    seen = {}
+    give = {"x": ["x0", "x1", "xd"], "y": ["y2"]}
+
+    def run(label, values):
+        seen[label] = list(values)
+        return give.get(label, [])
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, executor.run)
+    assert seen == {"x": [], "y": [], "u": ["y2", "xd"], "v": ["x1", "x0"]}
+
+
+def test_a_transport_moves_what_is_given_before_the_next_step():
+    net = build([[("x", "", "c.0 s.0"), ("y", "s.0", "")], [("u", "c.0", "")]], {"c": (0, 1), "s": (0, 0)})
+    log = []
+
+    def transport(channel):
+        def move(value):
+            log.append(("move", channel.name, threading.current_thread().name))
+            return f"{value} at {channel.target}"
+
+        return move
+
+    tasks = tasks_for(net, lambda label, values: log.append((label, *values)))
+    with Executor(net, tasks, transports=transport) as executor:
+        within(5, executor.run)
+    assert [e for e in log if e[0] != "u"] == [
+        ("x",),
+        ("move", "c", "pipeline: actor 0"),
+        ("move", "s", "pipeline: actor 0"),
+        ("y", "x>0 at 0"),
+    ]
+    assert ("u", "x>0 at 1") in log
+
+
+def test_a_full_channel_holds_its_giver_back():
+    net = build(
+        [[(f"x{j}", "", f"c.{j}") for j in range(6)], [(f"y{j}", f"c.{j}", "") for j in range(6)]], {"c": (0, 1, 2)}
+    )
+    running, most = set(), []
+
+    def run(label, values):
+        if label[0] == "x":  # a register is taken when the giver starts, and free when the taker has ended
+            running.add(label[1])
+            most.append(len(running))
+        else:
+            time.sleep(0.005)
+            running.discard(label[1])
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, executor.run)
+    assert max(most) == 2
+
+
+def test_runs_again_with_the_same_threads():
+    net = chain(3, 2, registers=1)
+    count = []
+    with Executor(net, tasks_for(net, lambda label, values: count.append(label))) as executor:
+        threads = actor_threads()
+        for _ in range(50):
+            within(5, executor.run)
+        assert actor_threads() == threads and len(threads) == 3
+    assert len(count) == 50 * 12
+
+
+def test_spans_only_if_asked():
+    net = chain(2, 2)
+    with Executor(net, tasks_for(net, lambda *_: time.sleep(0.002))) as executor:
+        assert executor.run() == []
+        spans = executor.run(record=True)
+    assert [(s.actor, s.label) for s in spans] == [(a, s.label) for a, row in enumerate(net.actors) for s in row]
+    assert all(0.002 <= s.end - s.start < 1 for s in spans)
+    ends = {s.label: s.end for s in spans}
+    assert all(s.start >= ends[f"0F{s.label[2]}"] for s in spans if s.label[:2] == "1F")
+
+
+def test_host_work_of_all_actors_overlaps():
+    """K actors with h of host work each for a chain of one microbatch: not K h but at most 1.5 h."""
+    actors, h = 4, 0.04
+    net = chain(actors, 1)
+
+    def task(label):
+        step = steps(net)[label]
+        return Task(lambda _: [None] * len(step.gives), prepare=lambda _: time.sleep(h / 2))
+
+    took = []
+    with Executor(net, task) as executor:
+        for _ in range(5):
+            begin = time.perf_counter()
+            within(5, executor.run)
+            took.append(time.perf_counter() - begin)
+    assert min(took) <= 1.5 * h
+
+
+def test_a_step_is_prepared_with_its_label_while_inputs_are_missing():
+    net = build([[("x", "", "c.0")], [("y", "c.0", "")]], {"c": (0, 1)})
+    prepared = threading.Event()
+    seen = []
+
+    def prepare(label):
+        seen.append(label)
+        prepared.set()
+
+    tasks = {
+        "x": Task(lambda _: [prepared.wait(5)]),  # gives only once y is prepared
+        "y": Task(lambda values: seen.extend(values) or [], prepare=prepare),
+    }
+    with Executor(net, tasks) as executor:
+        within(10, executor.run)
+    assert seen == ["y", True]
+
+
+# ---- what is kept
+
+
+class Value:
+    """Something that weak references can follow."""
+
+
+def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
+    net = build([[("x", "", "c.0 s.0"), ("y", "s.0", "d.0"), ("z", "e.0", "")],
+                 [("u", "c.0", ""), ("v", "d.0", "e.0")]],
+                {"c": (0, 1), "s": (0, 0), "d": (0, 1), "e": (1, 0)})  # fmt: skip
+    refs, alive = {}, {}
+
+    def run(label, values):
+        alive[label] = {name for name, ref in refs.items() if ref() is not None}
+        given = [Value() for _ in steps(net)[label].gives]
+        refs.update({f"{label}{i}": weakref.ref(v) for i, v in enumerate(given)})
+        return given
+
+    waits = []  # the window, too, holds no values
+    with Executor(net, tasks_for(net, run), wait=waits.append, window=10) as executor:
+        within(5, executor.run)
+        assert alive["z"] == {"v0"}  # x's and y's values are gone, v's is z's input
+        assert {n for n, ref in refs.items() if ref() is not None} == set()
+        assert waits == []
+
+
+class Device:
+    """A fake device: what is launched on it finishes `seconds` later, one after the other."""
+
+    def __init__(self, seconds):
+        self.seconds, self.free, self.most, self.pending = seconds, time.perf_counter(), 0, []
+
+    def launch(self):
+        self.free = max(self.free, time.perf_counter()) + self.seconds
+        self.pending = [t for t in self.pending if t > time.perf_counter()] + [self.free]
+        self.most = max(self.most, len(self.pending))
+        value = Value()
+        value.finished = self.free
+        return value
+
+
+def wait_for(values):
+    time.sleep(max(0.0, max(v.finished for v in values) - time.perf_counter()))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_no_more_steps_in_flight_than_the_window(tokens):
+    """Without tokens as long as the values live, which their taker sees to here; with tokens across runs as well."""
+    net = build([[(f"x{j}", "", f"c.{j}") for j in range(8)], [("y", " ".join(f"c.{j}" for j in range(8)), "")]],
+                {"c": (0, 1)})  # fmt: skip
+    for window in (1, 3):
+        device = Device(0.002)
+
+        def run(label, values, device=device):
+            if label == "y":
+                return []
+            return [None, device.launch()] if tokens else [device.launch()]
+
+        with Executor(net, tasks_for(net, run), wait=wait_for, window=window) as executor:
+            within(5, executor.run)
+            if tokens:
+                within(5, executor.run)
+        assert device.most == window
+
+
+def test_values_in_lists_are_waited_for():
+    net = build([[("x", "", "c.0"), ("y", "", ""), ("z", "c.0", "")]], {"c": (0, 0)})
+    first, second = np.zeros(2), np.ones(2)
+    waited = []
+    run = lambda label, values: [[first, (second, 3, None)]] if label == "x" else []  # noqa: E731
+    with Executor(net, tasks_for(net, run), wait=waited.append, window=1) as executor:
+        within(5, executor.run)
+    assert len(waited) == 1 and waited[0][0] is first and waited[0][1] is second and len(waited[0]) == 2
+
+
+# ---- what goes wrong
+
+
+def test_any_task_may_fail_and_then_all_runs_again():
+    net = chain(3, 2, registers=1)
+    for bad in steps(net):
+        failing = [True]
+
+        def run(label, values, bad=bad, failing=failing):
+            if label == bad and failing[0]:
+                raise ValueError("no such luck")
+
+        with Executor(net, tasks_for(net, run)) as executor:
+            with pytest.raises(PipelineTaskError) as caught:
+                within(5, executor.run)
+            error = caught.value
+            assert (error.actor, error.label, error.source) == (int(bad[0]), bad, "model.py:3")
+            assert str(error) == (
+                f"actor {bad[0]} failed in {bad} (model.py:3): ValueError: no such luck\n"
+                "All actors of the pipeline have stopped; it can be run again."
+            )
+            assert isinstance(error, StepFailedError)
+            assert isinstance(error.__cause__, ValueError)
+            failing[0] = False
+            for _ in range(3):
+                within(5, executor.run)
+
+
+def test_all_ways_to_fail():
+    net = build([[("x", "", "c.0"), ("y", "", "")], [("u", "c.0", "")]], {"c": (0, 1)})
+
+    def fails(*_):
+        raise SystemExit(3)
+
+    sound = tasks_for(net, lambda *_: None)
+    cases = {
+        "prepare": ({**sound, "u": Task(lambda _: [], prepare=fails)}, {}, "actor 1 failed in u: SystemExit: 3"),
+        "run": ({**sound, "y": Task(fails)}, {}, "actor 0 failed in y: SystemExit: 3"),
+        "transport": (sound, {"transports": lambda c: fails}, "actor 0 failed in x (model.py:1): SystemExit: 3"),
+        "wait": (
+            {**sound, "x": Task(lambda _: ["value", "token"], source="first.py:7")},
+            {"wait": fails, "window": 1},
+            "actor 0 failed in x (first.py:7): SystemExit: 3",  # which is found out when y is to be launched
+        ),
+        "count": (
+            {**sound, "x": Task(lambda _: [])},
+            {},
+            "actor 0 failed in x: ValueError: the task returned 0 values; the step gives 1.",
+        ),
+    }
+    for tasks, options, message in cases.values():
+        with Executor(net, tasks, **options) as executor:
+            for _ in range(2):
+                with pytest.raises(PipelineTaskError) as caught:
+                    within(5, executor.run)
+                assert str(caught.value).splitlines()[0] == message
+
+
+def test_of_several_failures_the_first_is_raised():
+    net = build([[("x", "", "")], [("y", "", "")]], {})
+    both = threading.Barrier(2)
+
+    def run(label, values):
+        both.wait(5)
+        if label == "x":
+            time.sleep(0.05)
+        raise KeyError(label)
+
+    with Executor(net, tasks_for(net, run)) as executor, pytest.raises(PipelineTaskError) as caught:
+        within(5, executor.run)
+    assert caught.value.label == "y"
+    assert caught.value.__notes__ == ["After it actor 0 failed in x (model.py:1): KeyError: 'x'"]
+
+
+def test_a_failed_run_leaves_nothing_behind():
+    """Messages on their way, in mailboxes, put aside: all gone, while the error is still held."""
+    net = build(
+        [
+            [("x", "", "c.0 c.1 s.0"), ("w", "s.0", "")],
+            [("u", "c.0", "d.0"), ("v", "c.1 f.0", "")],
+            [("bad", "d.0", "e.0"), ("y", "e.0", "f.0")],
+        ],
+        {"c": (0, 1), "s": (0, 0), "d": (1, 2), "e": (2, 2), "f": (2, 1)},
+    )
+    refs = []
+
+    def run(label, values):
+        if label == "bad":
+            time.sleep(0.01)
+            raise ValueError
+        given = [Value() for _ in steps(net)[label].gives]
+        refs.extend(map(weakref.ref, given))
+        return given
+
+    with Executor(net, tasks_for(net, run), wait=lambda _: None, window=5) as executor:
+        with pytest.raises(PipelineTaskError) as caught:
+            within(5, executor.run)
+        ours = [ref() for ref in refs if ref() is not None]
+        assert len(refs) == 4 and len(ours) == 1  # the input of the failing task, in the frame of that
+        trace = caught.value.__cause__.__traceback__
+        assert trace.tb_frame.f_code.co_name == "go"
+        del ours, trace, caught
+        gc.collect()
+        assert all(ref() is None for ref in refs)
+
+
+def test_a_task_cannot_run_its_own_executor():
+    net = build([[("x", "", "")]], {})
+    executors = []
+    with Executor(net, tasks_for(net, lambda *_: executors[0].run())) as executor:
+        executors.append(executor)
+        with pytest.raises(PipelineTaskError, match="it is running already") as caught:
+            within(5, executor.run)
+        assert isinstance(caught.value.__cause__, PipelineError)
+
+
+def test_interrupt_stops_all_actors_and_the_executor_runs_again():
+    net = chain(3, 4, registers=1)
+    count, slow = [], [True]
+
+    def run(label, values):
+        count.append(label)
+        if slow[0]:
+            if label == "1F1":
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            executor.run()
+        assert "1F1" in count and len(count) < 24
+        stopped_at = len(count)
+        time.sleep(0.05)
+        assert len(count) == stopped_at
+        slow[0] = False
+        within(5, executor.run)
+        assert len(count) == stopped_at + 24
+
+
+def test_who_interrupts_twice_does_not_wait_for_a_task_that_hangs():
+    net = build([[("x", "", "c.0")], [("y", "c.0", "")]], {"c": (0, 1)})
+    release = threading.Event()
+    count = []
+
+    def run(label, values):
+        count.append(label)
+        if label == "y" and not release.is_set():
+            threading.Thread(target=interrupt_twice).start()
+            release.wait(10)
+
+    def interrupt_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        begin = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            executor.run()
+        assert time.perf_counter() - begin < 5
+        release.set()
+        within(5, executor.run)
+        assert count == ["x", "y", "x", "y"]
+
+
+def test_closing_stops_a_run_in_another_thread():
+    net = chain(2, 20, registers=1)
+    running = threading.Event()
+
+    def run(label, values):
+        running.set()
+        time.sleep(0.01)
+
+    executor = Executor(net, tasks_for(net, run))
+    threading.Thread(target=lambda: (running.wait(5), executor.close()), daemon=True).start()
+    with pytest.raises(PipelineError, match="was closed while it ran"):
+        within(5, executor.run)
+    with pytest.raises(PipelineError, match="the executor is closed"):
+        executor.run()
+    executor.close()
+
+
+def test_closing_at_any_moment_ends_a_run():
+    """Also between the look whether it is open and the orders to the threads."""
+    net = chain(2, 3, registers=1)
+    outcomes = set()
+    for i in range(200):
+        executor = Executor(net, tasks_for(net, lambda *_: None))
+        closer = threading.Timer(i * 5e-6, executor.close)
+        closer.start()
+        try:
+            for _ in range(50):
+                within(5, executor.run)
+            outcomes.add("ended")
+        except PipelineError as error:
+            outcomes.add(str(error))
+        closer.join()
+    assert outcomes <= {"ended", "Executor.run: the executor is closed.",
+                        "Executor.run: the executor was closed while it ran."}  # fmt: skip
+
+
+def test_an_order_that_comes_after_the_end_is_answered():
+    net = chain(2, 1)
+    executor = Executor(net, tasks_for(net, lambda *_: None))
+    for worker in executor._workers:
+        worker.orders.put(None)
+        worker.thread.join(5)
+    with pytest.raises(PipelineError, match="stopped the run"):
+        within(5, executor.run)
+
+
+def test_dropping_closes():
+    net = chain(2, 2)
+    executor = Executor(net, tasks_for(net, lambda *_: None))
+    within(5, executor.run)
+    assert len(actor_threads()) == 2
+    del executor
+    assert not actor_threads()
+
+
+def test_refusals():
+    net = build([[("x", "", "c.0")], [("y", "c.0", "")]], {"c": (0, 1)})
+    task = Task(lambda _: [])
+    with pytest.raises(PipelineError) as error:
+        Executor(net, {})
+    assert str(error.value) == "Executor: no task for these steps:\n  actor 0: x\n  actor 1: y"
+    with pytest.raises(PipelineError, match="The pipeline deadlocks: actor 0 waits for itself"):
+        Executor(build([[("x", "c.0", ""), ("y", "", "c.0")]], {"c": (0, 0)}), lambda _: task)
+    with pytest.raises(PipelineError) as error:
+        Executor(net, lambda _: task, mine=[1])
+    assert str(error.value) == (
+        "Executor: give a port for each actor that runs elsewhere:\n"
+        '  channel "c" joins actor 1, which is here, and actor 0, which is elsewhere and has no port.'
+    )
+    with pytest.raises(PipelineError, match=r"mine has \[2\]; the network has actors 0 to 1"):
+        Executor(net, lambda _: task, mine=[0, 2])
+    with pytest.raises(PipelineError, match="window=3 and wait=None: give both"):
+        Executor(net, lambda _: task, window=3)
+    with pytest.raises(PipelineError, match="window=0"):
+        Executor(net, lambda _: task, window=0, wait=print)
+
+
+def test_a_function_that_gives_tasks_fails_as_it_fails():
+    with pytest.raises(KeyError, match="mine"):
+        Executor(build([[("x", "", "")]], {}), lambda label: {}["mine"])
+
+
+def test_nothing_to_do():
+    with Executor(Network((), ()), {}) as executor:
+        assert within(5, executor.run) == []
+    with Executor(Network(((), (Step("x"),)), ()), {"x": Task(lambda _: [])}) as executor:
+        assert [s.label for s in within(5, lambda: executor.run(record=True))] == ["x"]
+
+
+def test_overhead_of_an_action_is_under_100_microseconds():
+    net = chain(4, 50, registers=2)
+    with Executor(net, tasks_for(net, lambda *_: None)) as executor:
+        took = []
+        for _ in range(10):
+            begin = time.perf_counter()
+            executor.run()
+            took.append(time.perf_counter() - begin)
+    assert min(took) / 400 < 100e-6
+
+
+def test_jitter_changes_no_value():
+    """The order of actions is fixed, so whoever is slow, the numbers are the same."""
+    net = chain(3, 5)
+    results = []
+    for seed in range(3):
+        rng = random.Random(seed)
+        got = {}
+
+        def run(label, values, rng=rng, got=got):
+            time.sleep(rng.random() / 500)
+            got[label] = sum(values) * 2 + int(label[2])
+            return [got[label]] * len(steps(net)[label].gives)
+
+        with Executor(net, tasks_for(net, run)) as executor:
+            within(5, executor.run)
+        results.append(got)
+    assert results[0] == results[1] == results[2] and len(results[0]) == 30

@@ -1,0 +1,152 @@
+"""Several processes: each runs its own actors, and all that passes between them is bytes."""
+
+import pickle
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from shardc.errors import PipelineError, PipelineTaskError
+from shardc.runtime.actor import Actor
+from shardc.runtime.executor import Executor, Task
+from shardc.runtime.mailbox import Mailbox
+from tests.runtime.networks import build
+from tests.runtime.watchdog import within
+
+
+class Wire:
+    """A port that writes what is posted as bytes; a thread at the other end reads them."""
+
+    def __init__(self):
+        self._bytes = SimpleQueue()
+
+    def message(self, run, message, value):
+        self._bytes.put(pickle.dumps(("message", run, message, value)))
+
+    def credit(self, run, channel):
+        self._bytes.put(pickle.dumps(("credit", run, channel)))
+
+    def stop(self, run):
+        self._bytes.put(pickle.dumps(("stop", run)))
+
+    def serve(self, mailbox):
+        def read():
+            while (data := self._bytes.get()) is not None:
+                what, *rest = pickle.loads(data)
+                getattr(mailbox, what)(*rest)
+
+        self._thread = threading.Thread(target=read, daemon=True)
+        self._thread.start()
+
+    def close(self):
+        self._bytes.put(None)
+        self._thread.join()
+
+
+NET = build(
+    [
+        [(f"x{j}", "", f"c.{j}") for j in range(6)] + [("end", "d.0", "")],
+        [(f"y{j}", f"c.{j}", "") for j in range(6)] + [("back", "", "d.0")],
+    ],
+    {"c": (0, 1, 1), "d": (1, 0)},
+)
+
+
+def two_executors(run):
+    """One executor for each actor; `run(label, values)` does all steps."""
+    wires = {0: Wire(), 1: Wire()}
+    tasks = lambda label: Task(lambda values: run(label, values))  # noqa: E731
+    here = [Executor(NET, tasks, mine=[a], ports={1 - a: wires[1 - a]}) for a in (0, 1)]
+    for a, executor in enumerate(here):
+        wires[a].serve(executor.mailboxes[a])
+    return here, wires
+
+
+def both(executors, runs=1):
+    """What each of them raises, or None."""
+    raised = [None, None]
+
+    def go(a):
+        try:
+            for _ in range(runs):
+                executors[a].run()
+        except PipelineError as error:
+            raised[a] = error
+        except PipelineTaskError as error:
+            raised[a] = error
+
+    threads = [threading.Thread(target=go, args=(a,), daemon=True) for a in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(5)
+        assert not t.is_alive()
+    return raised
+
+
+def test_two_processes_run_their_actors():
+    total = []
+
+    def run(label, values):
+        if label[0] == "x":
+            return [np.full(3, int(label[1]))]
+        if label[0] == "y":
+            total.append(int(values[0].sum()))
+        return ["done"] if label == "back" else []
+
+    executors, wires = two_executors(run)
+    assert both(executors, runs=20) == [None, None]  # one of them is often a run ahead
+    assert total == [0, 3, 6, 9, 12, 15] * 20
+    for e, w in zip(executors, wires.values(), strict=True):
+        e.close()
+        w.close()
+
+
+def test_a_failure_stops_the_others_and_they_run_again():
+    failing = [True]
+
+    def run(label, values):
+        if label == "y3" and failing[0]:
+            raise ValueError("broken")
+        return ["v"] if label[0] in "xb" else []
+
+    executors, wires = two_executors(run)
+    raised = both(executors)
+    assert str(raised[0]) == "Executor.run: an actor of another process stopped the run; the error stands there."
+    assert isinstance(raised[1], PipelineTaskError) and raised[1].label == "y3"
+    failing[0] = False
+    assert both(executors, runs=3) == [None, None]
+    for e, w in zip(executors, wires.values(), strict=True):
+        e.close()
+        w.close()
+
+
+def test_what_comes_early_waits_and_what_comes_late_is_dropped():
+    mailbox = Mailbox()
+    mailbox.message(1, (0, "0"), "of a run that failed")
+    mailbox.credit(3, 0)
+    mailbox.message(3, (0, "1"), "of the run after")
+    mailbox.message(2, (0, "0"), "of this run")
+    actor = Actor(NET, 1, None)
+    mailbox.open(2, actor)
+    assert actor.ready() and actor.fire() == (["of this run"], [])
+    mailbox.stop(1)
+    mailbox.message(2, (0, "1"), "and this")
+    for _ in range(2):
+        within(5, mailbox.feed, 2, actor)
+    assert mailbox.stopped == 1
+    assert actor.fire() == (["and this"], [])
+    mailbox.clear(2)
+    giver = Actor(build([[("x", "", "c.0 c.1"), ("y", "c.0 c.1", "")]], {"c": (0, 0, 1)}), 0, None)
+    assert not giver.ready()
+    mailbox.open(3, giver)
+    assert giver.ready()  # the credit came through
+
+
+@pytest.mark.parametrize("run", [2, 7])
+def test_stopping_holds_for_the_runs_before(run):
+    mailbox = Mailbox()
+    mailbox.stop(run)
+    mailbox.stop(1)
+    assert mailbox.stopped == run
