@@ -48,8 +48,9 @@ def draw_timeline(
     columns = round(max(s.end for row in drawn for s in row) / unit)
     heads = ["time", *(f"{name} {r}" for r in range(len(spans)))]
     margin = max(map(len, heads)) + 3
-    rows = [_ruler(columns, scale, unit), *(_row(row, columns, scale, unit, label) for row in drawn)]
-    per_line = columns if width is None else max(1, (width - margin) // scale)
+    step = _step(columns, scale, unit)
+    rows = [_ruler(columns, scale, unit, step), *(_row(row, columns, scale, unit, label) for row in drawn)]
+    per_line = columns if width is None else max(1, (width - margin) // scale // step) * step
     blocks: list[str] = []
     for first in range(0, columns, per_line):
         part = slice(first * scale, (first + per_line) * scale)
@@ -88,16 +89,15 @@ def _gcd(a: Fraction, b: Fraction) -> Fraction:
     return Fraction(math.gcd(int(a * both), int(b * both)), both)
 
 
-def _ruler(columns: int, scale: int, unit: float) -> str:
-    """Times above the columns, at steps of 1, 2, 5, 10, 20, ... units."""
-    text = [" "] * (columns * scale)
+def _step(columns: int, scale: int, unit: float) -> int:
+    """Units from one time of the ruler to the next: 1, 2, 5, 10, 20, ..."""
     widest = len(f"{columns * unit:g}") + 2
-    step = next(s for s in (n * 10**k for k in range(9) for n in (1, 2, 5)) if s * scale >= max(widest, 10))
-    for column in range(0, columns, step):
-        for i, c in enumerate(f"{round(column * unit, 6):g}"):
-            if column * scale + i < len(text):
-                text[column * scale + i] = c
-    return "".join(text)
+    return next(s for s in (n * 10**k for k in range(9) for n in (1, 2, 5)) if s * scale >= max(widest, 10))
+
+
+def _ruler(columns: int, scale: int, unit: float, step: int) -> str:
+    text = "".join(f"{f'{round(c * unit, 9):g}':<{step * scale}}" for c in range(0, columns, step))
+    return text[: columns * scale]
 
 
 def _row(row: Sequence[Span], columns: int, scale: int, unit: float, label: Callable[[Hashable], str]) -> str:

@@ -70,7 +70,7 @@ def find_schedule(
       costs: (F, B, W) of all stages, or one for each of the ranks·chunks stages.
       latency: of a message between two ranks, in the unit of the costs.
       memory: how many activations a rank may hold, in chunks; one number for all ranks or one each. None: no limit.
-      work: how many actions may be placed in search.
+      work: how many actions may be placed in search; the methods are looked at in any case.
 
     Raises:
       PipelineError: memory for less than one chunk of each of a rank's stages, or arguments that are no pipeline.
@@ -88,6 +88,8 @@ def find_schedule(
         rank_of = ranks_of(placement, ranks, chunks)
         for schedule in _derived(rank_of, microbatches, costs, latency, limits):
             search.offer(schedule)
+            if search.best and search.placed >= work:
+                break
         for plan in _plans(placement, ranks, microbatches, chunks):
             for held in _rooms(rank_of, microbatches, limits):
                 if search.placed < work:
@@ -124,6 +126,7 @@ class _Search:
     def offer(self, schedule: Schedule) -> bool:
         """Whether this is the best so far that keeps the memory."""
         self.tried += 1
+        self.placed += sum(map(len, schedule.rows))
         timeline = simulate(network(schedule), self._costs, lambda channel: (self._latency, 0.0))
         peaks = peak_activations(schedule, timeline)
         if self._limits and any(p > limit for p, limit in zip(peaks, self._limits, strict=True)):
@@ -224,7 +227,7 @@ def _as_late_as_possible(
     behind = [0.0] * schedule.ranks
     order = sorted(
         (number, span.label)
-        for numbers, spans in zip(best.timeline.ranks, best.timeline.spans, strict=True)
+        for numbers, spans in zip(best.timeline.sequence, best.timeline.spans, strict=True)
         for number, span in zip(numbers, spans, strict=True)
         if isinstance(span.label, Action)
     )
