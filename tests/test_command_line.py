@@ -78,6 +78,8 @@ def test_auto_says_how_far_it_can_be_from_the_best(capsys):
     code, got = figures(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "auto", "--memory", "4")
     assert (code, got["makespan"], got["bound"], got["gap"]) == (0, 27, 27, 0)
     assert got["tried"] > 0
+    _, out, _ = run(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "auto", "--memory", "3")
+    assert "no schedule is under          28: the best is at most 10.7% faster (" in out
 
 
 def test_credits(capsys):
@@ -99,7 +101,7 @@ def test_what_a_person_sees(capsys, golden):
         ["--stages", "4", "--microbatches", "8", "--schedule", "zb-h1"],
         ["--stages", "3", "--microbatches", "4", "--costs", "1,1.2,.8", "--credits", "auto"],
         ["--stages", "2", "--microbatches", "4", "--schedule", "zb-v"],
-        ["--stages", "3", "--microbatches", "6", "--schedule", "auto", "--memory", "2"],
+        ["--stages", "3", "--microbatches", "6", "--schedule", "auto", "--memory", "3"],
         ["--stages", "3", "--microbatches", "4", "--credits", "2"],
         ["--stages", "3", "--microbatches", "4", "--credits", "0"],
     ]
