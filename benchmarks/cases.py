@@ -59,8 +59,8 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """Each plan on each mesh that has the axes it names and, of one axis, on no other."""
-    for model, record in MODELS.items():
-        for plan, make in record.plans.items():
+    for model in SIZES:
+        for plan, make in MODELS[model].plans.items():
             named = _axes_of(make()["in_placements"])
             for mesh in MESHES:
                 if named <= set(mesh) and (len(mesh) > 1 or set(mesh) == named):

@@ -55,3 +55,36 @@ def text_batches(text: np.ndarray, batch: int, seq: int, seed: int = 0) -> Itera
         starts = rng.integers(0, len(text) - seq, size=(batch, 1))
         window = text[starts + np.arange(seq + 1)].astype(np.int32)
         yield {"inputs": window[:, :-1], "targets": window[:, 1:]}
+
+
+def keyed_batches(batches: Iterator[Batch], seed: int = 0) -> Iterator[Batch]:
+    """Each batch with a `key` for every row (batch, 2): the bits of a `jax.random` key."""
+    rng = np.random.default_rng([seed, 1])
+    for batch in batches:
+        rows = len(next(iter(batch.values())))
+        yield {**batch, "key": rng.integers(2**32, size=(rows, 2), dtype=np.uint32)}
+
+
+def holed_batches(text: np.ndarray, batch: int, seq: int, spans: int, span: int, seed: int = 0) -> Iterator[Batch]:
+    """Batches without end of random windows of `seq` bytes, in which `spans` holes of `span` bytes each have a name.
+
+    Raffel et al. 2020, figure 2: `inputs` (batch, seq - spans * (span - 1)) has the hole's name, 256 and up, in its
+    place; `targets` (batch, spans * (span + 1)) says after each name what stood there. All int32.
+    """
+    kept = seq - spans * span
+    if kept < spans:
+        raise ValueError(f"{spans} holes of {span} bytes want a window of {spans * (span + 1)} or more, got {seq}.")
+    rng = np.random.default_rng(seed)
+    names = np.arange(256, 256 + spans, dtype=np.int32)
+    for window in text_batches(text, batch, seq, seed):
+        row = window["inputs"].copy()
+        # the holes' places among the kept bytes: none twice, so that no two holes touch
+        places = np.sort(rng.permuted(np.tile(np.arange(kept), (batch, 1)), axis=1)[:, :spans], axis=1)
+        starts = places + span * np.arange(spans)
+        inside = starts[:, :, None] + np.arange(span)
+        holes = np.take_along_axis(row, inside.reshape(batch, -1), axis=1).reshape(batch, spans, span)
+        targets = np.concatenate([np.broadcast_to(names[:, None], (batch, spans, 1)), holes], axis=2)
+        np.put_along_axis(row, starts, np.broadcast_to(names, (batch, spans)), axis=1)
+        keep = np.ones((batch, seq), bool)
+        np.put_along_axis(keep, inside[:, :, 1:].reshape(batch, -1), False, axis=1)
+        yield {"inputs": row[keep].reshape(batch, -1), "targets": targets.reshape(batch, -1)}

@@ -75,24 +75,39 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Logits (B, T, V) for the token after each of tokens (B, T), T at most `cfg.seq`."""
+    """Logits (B, T, V) for the token after each of tokens (B, T), T at most `cfg.seq`.
+
+    `between(i, x)` is called after every block i but the last, and gives what the next one reads.
+    """
 
     cfg: Config
 
     @nn.compact
-    def __call__(self, tokens_BT):
+    def __call__(self, tokens_BT, between: Callable = lambda i, x: x):
         cfg = self.cfg
         wte = embed(cfg, cfg.vocab, name="wte")
         wpe = embed(cfg, cfg.seq, name="wpe")
         x_BTD = wte(tokens_BT) + wpe(jnp.arange(tokens_BT.shape[1]))
         block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
         if cfg.scan_layers:
+            refuse_cuts(cfg, between, x_BTD)
             stacked = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=cfg.layers)
             x_BTD, _ = stacked(cfg, name="blocks")(x_BTD)
         else:
             for i in range(cfg.layers):
                 x_BTD, _ = block(cfg, name=f"blocks_{i}")(x_BTD)
+                x_BTD = between(i, x_BTD) if i < cfg.layers - 1 else x_BTD
         return wte.attend(norm(cfg, name="ln_f")(x_BTD))  # the head is the embedding once more
+
+
+def refuse_cuts(cfg: Config, between: Callable, x):
+    """Scanned blocks are one equation: there is nothing between them."""
+    cut = [i for i in range(cfg.layers - 1) if between(i, x) is not x]
+    if cut:
+        raise ValueError(
+            f"between changes what follows block {cut[0]}, and scan_layers=True leaves no place between blocks; "
+            "take scan_layers=False."
+        )
 
 
 def dense(cfg: Config, features: int, name: str, residual: bool = False):
@@ -110,16 +125,17 @@ def norm(cfg: Config, name: str):
     return nn.LayerNorm(name=name, dtype=cfg.dtype, param_dtype=float, epsilon=1e-5)
 
 
-def loss(params, batch, cfg: Config):
+def loss(params, batch, cfg: Config, between: Callable = lambda i, x: x):
     """Mean cross entropy of the next token."""
-    logits_BTV = GPT2(cfg).apply({"params": params}, batch["inputs"]).astype(float)
+    logits_BTV = GPT2(cfg).apply({"params": params}, batch["inputs"], between).astype(float)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
 
 
-def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
+def make_step(cfg: Config, accumulate: Callable = lambda fn: fn, between: Callable = lambda i, x: x):
     """`init_fn(key)` and `step_fn(params, opt_state, batch)`, which returns both anew and the loss.
 
-    `accumulate` may replace `fn(params, batch)` by its mean over parts of the batch.
+    `accumulate` may replace `fn(params, batch)` by its mean over parts of the batch; `between` may mark where the
+    model is cut.
     """
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(cfg.learning_rate))
 
@@ -128,7 +144,7 @@ def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
         return params, optimizer.init(params)
 
     def step_fn(params, opt_state, batch):
-        loss_, grads = accumulate(jax.value_and_grad(partial(loss, cfg=cfg)))(params, batch)
+        loss_, grads = accumulate(jax.value_and_grad(partial(loss, cfg=cfg, between=between)))(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss_
 
@@ -140,19 +156,3 @@ def stack_blocks(params, cfg: Config):
     params = dict(params)
     blocks = [params.pop(f"blocks_{i}") for i in range(cfg.layers)]
     return {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
-
-
-def generate(params, cfg: Config, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:
-    """`length` bytes that follow the prompt, drawn from a window of at most `cfg.seq` tokens."""
-
-    @jax.jit
-    def draw(params, window_T, last, key):
-        logits_TV = GPT2(cfg).apply({"params": params}, window_T[None])[0]
-        return jax.random.categorical(key, logits_TV[last, :256].astype(float) / temperature)
-
-    tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(seed), length):
-        window = tokens[-cfg.seq :]
-        padded = jnp.array(window + [0] * (cfg.seq - len(window)))  # no position looks at those after it
-        tokens.append(int(draw(params, padded, len(window) - 1, key)))
-    return bytes(tokens[len(prompt) :])

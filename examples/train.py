@@ -12,13 +12,16 @@ import os
 import sys
 from collections.abc import Sequence
 
+DECODERS = ("gpt2", "llama", "moe")
+"""Models that read one byte of text after the other; their configs have `vocab`, `scan_layers` and `remat`."""
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="gpt2", choices=("mlp", "resnet", "gpt2"))
+    add("--model", default="gpt2", choices=("mlp", "resnet", "gpt2", "llama", "moe", "t5", "unet"))
     add("--config", default="tiny", help="a named config of the model's file")
     add("--plan", default="data", help="a plan of examples/plans/")
     add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
@@ -27,14 +30,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=positive, help="rows in a batch")
     add("--microbatches", type=positive, default=1, help="parts into which each batch is cut, one after the other")
     add("--seed", type=int, default=0)
-    add("--vocab", type=positive, help="gpt2: rows of the embedding, 256 or more")
-    add("--scan", action="store_true", help="gpt2: scan over stacked layers")
-    add("--remat", action="store_true", help="gpt2: recompute each block in the backward pass")
+    add("--vocab", type=positive, help=f"{', '.join(DECODERS)}: rows of the embedding, 256 or more")
+    add("--scan", action="store_true", help=f"{', '.join(DECODERS)}: scan over stacked layers")
+    add("--remat", action="store_true", help=f"{', '.join(DECODERS)}: recompute each block in the backward pass")
     add("--loss-log", help="write one JSON line per step to this file")
     add("--check-against-one-device", action="store_true", help="train once more without shardc, compare the losses")
     options = parser.parse_args(argv)
-    if options.model != "gpt2" and (options.vocab or options.scan or options.remat):
-        parser.error("--vocab, --scan and --remat are for gpt2")
+    if options.model not in DECODERS and (options.vocab or options.scan or options.remat):
+        parser.error(f"--vocab, --scan and --remat are for {', '.join(DECODERS)}")
     if options.vocab is not None and options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
     return options

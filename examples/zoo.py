@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples import data, gpt2, mlp, plans, resnet
+from examples import data, gpt2, llama, mlp, moe, plans, resnet, t5, unet
+from examples.generate import generate
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Model:
 
     Attributes:
       configs: by name.
-      make_step: of (cfg, accumulate): `init_fn(key) -> state` and `step_fn(*state, batch) -> (*state, loss)`.
+      make_step: of (cfg, accumulate): `init_fn(key) -> state` and `step_fn(*state, batch) -> (*state, loss)`. All but
+        ResNet's also take `between(i, x)`, called between blocks.
       batches: of (cfg, rows, seed): batches without end.
       units: of cfg: what is counted, and how many of it are in a row.
       result: of (cfg, state on the host): what the trained model can do, for people to read.
@@ -53,17 +55,55 @@ def resnet_result(cfg: resnet.Config, state: tuple) -> str:
     return accuracy(forward(variables, test["image"]), test["label"])
 
 
-def gpt2_result(cfg: gpt2.Config, state: tuple) -> str:
+def text_result(module: Callable, cfg: Any, state: tuple) -> str:
+    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
+        return jax.tree.leaves(module(cfg).apply({"params": params}, tokens))[0]  # the first, where there are more
+
     prompt = b"def "
-    text = (prompt + gpt2.generate(state[0], cfg, prompt, length=200)).decode("utf-8", "replace")
-    return "it writes\n" + textwrap.indent(text, "  | ", lambda line: True)
+    text = prompt + generate(logits_of, state[0], cfg.seq, prompt, length=200)
+    return "it writes\n" + quoted(text.decode("utf-8", "replace"))
+
+
+def t5_result(cfg: t5.Config, state: tuple) -> str:
+    batch = next(t5_batches(cfg, 1, seed=1))
+    said = t5.decode(state[0], cfg, batch["inputs"], batch["targets"].shape[1])
+    read, said, right = (with_names(np.asarray(tokens)[0]) for tokens in (batch["inputs"], said, batch["targets"]))
+    return f"it reads\n{quoted(read)}\nand says\n{quoted(said)}\nwhere the text has\n{quoted(right)}"
+
+
+def unet_result(cfg: unet.Config, state: tuple) -> str:
+    images = np.asarray(unet.sample(state[0], cfg, images=6))[..., 0].clip(0, 1)
+    shades = np.array(list(" .:-=+*#%@"))[(images * 9).round().astype(int)]
+    rows = ["   ".join("".join(pixel * 2 for pixel in row) for row in line) for line in shades.swapaxes(0, 1)]
+    return "it draws\n" + quoted("\n".join(rows))
+
+
+def with_names(tokens: np.ndarray) -> str:
+    """Bytes as they are, the name of a hole as <0>, <1>, ..."""
+    return b"".join(bytes([t]) if t < 256 else b"<%d>" % (t - 256) for t in tokens.tolist()).decode("utf-8", "replace")
+
+
+def quoted(text: str) -> str:
+    return textwrap.indent(text, "  | ", lambda line: True)
+
+
+def text_batches(cfg: Any, rows: int, seed: int) -> Iterator[data.Batch]:
+    return data.text_batches(data.text_bytes(), rows, cfg.seq, seed)
+
+
+def t5_batches(cfg: t5.Config, rows: int, seed: int) -> Iterator[data.Batch]:
+    return data.holed_batches(data.text_bytes(), rows, cfg.seq, cfg.spans, cfg.span, seed)
+
+
+def digit_batches(cfg: Any, rows: int, seed: int) -> Iterator[data.Batch]:
+    return data.digit_batches(data.digits()[0], rows, seed)
 
 
 MODELS = {
     "mlp": Model(
         configs=mlp.CONFIGS,
         make_step=mlp.make_step,
-        batches=lambda cfg, rows, seed: data.digit_batches(data.digits()[0], rows, seed),
+        batches=digit_batches,
         units=lambda cfg: ("samples", 1),
         result=mlp_result,
         plans=plans.mlp.PLANS,
@@ -72,7 +112,7 @@ MODELS = {
     "resnet": Model(
         configs=resnet.CONFIGS,
         make_step=resnet.make_step,
-        batches=lambda cfg, rows, seed: data.digit_batches(data.digits()[0], rows, seed),
+        batches=digit_batches,
         units=lambda cfg: ("samples", 1),
         result=resnet_result,
         plans=plans.resnet.PLANS,
@@ -81,10 +121,46 @@ MODELS = {
     "gpt2": Model(
         configs=gpt2.CONFIGS,
         make_step=gpt2.make_step,
-        batches=lambda cfg, rows, seed: data.text_batches(data.text_bytes(), rows, cfg.seq, seed),
+        batches=text_batches,
         units=lambda cfg: ("tokens", cfg.seq),
-        result=gpt2_result,
+        result=partial(text_result, gpt2.GPT2),
         plans=plans.gpt2.PLANS,
         rows=16,
+    ),
+    "llama": Model(
+        configs=llama.CONFIGS,
+        make_step=llama.make_step,
+        batches=text_batches,
+        units=lambda cfg: ("tokens", cfg.seq),
+        result=partial(text_result, llama.Llama),
+        plans=plans.llama.PLANS,
+        rows=16,
+    ),
+    "moe": Model(
+        configs=moe.CONFIGS,
+        make_step=moe.make_step,
+        batches=text_batches,
+        units=lambda cfg: ("tokens", cfg.seq),
+        result=partial(text_result, moe.MoE),
+        plans=plans.moe.PLANS,
+        rows=16,
+    ),
+    "t5": Model(
+        configs=t5.CONFIGS,
+        make_step=t5.make_step,
+        batches=t5_batches,
+        units=lambda cfg: ("tokens", cfg.seq + 2 * cfg.spans),
+        result=t5_result,
+        plans=plans.t5.PLANS,
+        rows=16,
+    ),
+    "unet": Model(
+        configs=unet.CONFIGS,
+        make_step=unet.make_step,
+        batches=lambda cfg, rows, seed: data.keyed_batches(digit_batches(cfg, rows, seed), seed),
+        units=lambda cfg: ("samples", 1),
+        result=unet_result,
+        plans=plans.unet.PLANS,
+        rows=64,
     ),
 }

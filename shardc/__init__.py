@@ -9,6 +9,7 @@ from shardc.api import constrain, function, put
 from shardc.errors import (
     ArgumentError,
     MeshError,
+    PipelineError,
     PlacementError,
     ShardcError,
     StepFailedError,
@@ -16,7 +17,9 @@ from shardc.errors import (
 )
 from shardc.mesh import make_mesh
 from shardc.operation import signature
+from shardc.passes.boundary import stage_boundary
 from shardc.passes.pins import rules
+from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 
@@ -26,6 +29,8 @@ __all__ = [
     "B",
     "MeshError",
     "P",
+    "Pipeline",
+    "PipelineError",
     "PlacedArray",
     "Placement",
     "PlacementError",
@@ -40,5 +45,6 @@ __all__ = [
     "put",
     "rules",
     "signature",
+    "stage_boundary",
 ]
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -14,18 +14,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, PlacementError, all_offenders
 from shardc.executable import Executable
-from shardc.mesh import AnyMesh, auto_mesh, view
+from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
 from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.program import Program
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
+from shardc.pipeline_executable import PipelineExecutable
+from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
 from shardc.placed import PlacedArray, is_placed
 from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
+AnyPlan: TypeAlias = Plan | PipelinePlan
+AnyExecutable: TypeAlias = Executable | PipelineExecutable
 
 
 class NamedArguments(tuple[Any, ...]):
@@ -61,7 +65,7 @@ jax.tree_util.register_pytree_node(
 class Compiled:
     """What `Function.compile` gives: the executable of one plan, called like the function."""
 
-    def __init__(self, arguments: Arguments, executable: Executable) -> None:
+    def __init__(self, arguments: Arguments, executable: AnyExecutable) -> None:
         self._arguments = arguments
         self._routes = Routes(arguments)
         self.executable = executable
@@ -83,7 +87,7 @@ class Compiled:
         return out
 
 
-def _run(executable: Executable, call: Call) -> Any:
+def _run(executable: AnyExecutable, call: Call) -> Any:
     out = executable([x for x in call.leaves if is_array(x)])
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
 
@@ -97,7 +101,7 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
@@ -110,7 +114,7 @@ class Function:
 
     def __init__(
         self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, out_placements: Any,
-        donate: Sequence[str], static: Sequence[str],
+        donate: Sequence[str], static: Sequence[str], pipeline: Pipeline | None = None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn)
         self._arguments = arguments = Arguments(fn, static)
@@ -119,7 +123,9 @@ class Function:
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
             )
         self.mesh = auto_mesh(mesh)
-        self._view = view(mesh)
+        self._pipeline = pipeline
+        self._meshes = [] if pipeline is None else _meshes_of(pipeline, self.mesh)
+        self._view = view(mesh) if pipeline is None else view(self._meshes[0])
         self._in_placements, self._out_placements = in_placements, out_placements
         self._donate = frozenset(donate)
         wrong = arguments.check(donate, "donate_argnames")
@@ -135,8 +141,8 @@ class Function:
         if wrong:
             raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
         self._programs: dict[Any, Program] = {}
-        self._plans: dict[Any, list[tuple[tuple[Argument, ...], Plan]]] = {}
-        self._executables: dict[int, Executable] = {}
+        self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
+        self._executables: dict[int, AnyExecutable] = {}
         self._routes = Routes(self._arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +159,7 @@ class Function:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
         return self._plan(self._arguments.take_apart(args, kwargs))
 
@@ -163,9 +169,12 @@ class Function:
         _ = executable.compiled
         return Compiled(self._arguments, executable)
 
-    def _executable(self, plan: Plan) -> Executable:
+    def _executable(self, plan: AnyPlan) -> AnyExecutable:
         if id(plan) not in self._executables:
-            self._executables[id(plan)] = Executable(plan, self.mesh)
+            pipelined = isinstance(plan, PipelinePlan)
+            self._executables[id(plan)] = (
+                PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, self.mesh)
+            )
         return self._executables[id(plan)]
 
     def _key(self, call: Call) -> Any:
@@ -175,7 +184,7 @@ class Function:
         )
         return (call.tree, leaves, call.static, settings())
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: Call) -> AnyPlan:
         key = self._key(call)
         arrivals = self._arrivals(call)
         for arguments, plan in self._plans.get(key, ()):
@@ -184,7 +193,7 @@ class Function:
                 return plan
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = trace(self._arguments, call)
+            program = self._programs[key] = trace(self._arguments, call, marks=self._pipeline is not None)
         into, out = self._in_pins(call), self._out_pins(program)
         offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -194,7 +203,13 @@ class Function:
             Argument(into.pins[i], arrival, call.names[i] in self._donate)
             for i, arrival in zip(dynamic, arrivals, strict=True)
         )
-        plan = make_plan(program, self._view, arguments, out.pins, [*into.notes, *out.notes])
+        notes = [*into.notes, *out.notes]
+        if self._pipeline is None:
+            plan = make_plan(program, self._view, arguments, out.pins, notes)
+        else:
+            plan = make_pipeline_plan(
+                program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
+            )
         plan._in_tree = self._tree_of(call, dynamic, plan)  # pyright: ignore[reportPrivateUsage]
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
@@ -202,7 +217,7 @@ class Function:
     def _says(self, offenders: Sequence[str]) -> str:
         return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
 
-    def _tree_of(self, call: Call, dynamic: Sequence[int], plan: Plan) -> NamedArguments:
+    def _tree_of(self, call: Call, dynamic: Sequence[int], plan: AnyPlan) -> NamedArguments:
         leaves: list[Placement | None] = [None] * len(call.leaves)
         for i, p in zip(dynamic, plan.inputs, strict=False):
             leaves[i] = p
@@ -246,7 +261,7 @@ class Function:
         found: list[Placement | None] = []
         for path, x in zip(call.paths, call.leaves, strict=True):
             if is_array(x):
-                arrival = _arrival(x, self.mesh)
+                arrival = _arrival(x, self.mesh) if self._pipeline is None else _arrival_in(x, self.mesh, self._meshes)
                 found.append(arrival if not isinstance(arrival, str) else None)
                 if isinstance(arrival, str):
                     aval = leaf_aval(x)
@@ -336,6 +351,24 @@ def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
     )
 
 
+def _meshes_of(pipeline: Pipeline, mesh: AnyMesh) -> list[AnyMesh]:
+    """The mesh of each rank."""
+    if pipeline.meshes is None:
+        return meshes_along(mesh, pipeline.axis)
+    return [auto_mesh(m) for m in pipeline.meshes]
+
+
+def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement | str | None:
+    """The same for a pipeline: on one rank's mesh, or on the whole one."""
+    devices = set(x.sharding.device_set) if isinstance(x, jax.Array) else set[Any]()
+    for m in meshes:
+        if isinstance(m, Mesh) and (devices == set(m.devices.flat) or (isinstance(x, PlacedArray) and x.mesh == m)):
+            return _arrival(x, m)
+    if isinstance(x, jax.Array) and getattr(x, "committed", False) and isinstance(mesh, Mesh):
+        return None if devices <= set(mesh.devices.flat) else _arrival(x, mesh)
+    return _arrival(x, meshes[0]) if not isinstance(x, jax.Array) else None
+
+
 def _devices_text(sharding: Any) -> str:
     if isinstance(sharding, NamedSharding):
         return f"another mesh ({_mesh_text(sharding.mesh)})"
@@ -357,6 +390,7 @@ def function(
     donate_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
+    pipeline: Pipeline | None = None,
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
@@ -371,6 +405,8 @@ def function(
       donate_argnames, donate_argnums: arguments whose buffers results may take; a result of the same path and aval
         keeps such an argument's placement.
       static_argnames, static_argnums: arguments that are constants of the trace; hashable.
+      pipeline: runs the loop of `shardc.accumulate` as a pipeline over its microbatches, in stages cut at
+        `shardc.stage_boundary`. Its axis of the mesh stands in no placement.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -392,7 +428,7 @@ def function(
             return fn
         donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
         static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
-        return Function(fn, mesh, in_placements, out_placements, donate, static)
+        return Function(fn, mesh, in_placements, out_placements, donate, static, pipeline)
 
     return decorate if fn is None else decorate(fn)
 

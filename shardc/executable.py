@@ -162,20 +162,25 @@ class Executable:
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
-        whole = [*args, *self._captured]
         try:
-            run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
-            out = run(*([whole[i] for i in self._in_order] if self._reordered else whole))
+            found = self.run([*args, *self._captured])
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             self._report_failure(args, error)
             raise
-        found = [out[i] for i in self._out_place] if self._reordered else out
         if self._all_plain:
             return found
         return [
             x if plain else PlacedArray(x, shape, p, self.mesh)
             for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Physical results of physical arguments, captured ones included."""
+        run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
+        if not self._reordered:
+            return run(*args)
+        out = run(*[args[i] for i in self._in_order])
+        return [out[i] for i in self._out_place]
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [

@@ -207,3 +207,23 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, auto)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto, abstract_device=mesh.abstract_device)
+
+
+def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
+    """The meshes of a pipeline's ranks: one for each position on `axis`, with the other axes.
+
+    Raises:
+      MeshError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        near = did_you_mean(axis, mesh.axis_names)
+        names = ", ".join(mesh.axis_names)
+        raise MeshError(f'The mesh has no axis "{axis}" to run a pipeline along; it has {names}.{near}')
+    at = mesh.axis_names.index(axis)
+    rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh wants an axis
+    auto = (AxisType.Auto,) * len(rest)
+    if isinstance(mesh, Mesh):
+        ranks = [mesh.devices.take(i, at) for i in range(mesh.shape[axis])]
+        return [Mesh(d.reshape([mesh.shape[a] if a != axis else 1 for a in rest]), rest, auto) for d in ranks]
+    sizes = tuple(mesh.shape[a] if a != axis else 1 for a in rest)
+    return [AbstractMesh(sizes, rest, auto, abstract_device=mesh.abstract_device)] * mesh.shape[axis]

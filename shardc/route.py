@@ -12,14 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from shardc import compat
-from shardc.executable import Executable, looks_for_nans
+from shardc.executable import looks_for_nans
 from shardc.passes.trace import Arguments, is_array, settings
 from shardc.placed import PlacedArray
+
+
+class Runs(Protocol):
+    """What a route ends in: an executable of a plan."""
+
+    plan: Any
+    settings: tuple[Any, ...]
+
+    def is_plain_input(self, i: int) -> bool: ...
+    def enter(self, i: int, x: Any) -> Any: ...
+    def launch(self, args: Sequence[Any]) -> list[Any]: ...
 
 
 class _Slot:
@@ -40,7 +51,7 @@ class Route:
       executable: what that call ran.
     """
 
-    def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Executable) -> None:
+    def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runs) -> None:
         self.executable = executable
         args, kwargs = jax.tree.unflatten(tree, [_Slot(i) for i in range(len(leaves))])
         slots = arguments.take_apart(args, kwargs).leaves
@@ -99,7 +110,7 @@ class Routes:
                     return out
         return None
 
-    def add(self, tree: Any, leaves: Sequence[Any], executable: Executable) -> None:
+    def add(self, tree: Any, leaves: Sequence[Any], executable: Runs) -> None:
         known = self._by_tree.setdefault(tree, [])
         if all(route.executable is not executable for route in known):
             known.append(Route(tree, leaves, self._arguments, executable))

@@ -5,6 +5,6 @@ compiler places. Weights are split by a dimension counted from the last, so that
 and for those of all layers stacked.
 """
 
-from examples.plans import gpt2, mlp, resnet
+from examples.plans import gpt2, llama, mlp, moe, resnet, t5, unet
 
-__all__ = ["gpt2", "mlp", "resnet"]
+__all__ = ["gpt2", "llama", "mlp", "moe", "resnet", "t5", "unet"]

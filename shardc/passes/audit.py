@@ -284,3 +284,11 @@ def _size(n: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def audit_all(audits: Sequence[Audit]) -> Audit:
+    """The audits of several programs as one."""
+    return Audit(
+        *(tuple(x for a in audits for x in getattr(a, name)) for name in
+          ("planned", "found", "surprises", "compiler_added", "missing"))
+    )  # fmt: skip

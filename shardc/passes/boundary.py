@@ -63,5 +63,7 @@ def stage_boundary(x: T) -> T:
 def mark_cut(x: T, cut: int) -> T:
     """`stage_boundary` with a number: equal numbers are one cut."""
     leaves, tree = jax.tree.flatten(x)
-    marked = [stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)]
-    return jax.tree.unflatten(tree, marked)
+    marks = [
+        stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, marks)

@@ -22,11 +22,14 @@ from shardc.passes.program import Program
 from shardc.passes.reassociate import LINEAR, reassociate
 
 CHEAP: Final = LINEAR | frozenset(
-    "iota eq ne lt le gt ge and or not select_n add sub mul div max min abs sign exp log cos sin sqrt rsqrt pow "
-    "integer_pow rem slice dynamic_slice concatenate rev floor round clamp is_finite stop_gradient random_wrap "
-    "random_unwrap random_fold_in random_seed random_split random_bits threefry2x32 shift_left shift_right_logical "
-    "shift_right_arithmetic".split()
-)
+    (
+        "iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "add", "sub", "mul",
+        "div", "max", "min", "abs", "sign", "exp", "log", "cos", "sin", "sqrt", "rsqrt", "pow", "integer_pow",
+        "rem", "slice", "dynamic_slice", "concatenate", "rev", "floor", "round", "clamp", "is_finite",
+        "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_seed", "random_split",
+        "random_bits", "threefry2x32", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+    )
+)  # fmt: skip
 """Operations that are repeated rather than sent or kept, where they depend on nothing but the loop's inputs."""
 CHEAP_DEPTH: Final = 24
 """Equations of such a computation, at most."""

@@ -146,10 +146,10 @@ class _Assembler:
         takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
         for p, eqn in self.body.eqns:
             for v in eqn.invars:
-                if not compat.is_literal(v) and v not in inputs and p not in copies[v]:
-                    if stage_of(copies[v][0], n) != stage_of(p, n):
-                        key = v, stage_of(p, n)
-                        takes[key] = min(takes.get(key, p), p)
+                there = compat.is_literal(v) or v in inputs or p in copies[v]
+                if not there and stage_of(copies[v][0], n) != stage_of(p, n):
+                    key = v, stage_of(p, n)
+                    takes[key] = min(takes.get(key, p), p)
         gives: dict[Var, list[int]] = {}
         received: list[list[Eqn]] = [[] for _ in range(n)]
         for (v, stage), p in takes.items():

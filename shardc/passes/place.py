@@ -23,7 +23,7 @@ from shardc.passes.eliminate import FORBIDDEN, Memo, elimination_order, minimize
 from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of, operation_of
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
-from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even, local_shape
+from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import shared_by
 
 log = logging.getLogger("shardc")

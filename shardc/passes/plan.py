@@ -92,7 +92,8 @@ class Plan:
         found: dict[str, list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
-            if not has_rule(name) and name not in _BY_THE_PLANNER and not is_transfer(eqn) and any(v.aval.shape for v in eqn.outvars):
+            planned = has_rule(name) or name in _BY_THE_PLANNER or is_transfer(eqn)
+            if not planned and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
         return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
 

@@ -15,7 +15,10 @@ from shardc.compat import Atom, Eqn, Var
 
 ADDITIONS: Final = frozenset(("add", "add_any"))
 LINEAR: Final = frozenset(
-    "convert_element_type transpose reshape squeeze expand_dims broadcast_in_dim neg copy copy_p".split()
+    (
+        "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "neg", "copy",
+        "copy_p",
+    )
 )
 """Linear operations of one operand, which are done to each term instead of to the sum."""
 

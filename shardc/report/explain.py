@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shardc.passes.collective import Collective
-from shardc.passes.tally import short_aval
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, Plan
+from shardc.passes.tally import short_aval
 from shardc.sbp.placement import Pin, Placement, is_even
 
 T = TypeVar("T")

@@ -39,8 +39,10 @@ def test_digits_are_split_in_train_and_test():
     [
         lambda seed: data.text_batches(data.text_bytes(10_000), 4, 16, seed),
         lambda seed: data.digit_batches(data.digits()[0], 400, seed),
+        lambda seed: data.keyed_batches(data.digit_batches(data.digits()[0], 400), seed),
+        lambda seed: data.holed_batches(data.text_bytes(10_000), 4, 32, 3, 2, seed),
     ],
-    ids=["text", "digits"],
+    ids=["text", "digits", "keyed", "holed"],
 )
 def test_batches_depend_on_the_seed_alone(make):
     first, again, other = (list(islice(make(seed), 5)) for seed in (0, 0, 1))
@@ -70,3 +72,27 @@ def test_an_epoch_shows_each_row_once():
 def test_a_batch_larger_than_the_data_is_an_error():
     with pytest.raises(ValueError, match="A batch of 11 wants at least as many rows, got 10"):
         next(data.digit_batches({"label": np.arange(10)}, 11))
+
+
+def test_what_stood_in_the_holes_fits_back_into_them():
+    text = np.tile(np.arange(200, dtype=np.uint8), 5)
+    batch = next(data.holed_batches(text, batch=40, seq=30, spans=3, span=4))
+    assert (batch["inputs"].shape, batch["targets"].shape) == ((40, 21), (40, 15))
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
+    for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
+        assert inputs[inputs >= 256].tolist() == targets[::5].tolist() == [256, 257, 258]
+        row = []
+        for token in inputs.tolist():
+            row += [token] if token < 256 else targets[5 * (token - 256) + 1 :][:4].tolist()
+        assert row == [(row[0] + i) % 200 for i in range(30)]
+
+
+def test_every_byte_may_fall_into_a_hole():
+    text = np.arange(11, dtype=np.uint8)  # one window of 10 bytes
+    holes = next(data.holed_batches(text, batch=200, seq=10, spans=2, span=3))["targets"]
+    assert set(np.unique(holes)) == {*range(9), 256, 257}  # after the last hole comes a byte that is kept
+
+
+def test_too_many_holes_are_an_error():
+    with pytest.raises(ValueError, match="3 holes of 4 bytes want a window of 15 or more, got 14"):
+        next(data.holed_batches(np.arange(100, dtype=np.uint8), batch=1, seq=14, spans=3, span=4))

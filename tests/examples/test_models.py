@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -14,11 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import data, gpt2, mlp, resnet
+from examples import gpt2, llama, mlp, moe, resnet, t5, unet
+from examples.generate import generate
+from examples.zoo import MODELS
 
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
-LOSS_AND_GRADS = jax.jit(jax.value_and_grad(gpt2.loss), static_argnums=2)
+DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
+ZOO = [mlp, resnet, gpt2, llama, moe, t5, unet]
+SLOW = [unet, t5]
+CUTTABLE = [mlp, gpt2, llama, moe, t5, unet]
 
 
 @cache
@@ -29,9 +34,12 @@ def start_and_step(module):
 
 
 def batches(module, rows=16):
-    if module is gpt2:
-        return data.text_batches(data.text_bytes(50_000), rows, TINY_TEXT.seq)
-    return data.digit_batches(data.digits()[0], rows)
+    return MODELS[module.__name__.split(".")[-1]].batches(module.CONFIGS["test"], rows, 0)
+
+
+def loss_of(module, cfg):
+    """`fn(params, batch, between)`; the MLP's loss has no config."""
+    return module.loss if module is mlp else partial(module.loss, cfg=cfg)
 
 
 def in_halves(fn):
@@ -48,7 +56,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
-@pytest.mark.parametrize("module", [mlp, resnet, gpt2])
+@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in ZOO])
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
     for batch in islice(batches(module), 100):
@@ -57,7 +65,7 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("module", [mlp, gpt2])
+@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in CUTTABLE])
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
     _, in_parts = module.make_step(module.CONFIGS["test"], in_halves)
@@ -75,36 +83,130 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
+@pytest.mark.parametrize("module", DECODERS)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str
 )
-def test_gpt2_scanned_and_rematerialized_layers_are_the_same_model(changes):
-    cfg = replace(TINY_TEXT, **changes)
-    (params, _), batch = start_and_step(gpt2)[0], next(batches(gpt2))
-    want_loss, want = LOSS_AND_GRADS(params, batch, TINY_TEXT)
+def test_scanned_and_rematerialized_layers_are_the_same_model(module, changes):
+    plain, cfg = module.CONFIGS["test"], replace(module.CONFIGS["test"], **changes)
+    (params, _), batch = start_and_step(module)[0], next(batches(module))
+    want_loss, want = loss_and_grads(module, plain)(params, batch)
     if cfg.scan_layers:
-        params, want = gpt2.stack_blocks(params, cfg), gpt2.stack_blocks(want, cfg)
-    shapes = jax.eval_shape(gpt2.make_step(cfg)[0], jax.random.key(0))[0]
+        params, want = module.stack_blocks(params, cfg), module.stack_blocks(want, cfg)
+    shapes = jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
-    got_loss, got = LOSS_AND_GRADS(params, batch, cfg)
+    got_loss, got = loss_and_grads(module, cfg)(params, batch)
     assert_close(got_loss, want_loss)
     assert_close(got, want)
 
 
-def test_gpt2_looks_only_back():
-    params, _ = start_and_step(gpt2)[0]
-    tokens = jnp.arange(TINY_TEXT.seq)[None]
-    logits_of = jax.jit(gpt2.GPT2(TINY_TEXT).apply)
-    logits, changed = (logits_of({"params": params}, text) for text in (tokens, tokens.at[0, 9].set(200)))
+@cache
+def loss_and_grads(module, cfg):
+    return jax.jit(jax.value_and_grad(loss_of(module, cfg)))
+
+
+@pytest.mark.parametrize(("module", "blocks"), [(mlp, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)])
+def test_between_changes_what_the_next_block_reads(module, blocks):
+    (params, *_), batch, seen = start_and_step(module)[0], next(batches(module)), []
+    loss = loss_of(module, module.CONFIGS["test"])
+
+    @jax.jit
+    def changed_at(cut):
+        def between(i, x):
+            seen.append(i)
+            return jnp.where(i == cut, x + 1, x)
+
+        return loss(params, batch, between=between)
+
+    unchanged, *changed = (float(changed_at(cut)) for cut in range(-1, blocks - 1))
+    assert seen == list(range(blocks - 1))
+    assert unchanged == pytest.approx(float(jax.jit(loss)(params, batch)))
+    assert len({unchanged, *changed}) == blocks
+
+
+@pytest.mark.parametrize("module", DECODERS)
+def test_scanned_layers_cannot_be_cut(module):
+    cfg, batch = replace(module.CONFIGS["test"], scan_layers=True), next(batches(module))
+    params = jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
+    with pytest.raises(ValueError, match="between changes what follows block 0, and scan_layers=True leaves no place"):
+        jax.eval_shape(partial(loss_of(module, cfg), between=lambda i, x: x + 1), params, batch)
+
+
+@pytest.mark.parametrize("module", DECODERS)
+def test_decoders_look_only_back(module):
+    cfg, (params, _) = module.CONFIGS["test"], start_and_step(module)[0]
+    tokens = jnp.arange(cfg.seq)[None]
+    logits_of = jax.jit(lambda tokens: jax.tree.leaves(DECODERS[module](cfg).apply({"params": params}, tokens))[0])
+    logits, changed = (logits_of(text) for text in (tokens, tokens.at[0, 9].set(200)))
     np.testing.assert_array_equal(logits[0, :9], changed[0, :9])
     assert not np.allclose(logits[0, 9:], changed[0, 9:])
 
 
-def test_gpt2_generates_past_its_window():
+def test_text_is_generated_past_the_window():
     params, _ = start_and_step(gpt2)[0]
-    text = gpt2.generate(params, TINY_TEXT, b"import ", length=TINY_TEXT.seq)
+    write = partial(generate, lambda p, tokens: gpt2.GPT2(TINY_TEXT).apply({"params": p}, tokens), params)
+    text = write(TINY_TEXT.seq, b"import ", length=TINY_TEXT.seq)
     assert len(text) == TINY_TEXT.seq
-    assert text == gpt2.generate(params, TINY_TEXT, b"import ", length=TINY_TEXT.seq)
+    assert text == write(TINY_TEXT.seq, b"import ", length=TINY_TEXT.seq)
+
+
+def test_llama_turns_pairs_by_their_distance():
+    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, 1, 1, 8)), (1, 12, 1, 8))
+    turned = llama.rotate(x, base=100.0)[0, :, 0]
+    np.testing.assert_array_equal(turned[0], x[0, 0, 0])
+    products = turned @ turned.T
+    for distance in range(12):
+        np.testing.assert_allclose(jnp.diagonal(products, distance), products[0, distance], rtol=1e-4, atol=1e-5)
+
+
+def test_t5_distances_are_those_of_the_paper():
+    cfg = t5.CONFIGS["small60m"]
+    both, back = (np.asarray(t5.distances(cfg, 200, both_ways)) for both_ways in (True, False))
+    # keys before the query: 0 to 7 one by one, then by the logarithm, 127 and beyond in the last of 16
+    assert [both[199, 199 - d] for d in (0, 1, 7, 8, 11, 12, 16, 127, 199)] == [0, 1, 7, 8, 8, 9, 10, 15, 15]
+    assert [both[0, d] for d in (1, 7, 8, 199)] == [17, 23, 24, 31]
+    assert [back[199, 199 - d] for d in (0, 15, 16, 18, 19, 199)] == [0, 15, 16, 16, 17, 31]
+    assert not back[np.triu_indices(200)].any()
+
+
+def test_t5_looks_back_in_what_it_says_and_everywhere_in_what_it_reads():
+    cfg, (params, _) = t5.CONFIGS["test"], start_and_step(t5)[0]
+    logits_of = jax.jit(partial(t5.T5(cfg).apply, {"params": params}))
+    text, said = jnp.arange(20)[None], jnp.arange(8)[None]
+    logits = logits_of(text, said)
+    changed = logits_of(text, said.at[0, 5].set(99))
+    np.testing.assert_array_equal(logits[0, :5], changed[0, :5])
+    assert not np.allclose(logits[0, 5:], changed[0, 5:])
+    assert not np.allclose(logits[0, 0], logits_of(text.at[0, 19].set(99), said)[0, 0])
+
+
+def test_experts_take_as_many_tokens_as_they_have_places():
+    scores = np.random.default_rng(0).normal(size=(3, 10, 4)) + np.array([2, 0, 0, 0])
+    dispatch, combine, _ = map(np.asarray, moe.route(scores, places=4))
+    assert dispatch.sum((1, 3)).max() == 4  # the first is liked by more than 4 of 10
+    assert dispatch.sum(1).max() == 1  # each place is taken once
+    kept = dispatch.sum((2, 3)) == 2
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_allclose(combine.sum((2, 3))[kept], 1, rtol=1e-6)
+    best_two = np.sort(np.argsort(scores, axis=-1)[..., 2:], axis=-1)
+    for b, t in np.argwhere(kept):
+        np.testing.assert_array_equal(np.flatnonzero(dispatch[b, t].sum(-1)), best_two[b, t])
+
+
+def test_experts_liked_equally_are_balanced():
+    T, E = 8, 4
+    equally = jnp.eye(E)[jnp.arange(T) % E][None] * 1e-3
+    one = jnp.broadcast_to(jnp.array([20.0, 0, 0, 0]), (1, T, E))
+    assert moe.route(equally, places=T)[2] == pytest.approx(1, rel=1e-3)
+    assert moe.route(one, places=T)[2] == pytest.approx(E, rel=1e-3)
+
+
+def test_unet_noise_belongs_to_a_row_and_its_key():
+    cfg, (params, _) = unet.CONFIGS["test"], start_and_step(unet)[0]
+    batch, loss = next(batches(unet)), jax.jit(partial(unet.loss, cfg=cfg))
+    want, rolled = loss(params, batch), {name: np.roll(x, 1, axis=0) for name, x in batch.items()}
+    np.testing.assert_allclose(loss(params, rolled), want, rtol=1e-5)
+    assert abs(loss(params, {**batch, "key": rolled["key"]}) / want - 1) > 1e-3
 
 
 def test_gpt2_in_bfloat16_keeps_float32_weights_and_loss():
@@ -114,7 +216,7 @@ def test_gpt2_in_bfloat16_keeps_float32_weights_and_loss():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} | {loss.dtype} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("module", [mlp, resnet, gpt2])
+@pytest.mark.parametrize("module", ZOO)
 def test_everything_is_float64_under_x64(module):
     with jax.enable_x64(True):
         init_fn, step_fn = module.make_step(module.CONFIGS["test"])
@@ -127,14 +229,20 @@ def test_everything_is_float64_under_x64(module):
 
 
 @pytest.mark.parametrize(
-    ("module", "config", "millions"), [(gpt2, "small124m", 124.439808), (resnet, "resnet50", 25.557032)]
+    ("module", "config", "millions"),
+    [
+        (gpt2, "small124m", 124.439808),
+        (resnet, "resnet50", 25.557032),
+        (llama, "llama3_8b", 8030.261248),
+        (t5, "small60m", 60.506624),
+    ],
 )
 def test_large_configs_have_the_published_number_of_parameters(module, config, millions):
     params = jax.eval_shape(module.make_step(module.CONFIGS[config])[0], jax.random.key(0))[0]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == round(millions * 1e6)
 
 
-@pytest.mark.parametrize("name", ["data", "mlp", "resnet", "gpt2"])
+@pytest.mark.parametrize("name", ["data", "generate", *MODELS])
 def test_models_know_nothing_of_shardc_or_meshes(name):
     source = (EXAMPLES / f"{name}.py").read_text()
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]

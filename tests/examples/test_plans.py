@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import shardc
-from examples import data, gpt2, mlp, resnet
+from examples import gpt2, llama, mlp, moe, resnet, t5, unet, zoo
 from shardc.sbp.placement import S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"
@@ -21,6 +21,12 @@ MODELS = {
     "resnet": (resnet, resnet.CONFIGS["test"]),
     "gpt2": (gpt2, gpt2.CONFIGS["test"]),
     "gpt2 scanned": (gpt2, replace(gpt2.CONFIGS["test"], scan_layers=True)),
+    "llama": (llama, llama.CONFIGS["test"]),
+    "llama scanned": (llama, replace(llama.CONFIGS["test"], scan_layers=True)),
+    "moe": (moe, moe.CONFIGS["test"]),
+    "moe scanned": (moe, replace(moe.CONFIGS["test"], scan_layers=True)),
+    "t5": (t5, t5.CONFIGS["test"]),
+    "unet": (unet, unet.CONFIGS["test"]),
 }
 
 
@@ -42,8 +48,7 @@ def leaves_of(tree):
 def arguments_of(module, cfg):
     """Name -> {path: number of dimensions} for each argument of the step."""
     init_fn, step_fn = module.make_step(cfg)
-    batch = next(data.text_batches(data.text_bytes(100), 2, cfg.seq) if module is gpt2 else
-                 data.digit_batches(data.digits()[0], 2))  # fmt: skip
+    batch = next(zoo.MODELS[module.__name__.split(".")[-1]].batches(cfg, 2, 0))
     values = (*jax.eval_shape(init_fn, jax.random.key(0)), batch)
     return dict(zip(inspect.signature(step_fn).parameters, map(leaves_of, values), strict=True))
 
@@ -72,7 +77,7 @@ def test_plans_fit_their_model(model, plans_of):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [mlp, gpt2])
+@pytest.mark.parametrize("module", [mlp, gpt2, llama, moe, t5, unet])
 def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plans_of):
     arguments = arguments_of(module, module.CONFIGS["test"])
     rules = plans_of(module.__name__.split(".")[-1])["tensor"]()["in_placements"]
@@ -83,7 +88,7 @@ def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plan
     assert pinned("opt_state") == {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in pinned("params")}
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt2"])
+@pytest.mark.parametrize("model", zoo.MODELS)
 def test_a_plan_is_short(model, plans_of):
     lines = {name: len(inspect.getsource(plan).splitlines()) for name, plan in plans_of(model).items()}
     assert max(lines.values()) <= 30, lines

@@ -24,7 +24,7 @@ def test_options():
         (["--mesh", "data=0"], "'data=0' is not a mesh; write data=4,model=2"),
         (["--mesh", "data=2,data=4"], "'data=2,data=4' names an axis twice"),
         (["--steps", "0"], "0 is not a positive number"),
-        (["--model", "mlp", "--remat"], "--vocab, --scan and --remat are for gpt2"),
+        (["--model", "mlp", "--remat"], "--vocab, --scan and --remat are for gpt2, llama, moe"),
         (["--vocab", "100"], "--vocab 100: the text is made of bytes, which want at least 256"),
     ],
 )

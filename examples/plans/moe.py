@@ -1,0 +1,65 @@
+"""Plans of the mixture of experts, for unrolled and for scanned layers."""
+
+from shardc import S, rules
+
+EVERYWHERE = rules({"*": {}})
+DONATE = ("params", "opt_state")
+
+COLUMN, ROW = {"model": S(-1)}, {"model": S(-2)}
+MEGATRON = {
+    "*/q/kernel": COLUMN,  # whole heads, as long as the axis divides their number
+    "*/k/kernel": COLUMN,
+    "*/v/kernel": COLUMN,
+    "*/out/kernel": ROW,
+    "*/experts/up": COLUMN,
+    "*/experts/down": ROW,
+}
+
+
+def data():
+    """Every device holds the model and sees a part of the rows."""
+    places = {"params": EVERYWHERE, "opt_state": EVERYWHERE, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def tensor():
+    """Megatron (Shoeybi et al. 2019): heads, and the hidden units of every expert, are split; each block sums twice."""
+    weights = rules(MEGATRON)
+    places = {"params": weights, "opt_state": weights, "batch": EVERYWHERE}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def data_tensor():
+    """Rows split over one axis of the mesh, heads and hidden units over the other."""
+    places = tensor()["in_placements"] | {"batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def expert():
+    """Rows split over one axis of the mesh, experts over the other: a device runs its experts on its rows."""
+    weights = rules({"*/experts/up": {"model": S(-3)}, "*/experts/down": {"model": S(-3)}})
+    places = {"params": weights, "opt_state": weights, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def gshard():
+    """GShard (Lepikhin et al. 2020): rows and experts split over one axis; tokens travel to their experts and back."""
+    weights = rules({"*/experts/up": {"data": S(-3)}, "*/experts/down": {"data": S(-3)}})
+    places = {"params": weights, "opt_state": weights, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def zero1():
+    """ZeRO stage 1 (Rajbhandari et al. 2019): each device keeps, and updates, its part of the optimizer's state."""
+    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
+    places = {"params": EVERYWHERE, "opt_state": moments, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def fsdp():
+    """ZeRO stage 3, or fully sharded data parallel: the weights are split as well, and gathered where they are used."""
+    places = zero1()["in_placements"] | {"params": rules({"*": {"data": S(-1)}})}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+PLANS = {plan.__name__: plan for plan in (data, tensor, data_tensor, expert, gshard, zero1, fsdp)}

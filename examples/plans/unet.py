@@ -1,0 +1,48 @@
+"""Plans of the diffusion U-Net."""
+
+from shardc import S, rules
+
+EVERYWHERE = rules({"*": {}})
+DONATE = ("params", "opt_state")
+
+COLUMN, ROW = {"model": S(-1)}, {"model": S(-2)}
+MEGATRON = {
+    "*/conv_1/kernel": COLUMN,  # whole groups of channels, as long as the axis divides their number
+    "*/time/kernel": COLUMN,
+    "*/conv_2/kernel": ROW,
+}
+
+
+def data():
+    """Every device holds the model and sees a part of the rows."""
+    places = {"params": EVERYWHERE, "opt_state": EVERYWHERE, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def tensor():
+    """Channels between the two convolutions of a block are split, so each block sums once."""
+    weights = rules(MEGATRON)
+    places = {"params": weights, "opt_state": weights, "batch": EVERYWHERE}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def data_tensor():
+    """Rows split over one axis of the mesh, channels inside blocks over the other."""
+    places = tensor()["in_placements"] | {"batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def zero1():
+    """ZeRO stage 1 (Rajbhandari et al. 2019): each device keeps, and updates, its part of the optimizer's state."""
+    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
+    places = {"params": EVERYWHERE, "opt_state": moments, "batch": {"data": S(0)}}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def fsdp():
+    """ZeRO stage 3, or fully sharded data parallel: the weights are split as well, and gathered where they are used."""
+    places = zero1()["in_placements"] | {"params": rules({"*": {"data": S(-1)}})}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+PLANS = {plan.__name__: plan for plan in (data, tensor, data_tensor, zero1, fsdp)}

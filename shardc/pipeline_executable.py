@@ -1,0 +1,339 @@
+"""A pipeline's plan compiled for the devices of its meshes: tasks under actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardc import compat
+from shardc.compat import Var
+from shardc.errors import MeshError, PipelineTaskError, StepFailedError, all_offenders
+from shardc.executable import Executable, OtherCallError
+from shardc.mesh import AnyMesh
+from shardc.passes.audit import Audit, audit_all
+from shardc.passes.split_tasks import INDEX, StageTask
+from shardc.passes.trace import settings
+from shardc.pipeline.action import Action
+from shardc.pipeline_plan import PipelinePlan, Stage
+from shardc.placed import PlacedArray, is_placed, narrow
+from shardc.runtime.actor import Channel, Span
+from shardc.runtime.executor import Executor, Task
+from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
+from shardc.sbp.placement import Placement
+from shardc.stage_network import Once, Route
+
+IN_FLIGHT: Final = 32
+"""Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
+
+
+class _Border:
+    """How one array comes to a stage, or leaves it."""
+
+    def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
+        self.shape, self.placement, self.mesh = shape, placement.resolve(len(shape)), mesh
+        self.sizes = dict(mesh.shape)
+        self.plain = is_plain(shape, self.placement, self.sizes)
+        self.sharding = NamedSharding(mesh, physical_spec(self.placement))
+
+    def enter(self, x: Any) -> jax.Array:
+        """The physical array of an argument on this stage."""
+        if is_placed(x):
+            if x.mesh == self.mesh and x.placement == self.placement:
+                return x.physical
+            x = np.asarray(x)
+        if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
+            return x
+        if self.plain:
+            return jax.device_put(narrow(x), self.sharding)
+        return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
+
+    def value(self, x: jax.Array) -> np.ndarray:
+        """The logical value of a physical array, on the host."""
+        return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
+
+    def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
+        return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
+
+
+class _StageState:
+    """What a stage holds while a call runs: its residents, by variable."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, microbatches: int) -> None:
+        whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.index = [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+        self.residents: dict[Var, Any] = {}
+        program = stage.program.program
+        placed = zip(program.in_avals, stage.plan.inputs, strict=True)
+        self.borders = [_Border(tuple(a.shape), p, mesh) for a, p in placed]
+        left = zip(program.out_avals, stage.plan.outputs, strict=True)
+        self.exits = [_Border(tuple(a.shape), p, mesh) for a, p in left]
+
+
+class PipelineExecutable:
+    """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
+
+    def __init__(self, plan: PipelinePlan, meshes: Sequence[AnyMesh]) -> None:
+        if not all(isinstance(m, Mesh) for m in meshes):
+            raise MeshError(
+                f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
+                "`topology=` to run it."
+            )
+        self.plan = plan
+        self.settings = settings()
+        self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
+        self._states = [
+            _StageState(s, m, plan.cut.loop.microbatches) for s, m in zip(plan.stages, self.meshes, strict=True)
+        ]
+        self._executables: dict[int, Executable] = {
+            id(task): Executable(task.plan, self.meshes[s.number])
+            for s in plan.stages
+            for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
+            if task.plan is not None
+        }
+        self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
+        self._captured = list(plan.program.captured)
+        self._spans: list[Span] = []
+        self._executor: Executor | None = None
+        self._updating = False
+
+    # -- compiled programs
+
+    def _task_executables(self) -> list[Executable]:
+        return list(self._executables.values())
+
+    @property
+    def compiled(self) -> Executor:
+        """The actors, with all programs compiled."""
+        if self._executor is None:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda e: e.compiled, self._task_executables()))
+            plan = self.plan
+            bodies = {label: self._body(*found) for label, found in plan.built.tasks.items()}
+            window = max(1, IN_FLIGHT // plan.schedule.ranks)
+            self._executor = Executor(
+                plan.network,
+                lambda label: self._task(label, bodies),
+                transports=self._transport,
+                wait=jax.block_until_ready,
+                window=window,
+                name=plan.program.name,
+            )
+        return self._executor
+
+    def _body(self, number: int, task: StageTask) -> tuple[int, StageTask]:
+        return number, task
+
+    def _task(self, label: Any, bodies: Mapping[Any, tuple[int, StageTask]]) -> Task:
+        found = bodies.get(label)
+        if found is not None:
+            return Task(self._runner(label, *found), source=self._source(*found))
+        if isinstance(label, Once) and label.kind == "done":
+            return Task(self._wait_for_sums(label.stage))
+        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
+        tokens = [None] * len(step.gives)
+        return Task(lambda _: tokens)
+
+    def _source(self, number: int, task: StageTask) -> str:
+        stage = self.plan.stages[number]
+        lines = [c.line for c in self.plan.cut.crossings if c.source == number and c.line]
+        del stage, task
+        return lines[0] if lines else ""
+
+    def _wait_for_sums(self, rank: int) -> Callable[[list[Any]], list[Any]]:
+        """Blocks until what a rank's last backward made is there."""
+        mine = [s for s in self.plan.stages if s.rank == rank]
+        names = [(s.number, v) for s in mine for t in s.tasks.loop.values() for v, _ in t.kept]
+
+        def wait(_: list[Any]) -> list[Any]:
+            jax.block_until_ready([self._states[n].residents[v] for n, v in names])
+            return [None]
+
+        return wait
+
+    def _runner(self, label: Any, number: int, task: StageTask) -> Callable[[list[Any]], list[Any]]:
+        """What a step runs: picks the task's inputs, launches it, hands out its results."""
+        state = self._states[number]
+        residents = state.residents
+        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
+        routes = self.plan.built.routes
+        where: dict[Var, tuple[int, int]] = {}
+        for i, (channel, _) in enumerate(step.takes):
+            route = routes[channel]
+            for j, v in enumerate(route.taken if route is not None else ()):
+                where[v] = i, j
+        index = state.index[label.microbatch] if isinstance(label, Action) else None
+        executable = self._executables.get(id(task))
+        inputs = [(v, where.get(v)) for v in task.inputs]
+        outputs = {v: i for i, v in enumerate(task.outputs)}
+        kept = [(resident, outputs.get(v), v) for resident, v in task.kept]
+        incoming = [(v, where[v]) for _, v in task.received if v in where and isinstance(label, Once)]
+        gives = [_outgoing(routes[c], outputs, where) for c, _ in step.gives]
+
+        def run(values: list[Any]) -> list[Any]:
+            for v, (i, j) in incoming:
+                residents[v] = values[i][j]
+            made: Sequence[Any] = ()
+            if executable is not None:
+                made = executable.run(
+                    [
+                        index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
+                        for v, at in inputs
+                    ]
+                )
+                for resident, i, v in kept:
+                    residents[resident] = residents[v] if i is None else made[i]
+            return [
+                tuple(made[i] if i >= 0 else residents[v] if at is None else values[at[0]][at[1]] for v, i, at in give)
+                for give in gives
+            ]
+
+        return run
+
+    def _transport(self, channel: Channel) -> Callable[[Any], Any]:
+        number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
+        route = self.plan.built.routes[number]
+        if route is None or not route.given:
+            return _stay
+        source, target = self.plan.stages[route.source], self.plan.stages[route.target]
+        given = [self._border_of(source, v) for v in route.given]
+        taken = [self._border_of(target, v) for v in route.taken]
+        if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
+            return _stay
+        same = [
+            (dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement) or (g.plain and t.plain)
+            for g, t in zip(given, taken, strict=True)
+        ]
+        shardings = [t.sharding for t in taken]
+        if all(same):
+            return lambda values: tuple(jax.device_put(list(values), shardings))
+
+        def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            ends = zip(values, given, taken, same, strict=True)
+            return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
+
+        return move
+
+    def _border_of(self, stage: Stage, v: Var) -> _Border:
+        placement = _placement_of(stage, v)
+        return _Border(tuple(v.aval.shape), placement, self.meshes[stage.number])
+
+    # -- calling it
+
+    def is_plain_input(self, i: int) -> bool:
+        """Whether JAX can say the placement of input `i`; a pipeline takes what it is given and puts it in place."""
+        del i
+        return True
+
+    def enter(self, i: int, x: Any) -> Any:
+        """Argument `i`, as it is: its stages take it in when they need it."""
+        del i
+        return x
+
+    def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        paths = self.plan.program.in_paths
+        wrong = [
+            f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
+            for path, aval, want in zip(paths, avals, wanted, strict=False)
+            if (aval.shape, aval.dtype) != (want.shape, want.dtype)
+        ]
+        if len(avals) != len(wanted):
+            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
+        if settings() != self.settings:
+            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
+        if wrong:
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the plan.
+
+        Raises:
+          PipelineTaskError: a task failed; every argument is as it was.
+          StepFailedError: an update failed after donated buffers were taken.
+        """
+        return self.launch(leaves)
+
+    def launch(self, args: Sequence[Any], *, record: bool = False) -> list[Any]:
+        """The same, of the arguments of the flat call."""
+        executor = self.compiled
+        whole = [*args, *self._captured]
+        for x, (shape, dtype) in zip(whole, self._avals, strict=True):
+            if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
+                raise TypeError("not the call that was compiled")  # the caller takes the long way
+        try:
+            for stage, state in zip(self.plan.stages, self._states, strict=True):
+                names = stage.tasks.arguments
+                for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
+                    state.residents[v] = border.enter(whole[i])
+            try:
+                self._spans = executor.run(record=record)
+            except PipelineTaskError as error:
+                self._report_failure(args, error)
+                raise
+            return self._results()
+        finally:
+            for state in self._states:
+                state.residents.clear()
+
+    def _results(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        for stage, state in zip(self.plan.stages, self._states, strict=True):
+            names = zip(stage.program.results, stage.tasks.results, state.exits, strict=True)
+            for i, v, border in names:
+                x = border.enter(v.val) if compat.is_literal(v) else state.residents[v]
+                found[i] = border.leave(x)
+        return [found[i] for i in range(len(found))]
+
+    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
+        gone = [
+            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
+            if isinstance(x, jax.Array) and x.is_deleted()
+        ]  # fmt: skip
+        if gone:
+            raise StepFailedError(
+                f"{self.plan.program.name} failed while it ran: {error}\n"
+                f"  gone (donated): {', '.join(gone)}\n  all other arguments are as they were."
+            ) from error
+
+    def close(self) -> None:
+        """Ends the actors' threads; the next call starts new ones."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
+    # -- looking
+
+    def hlo(self) -> str:
+        """The optimized HLO of all tasks, one after the other."""
+        return "\n\n".join(e.hlo() for e in self._task_executables())
+
+    def memory_stats(self) -> Any:
+        """XLA's memory analysis of each task, by its name."""
+        return {e.plan.program.name: e.memory_stats() for e in self._task_executables()}
+
+    def audit(self) -> Audit:
+        """Compares the collectives in the compiled HLO of every task with the plan's."""
+        return audit_all([e.audit() for e in self._task_executables()])
+
+
+def _stay(values: Any) -> Any:
+    return values
+
+
+def _outgoing(
+    route: Route | None, outputs: Mapping[Var, int], where: Mapping[Var, tuple[int, int]]
+) -> list[tuple[Var, int, tuple[int, int] | None]]:
+    """Where each value of a message comes from: an output of the task, what it took itself, or a resident."""
+    return [(v, outputs.get(v, -1), where.get(v)) for v in (route.given if route is not None else ())]
+
+
+def _placement_of(stage: Stage, v: Var) -> Placement:
+    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values(), stage.tasks.load):
+        if task.plan is not None and v in task.plan.boxed.placements:
+            return task.plan.boxed.placements[v]
+    return stage.plan.boxed.placements[v]

@@ -1,0 +1,77 @@
+"""Models of the zoo under each of their plans: one step on eight devices is the step of one device, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+import shardc
+from examples.zoo import MODELS
+from tests.test_parity import assert_close
+
+MESH = {"data": 4, "model": 2}
+ROWS = 16
+CONFIGS = {
+    **{name: (name, {}) for name in ("llama", "moe", "t5", "unet")},
+    "llama scan": ("llama", {"scan_layers": True}),
+    "llama remat": ("llama", {"remat": True}),
+    "moe scan remat": ("moe", {"scan_layers": True, "remat": True}),
+}
+CASES = [
+    *((model, plan) for model in ("llama", "moe", "t5", "unet") for plan in MODELS[model].plans),
+    *((case, plan) for case in ("llama scan", "llama remat") for plan in ("data_tensor", "fsdp")),
+    *(("moe scan remat", plan) for plan in ("expert", "gshard")),
+]
+QUICK = [("llama scan", "data_tensor"), ("moe scan remat", "expert"), ("t5", "tensor")]
+GATHERED = {"unet": {"random_bits", "random_split", "random_unwrap", "random_wrap"}}
+"""What has no rule yet."""
+
+
+def parts(case, accumulate=lambda fn: fn):
+    """The step, its plans, and what it is called with."""
+    model, changes = CONFIGS[case]
+    zoo = MODELS[model]
+    cfg = replace(zoo.configs["test"], **changes)
+    init_fn, step_fn = zoo.make_step(cfg, accumulate)
+    return init_fn, step_fn, zoo.plans, next(zoo.batches(cfg, ROWS, 0))
+
+
+@cache
+def one_device(case):
+    """The state on one device before and after the first step, and the loss."""
+    init_fn, step_fn, _, batch = parts(case)
+    start = jax.tree.map(np.asarray, jax.jit(init_fn)(jax.random.key(0)))
+    *after, loss = jax.tree.map(np.asarray, jax.jit(step_fn)(*start, batch))
+    return start, tuple(after), loss
+
+
+def check(case, plan, accumulate=lambda fn: fn):
+    _, step_fn, plans, batch = parts(case, accumulate)
+    start, want, want_loss = one_device(case)
+    step = shardc.function(mesh=shardc.make_mesh(**MESH), **plans[plan]())(step_fn)
+    compiled = step.compile(*start, batch)
+    audit = compiled.audit()
+    assert audit.ok, str(audit)
+    assert {g.primitive for g in compiled.plan.gathered} == GATHERED.get(case.split()[0], set())
+    *state, loss = step(*start, batch)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_close(tuple(state), want)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES], ids=" ".join
+)
+def test_a_step_equals_that_of_one_device(case):
+    with jax.enable_x64(True):
+        check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "moe", "t5", "unet"])
+def test_a_step_over_microbatches_equals_that_of_one_device(model):
+    with jax.enable_x64(True):
+        check(model, "data_tensor", partial(shardc.accumulate, microbatches=4))
