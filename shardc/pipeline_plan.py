@@ -351,41 +351,6 @@ def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Sch
         raise PipelineError(f"{where}: {error}") from None
 
 
-def _rank_of(pipeline: Pipeline, ranks: int, where: str) -> tuple[int, ...]:
-    """The rank of each stage."""
-    given = pipeline.schedule
-    if isinstance(given, str) and "\n" in given:
-        given = Schedule.parse(given)
-    if isinstance(given, Schedule):
-        if given.ranks != ranks:
-            raise PipelineError(
-                f"{where}: the schedule {given.name} is for {given.ranks} ranks, the pipeline has {ranks}."
-            )
-        return given.rank_of
-    method = METHODS.get(given) if isinstance(given, str) else None
-    if method is None:
-        return ranks_of("loop", ranks, pipeline.chunks or 1)
-    return ranks_of(method.placement, ranks, pipeline.chunks or method.chunks)
-
-
-def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
-    """The stages that compute their forward again."""
-    given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given)
-    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
-        raise PipelineError(
-            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
-            "each stage."
-        )
-    return [s for s, word in enumerate(words) if word == "full"]
-
-
-def _splits(pipeline: Pipeline, ranks: int, stages: int) -> bool:
-    """Whether the schedule has weight gradients as actions of their own."""
-    chunks = stages // ranks
-    return make_schedule(pipeline.schedule, ranks, 2 * stages, chunks).splits_backward
-
-
 def _known(stage: Stage) -> dict[Var, Placement]:
     known = dict(stage.plan.boxed.placements)
     for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values()):
@@ -405,7 +370,8 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     chunks = count // ranks
     given = pipeline.schedule
-    found = make_schedule(given, ranks, cut.loop.microbatches, chunks, costs=costs)
+    latency = stages[0].mesh.topology.link.latency
+    found = make_schedule(given, ranks, cut.loop.microbatches, chunks, costs=costs, latency=latency)
     if cut.body.backward or count == 1:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
