@@ -259,9 +259,9 @@ class PipelinePlan:
     def timeline(self, width: int = 120) -> str:
         """The simulated call as text: a row for each rank, `width` characters to a line."""
         from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
-        from shardc.report.timeline import timeline_text  # noqa: PLC0415
+        from shardc.report.chart_text import chart_text  # noqa: PLC0415
 
-        return timeline_text(planned_chart(self), width)
+        return chart_text(planned_chart(self), width)
 
     def draw(self, path: str | Path) -> None:
         """Draws the simulated call, and how full its channels are, into an `.svg` or `.png` file.

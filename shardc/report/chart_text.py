@@ -1,4 +1,7 @@
-"""A chart as text: a row for each rank, planned above measured, time from left to right."""
+"""A chart as text: a row for each rank, planned above measured, time from left to right.
+
+For times as they come, at a given width; `timeline_text` draws those that are round numbers as a grid.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Final
 
 from shardc.pipeline.action import Action
 from shardc.report.chart import Chart, Track, scale_of
+from shardc.report.rows import below, filled
 from shardc.runtime.actor import Span
 
 _PER_TICK: Final = 12
@@ -16,7 +20,7 @@ _MOST_LINES: Final = 72
 _IDLE: Final = "."
 
 
-def timeline_text(chart: Chart, width: int = 120) -> str:
+def chart_text(chart: Chart, width: int = 120) -> str:
     """The chart for a terminal.
 
     Args:
@@ -28,31 +32,21 @@ def timeline_text(chart: Chart, width: int = 120) -> str:
       name does not fit is a letter; where tasks are shorter than a character, that of the kind which fills most of it.
     """
     tracks, extents = chart.tracks, chart.spans_of_time
-    each = len(set(extents)) > 1  # a scale for each run
+    each = len(set(extents)) > 1  # a scale for each run: one above, one below
     names = [t.name if len(tracks) > 1 else "" for t in tracks]
     units = [scale_of(e, 1, seconds=chart.seconds)[2] for e in extents]
-    rows = [
-        (f"rank {rank}" if i == 0 else "", names[i], lambda n, t=t, e=e, r=rank: _row(chart, t, r, n, e))
-        for rank in range(len(chart.network.actors))
-        for i, (t, e) in enumerate(zip(tracks, extents, strict=True))
-    ]
-    rulers = [
-        (unit, name if each else "", lambda n, e=e: _ruler(chart, e, n, room))
-        for unit, name, e in zip(units, names, extents, strict=True)
-    ]
-    lines = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
-    first, second = (max(len(line[i]) for line in lines) for i in (0, 1))
-    heads = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b, _ in lines]
-    margin = max(map(len, heads))
-    room = max(20, width - margin - 3)
-    blocks = _blocks(chart, room, len(lines) + 1)
-    drawn = [draw(room * blocks) for _, _, draw in lines]
-    body = "\n\n".join(
-        "\n".join(f"{h:<{margin}} | {d[i * room : (i + 1) * room]}".rstrip() for h, d in zip(heads, drawn, strict=True))
-        for i in range(blocks)
-    )
+    ranks = range(len(chart.network.actors))
+    heads = [(f"rank {rank}" if i == 0 else "", name) for rank in ranks for i, name in enumerate(names)]
+    heads = [(units[0], names[0]), *heads, (units[1], names[1])] if each else [*heads, (units[0], "")]
+    first, second = (max(map(len, column)) for column in zip(*heads, strict=True))
+    named = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b in heads]
+    room = max(20, width - max(map(len, named)) - len(" | "))
+    columns = room * _blocks(chart, room, len(heads) + 1)
+    rulers = [_ruler(chart, e, columns, room) for e in extents]
+    rows = [_row(chart, t, rank, columns, e) for rank in ranks for t, e in zip(tracks, extents, strict=True)]
+    rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
     about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
-    return f"{about}\n\n{body}\n\n{_words(chart)}"
+    return f"{about}\n\n{below(named, rows, room)}\n\n{_words(chart)}"
 
 
 def _blocks(chart: Chart, room: int, lines: int) -> int:
@@ -90,8 +84,7 @@ def _cell(chart: Chart, span: Span, room: int, touches: bool) -> str:
     name = chart.label(span.label)
     if len(name) > room - touches:
         name = chart.kind(span.label)
-    filled = f"{name:-<{max(len(name), room - touches)}}"
-    return f"{filled:<{room}}"
+    return filled(name, room, apart=touches)
 
 
 def _fine(chart: Chart, spans: Sequence[Span], scale: float) -> dict[int, str]:
