@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from shardc.passes.collective import Collective
 from shardc.passes.memory import local_bytes
-from shardc.passes.plan import Argument, Plan
+from shardc.passes.plan import Argument, Gathered, Plan
 from shardc.passes.tally import short_aval
 from shardc.report.tables import (
     Key,
@@ -39,15 +39,15 @@ _Row: TypeAlias = tuple[str, Any, Placement, str]
 def explain(plan: Plan) -> str:
     """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
     sections = (
-        _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), _totals(plan), _gathered(plan),
-        _notes(plan), _memory(plan),
+        _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
+        gathered_section(plan.gathered), notes_section(plan.notes), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 
 
 def _head(plan: Plan) -> str:
     mesh = plan.mesh
-    moves = _moving(plan)
+    moves = moving(plan.collectives)
     runs = sum(c.count for c in moves)
     count = number_text(len(moves), "collective")
     times = f", which run {runs} times" if runs != len(moves) else ""
@@ -70,7 +70,7 @@ def _head(plan: Plan) -> str:
 
 def _arguments(plan: Plan) -> str:
     rows = [
-        (path, var, placement, _why_argument(argument, placement))
+        (path, var, placement, why_argument(argument, placement))
         for path, var, placement, argument in zip(
             plan.program.in_paths, plan.boxed.jaxpr.invars, plan.inputs, plan.arguments, strict=True
         )
@@ -84,7 +84,7 @@ def _results(plan: Plan) -> str:
         plan.program.out_paths, plan.boxed.jaxpr.outvars, plan.outputs, plan.results, plan.ties, strict=True
     ):
         replaces = tie is not None and plan.inputs[tie] == placement
-        rows.append((path or "result", var, placement, REPLACES if replaces else _why(pin, "chosen")))
+        rows.append((path or "result", var, placement, REPLACES if replaces else why_placed(pin, "chosen")))
     return _leaves(plan, "Results", rows)
 
 
@@ -110,24 +110,27 @@ def _leaves(plan: Plan, title: str, leaves: Sequence[_Row]) -> str:
     return section(head, table)
 
 
-def _why_argument(argument: Argument, placement: Placement) -> str:
+def why_argument(argument: Argument, placement: Placement) -> str:
+    """`pinned`, `pinned on data`, `arrives so`, `chosen`."""
     if argument.pin is not None and not argument.pin.allows(placement):
         return f"arrives so, pinned at {placement_text(argument.pin.placement)}"
-    return _why(argument.pin, "arrives so" if argument.arrival is not None else "chosen")
+    return why_placed(argument.pin, "arrives so" if argument.arrival is not None else "chosen")
 
 
-def _why(pin: Pin | None, otherwise: str) -> str:
+def why_placed(pin: Pin | None, otherwise: str) -> str:
+    """`pinned`, `pinned on data`, or the other word."""
     if pin is None or pin.fixed == frozenset():
         return otherwise
     return "pinned" if pin.fixed is None else f"pinned on {', '.join(sorted(pin.fixed))}"
 
 
-def _moving(plan: Plan) -> list[Collective]:
-    return [c for c in plan.collectives if c.bytes]
+def moving(collectives: Sequence[Collective]) -> list[Collective]:
+    """Those that send something."""
+    return [c for c in collectives if c.bytes]
 
 
 def _moves(plan: Plan) -> str:
-    moves = _moving(plan)
+    moves = moving(plan.collectives)
     if not moves:
         return section("Moves: none")
     rows = [
@@ -140,8 +143,9 @@ def _moves(plan: Plan) -> str:
     return section("Moves, in the order of the program: bytes that each device sends in one call", table)
 
 
-def _totals(plan: Plan) -> str:
-    moves = _moving(plan)
+def totals_section(collectives: Sequence[Collective]) -> str:
+    """Bytes by axis and kind."""
+    moves = moving(collectives)
     if not moves:
         return ""
     totals: dict[tuple[str, str], list[Collective]] = {}
@@ -156,21 +160,23 @@ def _totals(plan: Plan) -> str:
     return section("Totals by axis and kind", table)
 
 
-def _gathered(plan: Plan) -> str:
+def gathered_section(gathered: Sequence[Gathered]) -> str:
+    """The operations that no rule split."""
     title = "Computed whole on every device for want of a rule"
-    if not plan.gathered:
+    if not gathered:
         return section(f"{title}: none")
     table = make_table("operation", ">times", "made by")
-    for g in plan.gathered:
+    for g in gathered:
         table.add_row(g.primitive, str(g.count), ", ".join(g.sources))
     return section(title, table)
 
 
-def _notes(plan: Plan) -> str:
-    if not plan.notes:
+def notes_section(notes: Sequence[str]) -> str:
+    """What the plan says besides."""
+    if not notes:
         return ""
-    folded = fold_rows([((), note, None) for note in plan.notes])
-    lines = [times_text(fold_paths(notes), len(notes)) for _, notes, _ in folded]
+    folded = fold_rows([((), note, None) for note in notes])
+    lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
     return "\n".join(["Notes", *(f"  {line}" for line in lines)])
 
 

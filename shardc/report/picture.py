@@ -33,7 +33,7 @@ _ROW, _GAP, _CHANNEL = 0.2, 0.1, 0.2
 """Inches: a run's row of a rank, what is between ranks, a channel."""
 _POINTS: Final = 72
 """Of an inch."""
-_NEARLY_ALL: Final = 0.9
+_MOST: Final = 0.5
 _MOST_CHANNELS: Final = 64
 _DRAWN: Final = (".svg", ".png")
 _SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "shardc", "font.family": ["DejaVu Sans"]}
@@ -167,11 +167,11 @@ def _width(text: str) -> float:
 
 
 def _name_that_fits(chart: Chart, track: Track, kind: str, scale: float) -> Callable[[Hashable], str]:
-    """How the tasks of a kind are called: all in one way, the longest that fits nearly all of them."""
+    """How the tasks of a kind are called: all in one way, the longest that fits most of them."""
     spans = [s for row in track.timeline.spans for s in row if s.end > s.start and chart.kind(s.label) == kind]
     for name in (chart.label, _microbatch):
         fitting = sum(_width(name(s.label)) <= (s.end - s.start) * scale for s in spans)
-        if fitting >= _NEARLY_ALL * len(spans) or kind in "LU-":
+        if fitting >= _MOST * len(spans) or kind in "LU-":
             return name
     return _nothing
 
