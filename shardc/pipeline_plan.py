@@ -155,13 +155,17 @@ class PipelinePlan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """What moves on the stages' own meshes, in the order of the stages; over all executions in one call."""
-        found: list[Collective] = []
-        for stage in self.stages:
-            for task, times in self._runs(stage):
-                found += [
-                    replace(c, bytes=c.bytes * times, count=c.count * times) for c in task.collectives
-                ]
-        return tuple(found)
+        return tuple(c for _, c in self.stage_collectives)
+
+    @cached_property
+    def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
+        """The same, each with its stage."""
+        return tuple(
+            (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
+            for stage in self.stages
+            for task, times in self._runs(stage)
+            for c in task.collectives
+        )
 
     def _runs(self, stage: Stage) -> list[tuple[Plan, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
