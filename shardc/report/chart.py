@@ -155,5 +155,5 @@ _ARROW: Final = re.compile(r"(\d+)->(\d+)")
 
 
 def channel_text(name: str) -> str:
-    """`activation 0->1` --> `activation 0→1`."""
-    return _ARROW.sub("\\1\N{RIGHTWARDS ARROW}\\2", name)
+    """`weight_stash 0`, `activation 0->1` --> `weight stash 0`, `activation 0→1`."""
+    return _ARROW.sub("\\1\N{RIGHTWARDS ARROW}\\2", name).replace("_", " ")

@@ -144,7 +144,7 @@ def _stages(plan: PipelinePlan, timeline: Timeline) -> str:
     names = stems({leaf.path.partition("/")[2] or leaf.path: leaf.stage.number for leaf in groups.get(spread, ())})
     columns = [f">{name}" for name in [*own, *(["other"] if rest else [])]]
     peaks = (">peak stash", ">peak received", ">peak of its program")
-    table = make_table(">stage", ">rank", "devices", f"of {spread}", *columns, *peaks)
+    table = make_table(">stage", ">rank", "devices", f"which {spread}", *columns, *peaks)
     held, received = _registers(plan, timeline)
     for stage in plan.stages:
         mine = [leaf for leaf in leaves if leaf.stage is stage]

@@ -227,9 +227,9 @@ def _use_text(chart: Chart, number: int) -> str:
     """`2 of 3, each 1.5 KiB`: the most that are in use as planned, of how many."""
     channel = chart.network.channels[number]
     most = chart.tracks[0].timeline.peaks[number]
-    bound = "no bound" if channel.registers is None else f"of {channel.registers}"
+    bound = ", no bound" if channel.registers is None else f" of {channel.registers}"
     size = f", each {bytes_text(channel.bytes)}" if channel.bytes else ""
-    return f"{most} {bound}{size}"
+    return f"{most}{bound}{size}"
 
 
 def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
