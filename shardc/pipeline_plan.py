@@ -15,6 +15,7 @@ from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
+from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
 from shardc.passes.memory import Memory
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
@@ -26,8 +27,7 @@ from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS, make_schedule
-from shardc.pipeline.schedules.method import ranks_of
+from shardc.pipeline.schedules import make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
@@ -316,9 +316,12 @@ def make_pipeline_plan(
       PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
     """
     ranks = len(meshes)
-    rank_of = _rank_of(pipeline, ranks, where)
+    microbatches = find_loop(program, where).microbatches
+    draft = _draft(pipeline, ranks, microbatches, where)
+    rank_of = draft.rank_of
     count = len(rank_of)
-    cut = cut_stages(program, count, where)
+    recompute = _recomputed(pipeline, count, where)
+    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
@@ -337,6 +340,9 @@ def make_pipeline_plan(
         ends |= {n: p for n, p, _ in _ends(plan)}
         stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan), s))
     schedule = _schedule(stages, cut, ranks, pipeline)
+    if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
+        found = replace(pipeline, schedule=schedule)
+        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -350,6 +356,29 @@ def make_pipeline_plan(
     plan.built = replace(built, network=network)
     plan.network = network
     return plan
+
+
+def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
+    """The stages that compute their forward again."""
+    given = pipeline.recompute
+    words = [given] * stages if isinstance(given, str) else list(given)
+    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
+        raise PipelineError(
+            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
+            "each stage."
+        )
+    return [s for s, word in enumerate(words) if word == "full"]
+
+
+def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Schedule:
+    """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
+    chunks = pipeline.chunks
+    if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
+        return make_schedule("zb-h1" if (chunks or 1) == 1 else "interleaved", ranks, microbatches, chunks)
+    try:
+        return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
+    except PipelineError as error:
+        raise PipelineError(f"{where}: {error}") from None
 
 
 def _rank_of(pipeline: Pipeline, ranks: int, where: str) -> tuple[int, ...]:
@@ -367,6 +396,24 @@ def _rank_of(pipeline: Pipeline, ranks: int, where: str) -> tuple[int, ...]:
     if method is None:
         return ranks_of("loop", ranks, pipeline.chunks or 1)
     return ranks_of(method.placement, ranks, pipeline.chunks or method.chunks)
+
+
+def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
+    """The stages that compute their forward again."""
+    given = pipeline.recompute
+    words = [given] * stages if isinstance(given, str) else list(given)
+    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
+        raise PipelineError(
+            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
+            "each stage."
+        )
+    return [s for s, word in enumerate(words) if word == "full"]
+
+
+def _splits(pipeline: Pipeline, ranks: int, stages: int) -> bool:
+    """Whether the schedule has weight gradients as actions of their own."""
+    chunks = stages // ranks
+    return make_schedule(pipeline.schedule, ranks, 2 * stages, chunks).splits_backward
 
 
 def _known(stage: Stage) -> dict[Var, Placement]:
@@ -387,7 +434,8 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     chunks = count // ranks
-    found = make_schedule(pipeline.schedule, ranks, cut.loop.microbatches, chunks, costs=costs)
+    given = pipeline.schedule
+    found = make_schedule(given, ranks, cut.loop.microbatches, chunks, costs=costs)
     if cut.body.backward or count == 1:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
