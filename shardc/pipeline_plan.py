@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -153,13 +154,17 @@ class PipelinePlan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """What moves on the stages' own meshes, in the order of the stages; over all executions in one call."""
-        found: list[Collective] = []
-        for stage in self.stages:
-            for task, times in self._runs(stage):
-                found += [
-                    replace(c, bytes=c.bytes * times, count=c.count * times) for c in task.collectives
-                ]
-        return tuple(found)
+        return tuple(c for _, c in self.stage_collectives)
+
+    @cached_property
+    def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
+        """The same, each with its stage."""
+        return tuple(
+            (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
+            for stage in self.stages
+            for task, times in self._runs(stage)
+            for c in task.collectives
+        )
 
     def _runs(self, stage: Stage) -> list[tuple[Plan, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
@@ -253,6 +258,31 @@ class PipelinePlan:
         from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
 
         return explain_pipeline(self)
+
+    def timeline(self, width: int = 120) -> str:
+        """The simulated call as text: a row for each rank, `width` characters to a line."""
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.chart_text import chart_text  # noqa: PLC0415
+
+        return chart_text(planned_chart(self), width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the simulated call, and how full its channels are, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.picture import draw_picture  # noqa: PLC0415
+
+        draw_picture(planned_chart(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the simulated call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.trace import write_trace  # noqa: PLC0415
+
+        write_trace(planned_chart(self), path)
 
     def __repr__(self) -> str:
         return (
