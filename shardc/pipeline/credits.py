@@ -133,7 +133,7 @@ def _tails(timeline: Timeline, link: Link | None) -> list[list[float]]:
     way = [0.0 if link is None or c.source == c.target else sum(link(c)) for c in net.channels]
     tails = [[0.0] * len(steps) for steps in net.actors]
     needed: dict[Message, float] = {}
-    order = sorted((rank, a, i) for a, ranks in enumerate(timeline.ranks) for i, rank in enumerate(ranks))
+    order = sorted((number, a, i) for a, row in enumerate(timeline.sequence) for i, number in enumerate(row))
     for _, a, i in reversed(order):
         step = net.actors[a][i]
         after = [tails[a][i + 1]] if i + 1 < len(tails[a]) else []

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
+from operator import sub
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import PipelineError
@@ -38,13 +40,13 @@ class Timeline:
     Attributes:
       network: what ran.
       starts, ends: by actor, in the order of its steps.
-      ranks: by actor and step, a number that grows along every dependence; it orders what happens at the same time.
+      sequence: by actor and step, a number that grows along every dependence; it orders what happens at the same time.
     """
 
     network: Network
     starts: tuple[Sequence[float], ...]
     ends: tuple[Sequence[float], ...]
-    ranks: tuple[Sequence[int], ...]
+    sequence: tuple[Sequence[int], ...]
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -66,7 +68,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """By actor, the sum of its steps."""
-        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True))
+        return tuple(fsum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
@@ -105,9 +107,9 @@ class Timeline:
         length, then what starts.
         """
         events: list[list[tuple[float, int, int]]] = [[] for _ in self.network.channels]
-        for steps, starts, ends, ranks in zip(self.network.actors, self.starts, self.ends, self.ranks, strict=True):
-            for step, start, end, rank in zip(steps, starts, ends, ranks, strict=True):
-                starting, ending = (2 * rank, 2 * rank + 1) if start == end else (_LAST, _FIRST)
+        for steps, starts, ends, after in zip(self.network.actors, self.starts, self.ends, self.sequence, strict=True):
+            for step, start, end, number in zip(steps, starts, ends, after, strict=True):
+                starting, ending = (2 * number, 2 * number + 1) if start == end else (_LAST, _FIRST)
                 for channel, _ in step.gives:
                     events[channel].append((start, starting, 1))
                 for channel, _ in step.takes:
@@ -161,9 +163,9 @@ def run_timed(net: Network, cost: Cost, link: Link | None) -> Timeline | None:
     sent = [0.0] * (len(actors) ** 2)  # when the last message left, by source and target
     starts: list[list[float]] = [[] for _ in actors]
     ends: list[list[float]] = [[] for _ in actors]
-    ranks: list[list[int]] = [[] for _ in actors]
+    sequence: list[list[int]] = [[] for _ in actors]
     now = [0.0] * len(actors)
-    rank = 0
+    number = 0
     queue = deque(actors)
     waiting = [False] * len(actors)  # not in the queue
     while queue:
@@ -186,8 +188,8 @@ def run_timed(net: Network, cost: Cost, link: Link | None) -> Timeline | None:
                 raise PipelineError(f"The cost of {step.label} is {seconds}; a cost is a number of seconds, 0 or more.")
             time += seconds
             ends[a].append(time)
-            ranks[a].append(rank)
-            rank += 1
+            sequence[a].append(number)
+            number += 1
             for channel, _ in step.takes:
                 if bounded[channel]:
                     b = source[channel]
@@ -212,7 +214,7 @@ def run_timed(net: Network, cost: Cost, link: Link | None) -> Timeline | None:
         waiting[a] = True
     if any(a.step is not None for a in actors):
         return None
-    return Timeline(net, tuple(starts), tuple(ends), tuple(ranks))
+    return Timeline(net, tuple(starts), tuple(ends), tuple(sequence))
 
 
 def _positive_link(channel: Channel, link: Link) -> tuple[float, float] | None:

@@ -7,6 +7,8 @@ Everything posted carries the number of the run, so that what is left of a run t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
@@ -86,3 +88,10 @@ class Mailbox:
         except Empty:
             pass
         self._later = [p for p in later if p[0] > run]
+
+
+def stop_all(ports: Iterable[Port], run: int) -> None:
+    """Tells all actors, here and elsewhere, to abandon a run."""
+    for port in ports:
+        with suppress(Exception):  # a connection that is gone stops nobody
+            port.stop(run)

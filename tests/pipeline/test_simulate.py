@@ -5,8 +5,11 @@ import time
 import pytest
 
 from shardc.errors import PipelineError
+from shardc.pipeline.costs import Costs
+from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.network import network
 from shardc.pipeline.schedule import Schedule
+from shardc.pipeline.schedules import METHODS
 from shardc.pipeline.simulate import peak_activations, simulate
 from shardc.runtime.actor import Span
 from shardc.runtime.deadlock import find_deadlock
@@ -291,12 +294,13 @@ def test_costs_and_links_are_numbers_of_seconds(bad):
 
 @pytest.mark.parametrize(
     "schedule",
-    [orders.gpipe(4, 5), orders.one_f_one_b(4, 6), orders.eager(3, 6), orders.interleaved(2, 4, 2), orders.zb_h1(4, 8)],
+    [method.orders(3, 7, method.chunks, Costs()) for method in METHODS.values()],
     ids=lambda s: s.name,
 )
 def test_the_executor_does_what_the_simulator_does_in_the_same_order(schedule):
-    net = network(schedule, registers={"activation": 2, "gradient": 2})
-    timeline = simulate(net, costs(*UNIT))
+    net = network(schedule)
+    net = net.with_registers(auto_credits(net, Costs()))
+    timeline = simulate(net, Costs())
     rng = random.Random(0)
     ran = [[] for _ in range(schedule.ranks)]
     rank = schedule.rank_of

@@ -207,6 +207,23 @@ def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
         assert waits == []
 
 
+def test_what_was_taken_is_gone_before_what_is_given_is_moved():
+    net = build([[("x", "", "c.0"), ("y", "c.0", "d.0")], [("z", "d.0", "")]], {"c": (0, 0), "d": (0, 1)})
+    refs, alive = {}, []
+
+    def run(label, values):
+        given = [Value() for _ in steps(net)[label].gives]
+        refs.update((label, weakref.ref(v)) for v in given)
+        return given
+
+    def transport(channel):
+        return lambda value: (alive.append((channel.name, refs["x"]() is not None)), value)[1]
+
+    with Executor(net, tasks_for(net, run), transports=transport) as executor:
+        within(5, executor.run)
+    assert alive == [("c", True), ("d", False)]
+
+
 class Device:
     """A fake device: what is launched on it finishes `seconds` later, one after the other."""
 
@@ -331,35 +348,41 @@ def test_of_several_failures_the_first_is_raised():
 
 
 def test_a_failed_run_leaves_nothing_behind():
-    """Messages on their way, in mailboxes, put aside: all gone, while the error is still held."""
+    """Messages that an actor has and that are in its mailbox, tokens: all gone, while the error is still held."""
     net = build(
         [
-            [("x", "", "c.0 c.1 s.0"), ("w", "s.0", "")],
-            [("u", "c.0", "d.0"), ("v", "c.1 f.0", "")],
-            [("bad", "d.0", "e.0"), ("y", "e.0", "f.0")],
+            [("x", "", "c.0 c.1 s.0"), ("w", "s.0 e.0", "")],
+            [("u", "c.0", ""), ("v", "c.1", "")],
+            [("y", "", "d.0"), ("bad", "d.0", "e.0")],
         ],
-        {"c": (0, 1), "s": (0, 0), "d": (1, 2), "e": (2, 2), "f": (2, 1)},
+        {"c": (0, 1), "s": (0, 0), "d": (2, 2), "e": (2, 0)},
     )
-    refs = []
+    refs, failed = {}, threading.Event()
+    started = threading.Event()
 
     def run(label, values):
         if label == "bad":
-            time.sleep(0.01)
+            started.wait(5)
+            failed.set()
             raise ValueError
-        given = [Value() for _ in steps(net)[label].gives]
-        refs.extend(map(weakref.ref, given))
+        if label == "u":  # until the failure c.1 stays in the mailbox
+            started.set()
+            failed.wait(5)
+            time.sleep(0.02)
+        given = [Value() for _ in range(len(steps(net)[label].gives) + 1)]  # one token each
+        refs.update({(label, i): weakref.ref(v) for i, v in enumerate(given)})
         return given
 
     with Executor(net, tasks_for(net, run), wait=lambda _: None, window=5) as executor:
         with pytest.raises(PipelineTaskError) as caught:
             within(5, executor.run)
-        ours = [ref() for ref in refs if ref() is not None]
-        assert len(refs) == 4 and len(ours) == 1  # the input of the failing task, in the frame of that
-        trace = caught.value.__cause__.__traceback__
-        assert trace.tb_frame.f_code.co_name == "go"
-        del ours, trace, caught
+        assert {label for label, _ in refs} == {"x", "u", "y"}
+        alive = {name for name, ref in refs.items() if ref() is not None}
+        assert alive == {("y", 0)}  # the input of the failing task, in the frame of that
+        assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_name == "go"
+        del caught
         gc.collect()
-        assert all(ref() is None for ref in refs)
+        assert all(ref() is None for ref in refs.values())
 
 
 def test_a_task_cannot_run_its_own_executor():
@@ -436,6 +459,35 @@ def test_closing_stops_a_run_in_another_thread():
     with pytest.raises(PipelineError, match="the executor is closed"):
         executor.run()
     executor.close()
+
+
+def test_closing_at_any_moment_ends_a_run():
+    """Also between the look whether it is open and the orders to the threads."""
+    net = chain(2, 3, registers=1)
+    outcomes = set()
+    for i in range(200):
+        executor = Executor(net, tasks_for(net, lambda *_: None))
+        closer = threading.Timer(i * 5e-6, executor.close)
+        closer.start()
+        try:
+            for _ in range(50):
+                within(5, executor.run)
+            outcomes.add("ended")
+        except PipelineError as error:
+            outcomes.add(str(error))
+        closer.join()
+    assert outcomes <= {"ended", "Executor.run: the executor is closed.",
+                        "Executor.run: the executor was closed while it ran."}  # fmt: skip
+
+
+def test_an_order_that_comes_after_the_end_is_answered():
+    net = chain(2, 1)
+    executor = Executor(net, tasks_for(net, lambda *_: None))
+    for worker in executor._workers:
+        worker.orders.put(None)
+        worker.thread.join(5)
+    with pytest.raises(PipelineError, match="stopped the run"):
+        within(5, executor.run)
 
 
 def test_dropping_closes():

@@ -1,0 +1,14 @@
+"""The examples in docstrings say what happens."""
+
+import doctest
+
+import pytest
+
+from shardc.pipeline import network
+from shardc.runtime import actor, executor
+
+
+@pytest.mark.parametrize("module", [actor, executor, network], ids=lambda m: m.__name__)
+def test_examples(module):
+    assert doctest.testmod(module).attempted
+    assert not doctest.testmod(module).failed
