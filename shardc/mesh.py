@@ -223,7 +223,7 @@ def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
     rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh wants an axis
     auto = (AxisType.Auto,) * len(rest)
     if isinstance(mesh, Mesh):
-        ranks = [mesh.devices.take([i], at) for i in range(mesh.shape[axis])]  # [i]: an array, also of one device
+        ranks = np.split(mesh.devices, mesh.shape[axis], at)
         return [Mesh(d.reshape([mesh.shape[a] if a != axis else 1 for a in rest]), rest, auto) for d in ranks]
     sizes = tuple(mesh.shape[a] if a != axis else 1 for a in rest)
     return [AbstractMesh(sizes, rest, auto, abstract_device=mesh.abstract_device)] * mesh.shape[axis]

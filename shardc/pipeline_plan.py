@@ -23,10 +23,9 @@ from shardc.passes.split_tasks import StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
-from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedules import METHODS, make_schedule
 from shardc.pipeline.schedules.method import ranks_of
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.runtime.actor import Channel, Network
@@ -358,7 +357,7 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     chunks = count // ranks
-    found = METHODS[pipeline.schedule].orders(ranks, cut.loop.microbatches, chunks, Costs.read(costs))
+    found = make_schedule(pipeline.schedule, ranks, cut.loop.microbatches, chunks, costs=costs)
     if cut.body.backward or count == 1:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from shardc.errors import PipelineError, all_offenders
@@ -33,9 +33,7 @@ def draw(name: str, rows: Rows, columns: Columns) -> str:
     cells = [_spread(row, at) for row, at in zip(rows, columns, strict=True)]
     width = max((len(c) for row in cells for c in row), default=0)
     label = len(f"rank {len(rows) - 1}")
-    lines = (
-        f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells)
-    )
+    lines = (f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells))
     return "\n".join([name, *(line.rstrip() for line in lines)])
 
 
@@ -43,7 +41,7 @@ def parse(grid: str) -> tuple[str, Rows]:
     """The name ("schedule" if there is none) and the rows of a grid."""
     lines = [line for line in grid.splitlines() if line.strip()]
     name = "schedule"
-    if lines and not _LABEL.match(lines[0]) and not any(_looks_right(c) for c in _cells(lines[0])):
+    if lines and not _LABEL.match(lines[0]) and not any(_is_action(c) for c in _cells(lines[0])):
         name = lines.pop(0).strip()
     for rank, line in enumerate(lines):
         label = _LABEL.match(line)
@@ -80,15 +78,14 @@ def _cells(line: str) -> list[str]:
     return [c for c in re.split(r"[\s,|]+", line[label.end() :] if label else line) if c]
 
 
-def _looks_right(cell: str) -> bool:
+def _is_action(cell: str) -> bool:
     try:
-        _actions(cell)
+        return bool(_actions(cell))
     except ValueError:
         return False
-    return True
 
 
-def _actions(cell: str) -> Iterable[Action]:
+def _actions(cell: str) -> tuple[Action, ...]:
     """The actions of a cell: none, one, or the parts of an overlapped pair in their order."""
     cell = cell.strip()
     if cell in IDLE:

@@ -48,6 +48,13 @@ def test_neighbours_on_one_rank_pass_to_themselves():
     }  # fmt: skip
 
 
+def test_a_stage_without_backward():
+    """Frozen layers below: nobody wants their gradient."""
+    net = network(Schedule.parse("0F0\n1F0 1B0"))
+    assert [c.name for c in net.channels] == ["activation 0->1", "stash 1"]
+    assert check_network(net) == []
+
+
 def test_forward_only():
     net = network(Schedule.parse("0F0 0F1\n1F1 1F0"))
     assert [c.name for c in net.channels] == ["activation 0->1"]

@@ -351,24 +351,27 @@ def test_a_failed_run_leaves_nothing_behind():
     """Messages that an actor has and that are in its mailbox, tokens: all gone, while the error is still held."""
     net = build(
         [
-            [("x", "", "c.0 c.1 s.0"), ("w", "s.0 e.0", "")],
+            [("x", "", "c.0 s.0"), ("x2", "", "c.1"), ("w", "s.0 e.0", "")],
             [("u", "c.0", ""), ("v", "c.1", "")],
             [("y", "", "d.0"), ("bad", "d.0", "e.0")],
         ],
         {"c": (0, 1), "s": (0, 0), "d": (2, 2), "e": (2, 0)},
     )
-    refs, failed = {}, threading.Event()
-    started = threading.Event()
+    refs = {}
+    started, given_late, failed = threading.Event(), threading.Event(), threading.Event()
 
     def run(label, values):
-        if label == "bad":
+        if label == "x2":  # c.1 comes while u runs, and stays in the mailbox
             started.wait(5)
-            failed.set()
-            raise ValueError
-        if label == "u":  # until the failure c.1 stays in the mailbox
+            threading.Timer(0.02, given_late.set).start()
+        if label == "u":
             started.set()
             failed.wait(5)
             time.sleep(0.02)
+        if label == "bad":
+            given_late.wait(5)
+            failed.set()
+            raise ValueError
         given = [Value() for _ in range(len(steps(net)[label].gives) + 1)]  # one token each
         refs.update({(label, i): weakref.ref(v) for i, v in enumerate(given)})
         return given
@@ -376,7 +379,7 @@ def test_a_failed_run_leaves_nothing_behind():
     with Executor(net, tasks_for(net, run), wait=lambda _: None, window=5) as executor:
         with pytest.raises(PipelineTaskError) as caught:
             within(5, executor.run)
-        assert {label for label, _ in refs} == {"x", "u", "y"}
+        assert {label for label, _ in refs} == {"x", "x2", "u", "y"}
         alive = {name for name, ref in refs.items() if ref() is not None}
         assert alive == {("y", 0)}  # the input of the failing task, in the frame of that
         assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_name == "go"

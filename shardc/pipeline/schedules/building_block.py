@@ -59,9 +59,7 @@ class Block(NamedTuple):
         return rows
 
 
-def from_blocks(
-    name: str, blocks: Sequence[Block], ranks: int, microbatches: int, costs: Costs, held: int
-) -> Schedule:
+def from_blocks(name: str, blocks: Sequence[Block], ranks: int, microbatches: int, costs: Costs, held: int) -> Schedule:
     """The fastest of the schedules that these blocks give if each rank holds `held` chunks at most."""
     best: Squeezed | None = None
     for block in blocks:

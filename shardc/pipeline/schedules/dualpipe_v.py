@@ -11,7 +11,7 @@ from shardc.pipeline.schedules.method import Method
 
 
 def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
-    """A rank holds 2p+1 chunks. Bubble (p-1)(F+B-2W) of a stage where pairs run one after the other.
+    """A rank holds 2p+1 chunks. Bubble (p-1)F of a stage if F, B and W are equal and pairs run one after the other.
 
     Rank r has stage r on the way down the V and 2p-1-r on the way up. With far = p-1-r, the ranks below it:
     it starts with 2·far forwards down and r+1 of both; far times gradient, weights and forward up, until backwards come

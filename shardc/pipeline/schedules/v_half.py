@@ -17,6 +17,4 @@ def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule
     return from_blocks("v-half", BLOCKS, ranks, microbatches, costs, ranks + 2)
 
 
-V_HALF = Method(
-    "v-half", orders, "Qi et al. 2024, Controllable Memory (arXiv 2405.15362)", chunks=2, placement="v"
-)
+V_HALF = Method("v-half", orders, "Qi et al. 2024, Controllable Memory (arXiv 2405.15362)", chunks=2, placement="v")

@@ -18,8 +18,8 @@ BLOCKS: Final = (
 
 
 def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
-    """A rank holds (p+4)/3 microbatches' activations, rounded down; about two thirds of 1F1B's bubble if F, B and W
-    are equal, more if they are not."""
+    """A rank holds (p+4)/3 microbatches' activations, rounded down; somewhat over half of 1F1B's bubble if F, B
+    and W are equal, more if they are not."""
     return from_blocks("v-min", BLOCKS, ranks, microbatches, costs, 2 * ((ranks + 4) // 3))
 
 

@@ -12,7 +12,7 @@ from shardc.pipeline.schedules.order import one_stage
 
 
 def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
-    """Bubble (p-1)(F+B-W) where W <= B, a third of 1F1B's if all are equal; every rank holds p activations.
+    """Bubble (p-1)(F+B-min(F,B,W)), a third of 1F1B's if all are equal; every rank holds p activations.
 
     Rank i's W lag i microbatches behind its I, so that it holds p-i activations for I and i for W.
     """

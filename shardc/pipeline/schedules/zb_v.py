@@ -23,4 +23,6 @@ def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule
     return from_blocks("zb-v", BLOCKS, ranks, microbatches, costs, 2 * ranks)
 
 
-ZB_V = Method("zb-v", orders, "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241)", chunks=2, placement="v")
+ZB_V = Method(
+    "zb-v", orders, "Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241)", chunks=2, placement="v"
+)

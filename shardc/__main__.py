@@ -1,0 +1,278 @@
+"""The command line: `python -m shardc schedule ...` looks at a pipeline's schedule. No devices needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from rich.console import Console
+from rich.text import Text
+
+from shardc.errors import PipelineError
+from shardc.pipeline.action import Action
+from shardc.pipeline.check import checked
+from shardc.pipeline.costs import Costs
+from shardc.pipeline.credits import auto_credits
+from shardc.pipeline.network import CHANNELS, network
+from shardc.pipeline.schedule import Schedule
+from shardc.pipeline.schedules import METHODS, Found, find_schedule, make_schedule
+from shardc.pipeline.simulate import Timeline, find_deadlock, peak_activations, simulate
+from shardc.report.timeline_text import draw_timeline, unit_of
+from shardc.runtime.actor import Channel, Network
+
+_PROG: Final = "python -m shardc schedule"
+_COLOURS: Final = (
+    (r"(?<=[ |])\d*F\d+-*", "blue"),
+    (r"(?<=[ |])\d*[BI]\d+-*", "green"),
+    (r"(?<=[ |])\d*W\d+-*", "yellow"),
+)
+_EPILOG: Final = """\
+letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input gradient, W the weight gradient:
+         B = I + W. Where each rank has one stage, the grid leaves out its number.
+example: python -m shardc schedule --stages 4 --microbatches 8 --schedule zb-h1
+"""
+_NO_REGISTERS: Final = """\
+The pipeline deadlocks: rank {0} waits for itself. It is at 0F0, its first action, and waits for a register of its own
+stash, of which there are none. A stash and an edge need 1 register at least; --credits auto finds the fewest that keep
+the time."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    schedule: Schedule
+    timeline: Timeline | None
+    deadlock: str | None
+    found: Found | None
+    net: Network
+    registers_shown: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; 0 if all is well, 1 for a schedule that deadlocks, 2 for options that cannot be."""
+    args = _parser().parse_args(argv)
+    try:
+        result = _plan(args)
+        if args.save:
+            Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
+    except OSError as error:
+        return _bad(f"{error.filename}: {error.strerror}.")
+    except (PipelineError, UnicodeDecodeError) as error:
+        return _bad(str(error))
+    if args.json:
+        print(json.dumps(_figures(result)))
+    else:
+        _show(result)
+    return 1 if result.deadlock else 0
+
+
+def _bad(message: str) -> int:
+    print(f"{_PROG}: {message}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage in front of it."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m shardc", description="shardc without devices.")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    schedule = commands.add_parser(
+        "schedule",
+        help="a pipeline schedule: its grid over time, bubble, activations and messages",
+        description="Draws a pipeline schedule over time and says what it costs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = schedule.add_argument
+    add("--stages", type=_positive, metavar="N", help="how many ranks the pipeline has")
+    add("--microbatches", type=_positive, metavar="M", help="how many microbatches a step has")
+    add("--schedule", metavar="NAME", help=f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)")
+    add("--chunks", type=_positive, metavar="V", help="stages of each rank (default: what the schedule has)")
+    costs = (
+        "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); for each stage: 1,1,1;2,1,1;..."
+    )
+    add("--costs", type=_costs, default=Costs(), metavar="F,B,W", help=costs)
+    add("--latency", type=_time, default=0.0, metavar="T", help="time of a message between two ranks (default: 0)")
+    add("--memory", type=_positive, metavar="K", help="for auto: activations that a rank may hold, in chunks")
+    registers = (
+        "registers of every stash and edge: a number, or auto, the fewest that keep the time (default: no bound)"
+    )
+    add("--credits", type=_credits, metavar="C", help=registers)
+    file = (
+        "reads the schedule instead: torch's compute-only CSV if the name ends in .csv, else a grid as str() prints it"
+    )
+    add("--file", metavar="FILE", help=file)
+    add("--save", metavar="FILE", help="writes the schedule as CSV")
+    add("--json", action="store_true", help="prints one JSON object")
+    return parser
+
+
+def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind(-1)
+    if not least <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f'"{text}" is no {what}')
+    return number
+
+
+def _positive(text: str) -> int:
+    return _number(text, int, 1, "whole number, 1 or more")
+
+
+def _time(text: str) -> float:
+    return _number(text, float, 0, "time, 0 or more")
+
+
+def _credits(text: str) -> int | str:
+    return text if text == "auto" else _number(text, int, 0, 'whole number, 0 or more, nor "auto"')
+
+
+def _costs(text: str) -> Costs:
+    rows = [[_number(c, float, 0, "cost, a number, 0 or more") for c in row.split(",")] for row in text.split(";")]
+    if any(len(row) != 3 for row in rows):
+        raise argparse.ArgumentTypeError(f'"{text}" is not three numbers F,B,W')
+    return Costs.read(rows)
+
+
+def _plan(args: argparse.Namespace) -> _Result:
+    """The schedule that the options ask for, and its simulation."""
+    schedule, found = _schedule(args)
+    costs = Costs.read(args.costs, schedule.stages)
+
+    def link(channel: Channel) -> tuple[float, float]:
+        return args.latency, 0.0
+
+    registers = args.credits if isinstance(args.credits, int) else None
+    net = network(schedule, registers=dict.fromkeys(CHANNELS, registers))
+    deadlock = _NO_REGISTERS.format(schedule.rank_of[0]) if registers == 0 else find_deadlock(net)
+    if deadlock is None and args.credits == "auto":
+        net = net.with_registers(auto_credits(net, costs, link))
+    timeline = None if deadlock else simulate(net, costs, link)
+    return _Result(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
+
+
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
+    if args.file:
+        if args.schedule:
+            raise PipelineError("--schedule and --file both say what the schedule is; give one of them.")
+        text = Path(args.file).read_text(encoding="utf-8-sig")
+        is_csv = Path(args.file).suffix.lower() == ".csv"
+        schedule = Schedule.from_csv(text, Path(args.file).stem) if is_csv else Schedule.parse(text)
+        checked(schedule)
+        ranks, microbatches = args.stages or schedule.ranks, args.microbatches or schedule.microbatches
+        return make_schedule(schedule, ranks, microbatches, args.chunks), None
+    missing = [o for o, n in (("--stages", args.stages), ("--microbatches", args.microbatches)) if n is None]
+    if missing:
+        raise PipelineError(f"{' and '.join(missing)} missing; say how many, or read a schedule with --file.")
+    if args.memory and args.schedule != "auto":
+        raise PipelineError("--memory is for --schedule auto; other schedules hold what they hold.")
+    if args.schedule == "auto":
+        found = find_schedule(
+            args.stages, args.microbatches, args.chunks or 1,
+            costs=args.costs, latency=args.latency, memory=args.memory,
+        )  # fmt: skip
+        return found.schedule, found
+    name = args.schedule or "1f1b"
+    if name not in METHODS:
+        name = name.strip().lower()
+    return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
+
+
+def _figures(result: _Result) -> dict[str, Any]:
+    schedule, timeline, found = result.schedule, result.timeline, result.found
+    figures: dict[str, Any] = {
+        "schedule": schedule.name,
+        "stages": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.chunks,
+        "makespan": timeline and _rounded(timeline.makespan),
+        "bubble": timeline and _rounded(timeline.bubble),
+        "bubble_per_rank": timeline and [_rounded(b) for b in timeline.bubble_per_rank],
+        "peak_activations": timeline and list(peak_activations(schedule, timeline)),
+        "messages": timeline and timeline.messages,
+        "deadlock": result.deadlock,
+    }
+    if result.registers_shown:
+        figures["registers"] = {c.name: c.registers for c in result.net.channels}
+    if found:
+        figures |= {"bound": _rounded(found.bound), "gap": found.gap, "tried": found.tried}
+    return figures
+
+
+def _rounded(time: float) -> float:
+    """Without the last bits of sums of floats."""
+    return round(time, 9) + 0.0
+
+
+def _show(result: _Result) -> None:
+    schedule, timeline = result.schedule, result.timeline
+    print(_headline(schedule))
+    if timeline is None:
+        print(f"\n{result.deadlock}")
+        return
+    console = Console(highlight=False)
+    own = schedule.rank_of == tuple(range(schedule.ranks))
+
+    def label(of: Hashable) -> str:
+        return f"{of.kind}{of.microbatch}" if own and isinstance(of, Action) else str(of)
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    unit = unit_of(timeline.spans, label)
+    if unit:
+        grid = Text(draw_timeline(timeline.spans, width=width, label=label))
+        for pattern, colour in _COLOURS:
+            grid.highlight_regex(pattern, colour)
+        console.print("", grid, f"A dot is {unit:g} of idle time.", sep="\n", soft_wrap=True)
+    print()
+    print(_table(result, timeline))
+
+
+def _headline(schedule: Schedule) -> str:
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
+    text = f"{schedule.name}: {p} rank{'s' * (p > 1)}, {m} microbatch{'es' * (m > 1)}"
+    return text if v == 1 else f"{text}, {v} stages on each rank"
+
+
+def _table(result: _Result, timeline: Timeline) -> str:
+    """The figures: by rank, then of the whole."""
+    peaks = peak_activations(result.schedule, timeline)
+    ranks = [
+        ("", [f"rank {r}" for r in range(result.schedule.ranks)]),
+        ("busy", [f"{_rounded(b):.9g}" for b in timeline.busy]),
+        ("bubble, first to last action", [f"{_rounded(b):.9g}" for b in timeline.bubble_per_rank]),
+        ("peak activations, in chunks", [str(p) for p in peaks]),
+    ]
+    share = timeline.bubble / timeline.makespan if timeline.makespan else 0.0
+    whole = [
+        ("makespan", f"{_rounded(timeline.makespan):.9g}"),
+        ("bubble, makespan less busy", f"{_rounded(timeline.bubble):.9g} ({share:.1%})"),
+        ("messages between ranks", str(timeline.messages)),
+    ]
+    if result.found:
+        found = result.found
+        best = "none is faster" if found.gap < 1e-9 else f"the best is at most {found.gap:.1%} faster"
+        whole.append(("no schedule is under", f"{_rounded(found.bound):.9g}: {best} ({found.tried} tried)"))
+    for kind in CHANNELS if result.registers_shown else ():
+        counts = [str(c.registers) for c in result.net.channels if re.match(rf"{kind}\b", c.name)]
+        if counts:
+            whole.append((f"registers, {kind.replace('_', ' ')}", " ".join(counts)))
+    margin = max(len(name) for name, _ in (*ranks, *whole))
+    cell = max(len(c) for _, row in ranks for c in row)
+    lines = [f"{name:<{margin}}  " + "  ".join(f"{c:>{cell}}" for c in row) for name, row in ranks]
+    return "\n".join([*lines, *(f"{name:<{margin}}  {value}" for name, value in whole)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A timeline as text: a row for each actor, time from left to right, idle time as dots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import Final
+
+from shardc.runtime.actor import Span
+
+_DENOMINATOR: Final = 100
+"""Of a time in units of the shortest, at most."""
+_TOO_FINE: Final = 3
+"""So many times as wide as its label, and the shortest action is drawn too wide."""
+_WIDTH: Final = 40
+"""Characters of a line for each action of it, at most."""
+
+
+def draw_timeline(
+    spans: Sequence[Sequence[Span]],
+    *,
+    width: int | None = None,
+    label: Callable[[Hashable], str] = str,
+    name: str = "rank",
+) -> str:
+    """The timeline, its actions as long as they took.
+
+    Args:
+      spans: for each actor, in order of time.
+      width: characters of a line, after which the drawing goes on below; None: lines as long as need be.
+      label: what is written for the label of a span.
+      name: what an actor is called.
+
+    Returns:
+      Lines: the time, then an actor each. A dot is an idle unit of time (see `unit_of`); what is too short for one is
+      not drawn.
+    """
+    unit = unit_of(spans, label)
+    if not unit:
+        return ""
+    drawn = [[s for s in row if round(s.end / unit) > round(s.start / unit)] for row in spans]
+    shortest = min(round(s.end / unit) - round(s.start / unit) for row in drawn for s in row)
+    longest = max(len(label(s.label)) for row in drawn for s in row)
+    is_exact = unit == _exact(spans, min(s.end - s.start for row in spans for s in row if s.end > s.start))
+    scale = -(-(longest + 1) // shortest) if is_exact else 1  # characters of a unit
+    columns = round(max(s.end for row in drawn for s in row) / unit)
+    heads = ["time", *(f"{name} {r}" for r in range(len(spans)))]
+    margin = max(map(len, heads)) + 3
+    step = _step(columns, scale, unit)
+    rows = [_ruler(columns, scale, unit, step), *(_row(row, columns, scale, unit, label) for row in drawn)]
+    per_line = columns if width is None else max(1, (width - margin) // scale // step) * step
+    blocks: list[str] = []
+    for first in range(0, columns, per_line):
+        part = slice(first * scale, (first + per_line) * scale)
+        lines = (f"{h:<{margin - 3}} | {r[part]}" for h, r in zip(heads, rows, strict=True))
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(blocks)
+
+
+def unit_of(spans: Sequence[Sequence[Span]], label: Callable[[Hashable], str] = str) -> float:
+    """The time that a dot stands for in `draw_timeline`, 0 if nothing takes time.
+
+    The longest that all times are multiples of; where that is so short that the drawing would be very wide, 1, 2 or 5
+    times a power of ten, which times are rounded to.
+    """
+    shortest = min((s.end - s.start for row in spans for s in row if s.end > s.start), default=0.0)
+    if not shortest:
+        return 0.0
+    widest = max(len(label(s.label)) for row in spans for s in row) + 1
+    end, most = max(s.end for row in spans for s in row), max(map(len, spans))
+    fits = max(shortest / widest, end / (most * _WIDTH))
+    exact = _exact(spans, shortest)
+    if exact * _TOO_FINE >= fits:
+        return exact
+    power = 10.0 ** math.floor(math.log10(fits))
+    return power * max(n for n in (1, 2, 5) if n * power <= fits * (1 + 1e-9) or n == 1)
+
+
+def _exact(spans: Sequence[Sequence[Span]], shortest: float) -> float:
+    """The longest unit that all times are multiples of."""
+    ends = {t / shortest for row in spans for s in row for t in (s.start, s.end)}
+    return shortest * float(reduce(_gcd, (Fraction(t).limit_denominator(_DENOMINATOR) for t in ends), Fraction(0)))
+
+
+def _gcd(a: Fraction, b: Fraction) -> Fraction:
+    both = math.lcm(a.denominator, b.denominator)
+    return Fraction(math.gcd(int(a * both), int(b * both)), both)
+
+
+def _step(columns: int, scale: int, unit: float) -> int:
+    """Units from one time of the ruler to the next: 1, 2, 5, 10, 20, ..."""
+    widest = len(f"{columns * unit:g}") + 2
+    return next(s for s in (n * 10**k for k in range(9) for n in (1, 2, 5)) if s * scale >= max(widest, 10))
+
+
+def _ruler(columns: int, scale: int, unit: float, step: int) -> str:
+    text = "".join(f"{f'{round(c * unit, 9):g}':<{step * scale}}" for c in range(0, columns, step))
+    return text[: columns * scale]
+
+
+def _row(row: Sequence[Span], columns: int, scale: int, unit: float, label: Callable[[Hashable], str]) -> str:
+    text = list(("." + " " * (scale - 1)) * columns)
+    for span in row:
+        first, last = round(span.start / unit) * scale, round(span.end / unit) * scale
+        room = max(1, last - first - 1)
+        text[first:last] = f"{label(span.label)[:room]:-<{room}} "[: last - first]
+    return "".join(text)

@@ -1,0 +1,32 @@
+"""Who may know whom: pipeline knows the actors and no devices, runtime knows no pipelines, neither knows JAX."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import shardc
+
+ROOT = Path(shardc.__file__).parent
+MAY = {
+    "runtime": ("shardc.errors", "shardc.runtime"),
+    "pipeline": ("shardc.errors", "shardc.pipeline", "shardc.runtime.actor", "shardc.runtime.deadlock"),
+}
+
+
+def imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("room", MAY)
+def test_arrows(room):
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert len(files) > 4
+    for file in files:
+        names = set(imported(file))
+        assert not {n for n in names if n.split(".")[0] in ("jax", "jaxlib", "numpy")}, file
+        assert not {n for n in names if n.startswith("shardc") and not n.startswith(MAY[room])}, file
