@@ -234,13 +234,13 @@ class PipelineExecutable:
         taken = [self._border_of(target, v) for v in route.taken]
         if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
             return _stay
-        same = [
-            (dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement) or (g.plain and t.plain)
+        alike = [
+            dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement
             for g, t in zip(given, taken, strict=True)
         ]
-        shardings = [t.sharding for t in taken]
-        if all(same):
-            return lambda values: tuple(jax.device_put(list(values), shardings))
+        if all(alike):
+            return compat.copies_to([t.sharding for t in taken])
+        same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
