@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -323,6 +324,7 @@ def make_pipeline_plan(
     recompute = _recomputed(pipeline, count, where)
     cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
     for s, rank in zip(cut.stages, rank_of, strict=True):
@@ -338,7 +340,8 @@ def make_pipeline_plan(
             [results[i] for i in s.results],
         )  # fmt: skip
         ends |= {n: p for n, p, _ in _ends(plan)}
-        stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan), s))
+        shared = [n for n, i in enumerate(s.arguments) if readers[rank, i] > 1]
+        stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan, shared), s))
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
