@@ -220,3 +220,12 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     devices = [s._internal_device_list.addressable_device_list for s in targets]
     semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
     return lambda xs: copy(list(xs), devices, targets, semantics)
+
+
+# Why: a scan with other operands has other parameters, and which it has depends on JAX's version.
+def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int) -> dict[str, Any]:
+    """The parameters of a scan like `eqn` with another body."""
+    params = {**eqn.params, "jaxpr": close(body), "num_consts": consts, "num_carry": carries}
+    if "linear" in params:
+        params["linear"] = (False,) * len(body.invars)
+    return params

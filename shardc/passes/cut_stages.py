@@ -239,10 +239,7 @@ class _Assembler:
             [*(p.after for _, p in mine), *(y for _, y in ys)], eqns, body,
         )  # fmt: skip
         invars = [*(operands[v] for v in consts), *starts, *(operands[v] for v in xs)]
-        params = {
-            **loop.eqn.params, "jaxpr": compat.close(inner), "num_consts": len(consts), "num_carry": len(mine),
-            "linear": (False,) * len(invars), "reverse": False,
-        }  # fmt: skip
+        params = compat.scan_params(loop.eqn, inner, len(consts), len(mine))
         self.made_in |= dict.fromkeys(results, stage)
         return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
 

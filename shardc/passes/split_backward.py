@@ -193,10 +193,7 @@ def _scan(
     inner = compat.new_jaxpr([*own_consts, *befores, *own_xs], outs, eqns, body)
     invars = [operand[v] for v in (*own_consts, *befores, *own_xs)]
     inner = canonical_jaxpr(inner, ())  # the two scans share no variables
-    params = {
-        **eqn.params, "jaxpr": compat.close(inner), "num_consts": len(own_consts), "num_carry": len(carry),
-        "linear": (False,) * len(invars),
-    }  # fmt: skip
+    params = compat.scan_params(eqn, inner, len(own_consts), len(carry))
     results = [eqn.outvars[i] for i in (*carry, *ys)]
     return eqn.replace(invars=invars, outvars=[*results, *more_outer], params=params, effects=inner.effects)
 
