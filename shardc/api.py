@@ -474,11 +474,12 @@ def function(
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        if mesh is None:
+        over = pipeline.meshes[0] if mesh is None and pipeline is not None and pipeline.meshes else mesh
+        if over is None:
             return fn
         donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
         static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
-        return Function(fn, mesh, in_placements, out_placements, donate, static, pipeline)
+        return Function(fn, over, in_placements, out_placements, donate, static, pipeline)
 
     return decorate if fn is None else decorate(fn)
 
