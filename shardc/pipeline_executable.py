@@ -141,8 +141,11 @@ class PipelineExecutable:
     def compiled(self) -> Executor:
         """The actors, with all programs compiled."""
         if self._executor is None:
+            executables = self._task_executables()
+            for e in executables:  # here: JAX's settings are a thread's own
+                _ = e.lowered
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda e: e.compiled, self._task_executables()))
+                list(pool.map(lambda e: e.compiled, executables))
             plan = self.plan
             bodies = {label: self._body(*found) for label, found in plan.built.tasks.items()}
             window = max(1, IN_FLIGHT // plan.schedule.ranks)

@@ -13,7 +13,7 @@ import jax
 
 from shardc import compat
 from shardc.compat import Eqn, Var
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
@@ -28,7 +28,7 @@ from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import make_schedule
+from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
@@ -322,6 +322,7 @@ def make_pipeline_plan(
     rank_of = draft.rank_of
     count = len(rank_of)
     recompute = _recomputed(pipeline, count, where)
+    _refuse_fresh_weights(program, pipeline, where)
     cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
@@ -371,6 +372,32 @@ def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
             "each stage."
         )
     return [s for s, word in enumerate(words) if word == "full"]
+
+
+def _refuse_fresh_weights(program: Program, pipeline: Pipeline, where: str) -> None:
+    """A method with two versions of the weights wants a step whose gradients are taken at the older one."""
+    method = METHODS.get(pipeline.schedule) if isinstance(pipeline.schedule, str) else pipeline.schedule
+    if not isinstance(method, Method) or method.weight_versions < 2:
+        return
+    loop = find_loop(program, where)
+    read = {v for v in loop.eqn.invars[: loop.consts] if not compat.is_literal(v)}
+    replaced = match_donated(program, [Argument(donated=True)] * len(program.in_paths))
+    inputs = set(program.jaxpr.invars)
+    fresh = [
+        program.in_paths[i]
+        for i, out in zip(replaced, program.jaxpr.outvars, strict=True)
+        if i is not None and program.jaxpr.invars[i] in read and out not in inputs
+    ]
+    if fresh:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: {method.name} takes gradients at weights that are one step old (Narayanan et al. 2021: "
+                "w(t+1) = w(t) - f'(w(t-1))), but the loop over microbatches reads those that this step replaces. "
+                "Pass the older version as an argument of its own: step(params, older, ...) takes gradients at "
+                "`older`, updates `params`, and returns (new_params, params, ...). Read and replaced are",
+                [*fresh[:4], *([f"and {len(fresh) - 4} more"] if len(fresh) > 4 else [])],
+            )
+        )
 
 
 def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Schedule:
