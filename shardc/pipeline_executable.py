@@ -94,9 +94,8 @@ class _Border:
 class _StageState:
     """What a stage holds while a call runs: its residents, by variable."""
 
-    def __init__(self, stage: Stage, mesh: Mesh, microbatches: int) -> None:
-        whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self.index = [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+    def __init__(self, stage: Stage, mesh: Mesh, index: Sequence[jax.Array]) -> None:
+        self.index = index
         self.residents: dict[Var, Any] = {}
         program = stage.program.program
         placed = zip(program.in_avals, stage.plan.inputs, strict=True)
@@ -117,9 +116,8 @@ class PipelineExecutable:
         self.plan = plan
         self.settings = settings()
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
-        self._states = [
-            _StageState(s, m, plan.cut.loop.microbatches) for s, m in zip(plan.stages, self.meshes, strict=True)
-        ]
+        numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
+        self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         self._executables: dict[int, Executable] = {
             id(task): Executable(task.plan, self.meshes[s.number])
             for s in plan.stages
@@ -306,10 +304,15 @@ class PipelineExecutable:
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller takes the long way
         try:
+            entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # what two stages of a rank read is there once
             for stage, state in zip(self.plan.stages, self._states, strict=True):
                 names = stage.tasks.arguments
                 for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
-                    state.residents[v] = border.enter(whole[i])
+                    key = i, border.sharding
+                    if key not in entered:
+                        entered[key] = border.enter(whole[i])
+                    state.residents[v] = entered[key]
+            entered.clear()
             try:
                 spans = executor.run(record=True)
                 self._last = Recording(spans, begin, self._waited)
@@ -402,6 +405,12 @@ class PipelineExecutable:
     def audit(self) -> Audit:
         """Compares the collectives in the compiled HLO of every task with the plan's."""
         return audit_all([e.audit() for e in self._task_executables()])
+
+
+def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
+    """0, 1, ...: which microbatch a task computes, on a mesh."""
+    whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
 
 
 def _stay(values: Any) -> Any:

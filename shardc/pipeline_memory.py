@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Var
+from shardc.compat import Atom, Var
 from shardc.mesh import MeshView
 from shardc.passes.cut_stages import StageProgram
 from shardc.passes.memory import estimate_memory, local_bytes
@@ -80,7 +80,6 @@ class _Account:
         self.donated = {i: {} if t.plan is None else donations(t.plan) for i, t in run.items()}
         self.results = [set(_variables(t.results)) for t in tasks]
         self._sizes: dict[tuple[int, Var], int] = {}
-        self._makers: dict[tuple[int, Var], Eqn] = {}
 
     def size(self, stage: int, atom: Atom) -> int:
         if compat.is_literal(atom):
@@ -99,10 +98,11 @@ class _Account:
         for route in self.built.routes:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
-        if not self._makers:
-            self._makers = {(s, made): eqn for s, made, eqn in _makers(self.tasks)}
-        eqn = self._makers.get((stage, v))
-        return "" if eqn is None else compat.source_line(eqn)
+        return self._lines.get((stage, v), "")
+
+    @cached_property
+    def _lines(self) -> dict[tuple[int, Var], str]:
+        return _lines(self.tasks)
 
 
 class _Buffer:
@@ -334,11 +334,14 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if not compat.is_literal(a)]
 
 
-def _makers(tasks: Sequence[StageTasks]) -> Iterable[tuple[int, Var, Eqn]]:
-    """Of each value of each stage the equation that makes it; of a sum the one that adds to it."""
+def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
+    """Of each value of each stage the line of code that makes it; of a sum that of what is added to it."""
+    found: dict[tuple[int, Var], str] = {}
     for stage, t in enumerate(tasks):
         for task in (t.load, *t.loop.values(), *t.updates.values()):
-            if task.plan is not None:
-                eqns = {v: e for e in task.plan.boxed.jaxpr.eqns for v in e.outvars}
-                yield from ((stage, v, e) for v, e in eqns.items())
-                yield from ((stage, resident, eqns[v]) for resident, v in task.kept if v in eqns)
+            for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
+                behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
+                line = compat.source_line(eqn) or next(filter(None, behind), "")
+                found |= {(stage, v): line for v in eqn.outvars}
+            found |= {(stage, resident): found[stage, v] for resident, v in task.kept if (stage, v) in found}
+    return found

@@ -12,6 +12,7 @@ of other stages, and the *stash* of an earlier task of the same microbatch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -180,8 +181,8 @@ class _Splitter:
             eqns = [e for e in parts.get(p, ()) if e.primitive is not send_p] + extra.get(p, [])
             read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
             takes = [e for v, stack in stacks.items() if v in read for e in self._take(v, stack)]
-            eqns = takes + [_renamed(e, names) for e in eqns]
             ties = {after: total for total, after in kept.get(p, ())}
+            eqns = added_at_once(takes + [_renamed(e, names) for e in eqns], set(ties))
             tasks[p] = self._task(
                 f"task{p}", p, eqns, outputs.get(p, {}), received=received.get(p, ()), sent=sent.get(p, ()),
                 kept=kept.get(p, ()), ties=ties,
@@ -254,7 +255,12 @@ class _Splitter:
                     needed |= {a for a in eqn.invars if not compat.is_literal(a)}
             eqns = [self.jaxpr.eqns[i] for i in sorted(self.loaded)]
             made = {v for e in eqns for v in e.outvars}
+            readers = Counter(a for e in self.jaxpr.eqns for a in e.invars if not compat.is_literal(a))
+            readers.update(a for a in self.jaxpr.outvars if not compat.is_literal(a))
             for start, total in zip(scan.invars[consts : consts + carries], scan.outvars, strict=False):
+                if not compat.is_literal(start) and start in made and readers[start] == 1:
+                    kept.append((total, start))
+                    continue
                 fresh = compat.fresh_var(total.aval)
                 self.placements[fresh] = self.placements[total]
                 if compat.is_literal(start):
@@ -316,6 +322,8 @@ class _Splitter:
             for out, tie in zip(self.jaxpr.outvars, self.plan.ties, strict=True)
             if tie is not None and tie not in self.shared and not compat.is_literal(out)
         }
+        sent_too = {e.invars[0] for eqns in parts.values() for e in eqns if e.primitive is send_p}
+        spare = [v for v in self.scan.outvars if v not in results | sent_too] if self.scan is not None else []
         tasks: dict[int, StageTask] = {}
         for at in sorted(set(parts) | set(received)):
             eqns = [e for e in parts.get(at, ()) if e.primitive is not send_p]
@@ -325,11 +333,55 @@ class _Splitter:
             mine = {
                 out: a for out, a in ties.items() if out in made and last_read.get(a, 0) <= at and a not in results
             }  # fmt: skip
+            mine |= self._reused([v for v in order if v not in mine], [v for v in spare if last_read.get(v) == at])
             tasks[at] = self._task(
                 f"update{at or ''}", at, eqns, [*order, *(v for _, v in sent)], received=received.get(at, ()),
                 sent=sent, kept=[(v, v) for v in order], ties=mine,
             )  # fmt: skip
         return tasks
+
+
+    def _reused(self, outputs: Sequence[Var], spare: Sequence[Var]) -> dict[Var, Var]:
+        """For outputs of an update the sums whose buffers they can take, which nobody reads any more."""
+        left: dict[tuple[tuple[int, ...], np.dtype, Placement], list[Var]] = {}
+        for v in spare:
+            left.setdefault((v.aval.shape, v.aval.dtype, self.placements[v]), []).append(v)
+        found: dict[Var, Var] = {}
+        for out in outputs:
+            if alike := left.get((out.aval.shape, out.aval.dtype, self.placements[out])):
+                found[out] = alike.pop(0)
+        return found
+
+
+def added_at_once(eqns: Sequence[Eqn], sums: Collection[Var]) -> list[Eqn]:
+    """The same equations, what is added to a sum right behind where it is made: it need not live until the end.
+
+        g = f x; h = f y; s' = s + g; t' = t + h   -->   g = f x; s' = s + g; h = f y; t' = t + h
+    """
+    makers = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    waits = [{makers[a] for a in e.invars if not compat.is_literal(a) and a in makers} for e in eqns]
+    readers = Counter(j for w in waits for j in w)
+    early: set[int] = set()
+    pending = [makers[v] for v in sums if v in makers]
+    while pending:  # an addition, and what only turns its term into shape
+        i = pending.pop()
+        early.add(i)
+        pending += [j for j in waits[i] if readers[j] == 1 and len(waits[j]) == 1 and j not in early]
+    missing = {i: len(waits[i]) for i in early}
+    behind: dict[int, list[int]] = {}
+    for i in sorted(early):
+        for j in waits[i]:
+            behind.setdefault(j, []).append(i)
+    order: list[Eqn] = []
+    ready = [i for i in range(len(eqns)) if i not in early or not waits[i]][::-1]
+    while ready:
+        i = ready.pop()
+        order.append(eqns[i])
+        for j in reversed(behind.get(i, ())):
+            missing[j] -= 1
+            if not missing[j]:
+                ready.append(j)
+    return order
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
