@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +18,10 @@ from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
-from shardc.passes.memory import Memory
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
-from shardc.passes.split_tasks import StageTasks, split_tasks
+from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
@@ -30,6 +29,8 @@ from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
+from shardc.pipeline_memory import pipeline_memory
+from shardc.rank_memory import PipelineMemory
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -223,9 +224,23 @@ class PipelinePlan:
     _in_tree: Any = None
 
     @cached_property
-    def memory(self) -> Memory:
-        """Bytes per device of the stage that needs most."""
-        return max((s.plan.memory for s in self.stages), key=lambda m: m.peak)
+    def memory(self) -> PipelineMemory:
+        """Bytes per device: over the time of the call for each rank, and in all for the rank that is fullest."""
+        return self.memory_with(None)
+
+    def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
+        """The same, given what lives inside each task besides its inputs and outputs."""
+        return pipeline_memory(
+            self.built, [s.program for s in self.stages], [s.tasks for s in self.stages], [s.mesh for s in self.stages],
+            self.homes, self.capacities, self.simulate(), self.link, working,
+        )  # fmt: skip
+
+    @cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Bytes that a device of each rank has."""
+        if self.pipeline.meshes is not None:
+            return tuple(view(m).topology.hbm for m in self.pipeline.meshes)
+        return (self.mesh.topology.hbm,) * self.schedule.ranks
 
     # -- time
 
