@@ -11,6 +11,7 @@ from shardc.passes.tally import short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan, Stage
+from shardc.report.chart import KINDS
 from shardc.report.explain import (
     REPLACES,
     WORDS,
@@ -71,8 +72,19 @@ def _head(plan: PipelinePlan, timeline: Timeline) -> str:
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
-        f"{number_text(schedule.microbatches, 'microbatch')}.\n{_time(timeline)}\n{sent}"
+        f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
     )
+
+
+def _recompute(plan: PipelinePlan) -> str:
+    """Which stages compute their forward a second time."""
+    given = plan.pipeline.recompute
+    words = [given] * len(plan.stages) if isinstance(given, str) else list(given)
+    again = [number for number, word in enumerate(words) if word == "full"]
+    if not again:
+        return ""
+    one = f"stage {again[0]}" if len(again) == 1 else f"each of stages {ranges_text(again)}"
+    return f"; {'every stage' if len(again) == len(words) else one} computes its forward again in its backward"
 
 
 def _time(timeline: Timeline) -> str:
@@ -97,8 +109,9 @@ def _share(part: float, whole: float) -> str:
 def _schedule(plan: PipelinePlan) -> str:
     grid, cut = cut_grid(plan.schedule, _WIDTH)
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
-    split = ", I input gradient, W weight gradient" if plan.schedule.splits_backward else ""
-    title = f"Schedule: stage, F forward, B backward{split}, microbatch; a column is one unit of time{more}"
+    found = {a.kind for row in plan.schedule.rows for a in row}
+    kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)
+    title = f"Schedule: stage, {kinds}, microbatch; a column is one unit of time{more}"
     return f"{title}\n{indented(grid)}"
 
 

@@ -20,6 +20,13 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+MESH = shardc.make_mesh(topology="v5p:2x2x2", pipe=3, data=2)
+
+
 def tied_params(zeros):
     return {"l": [{"w": zeros(16, 16), "b": zeros(16)} for _ in range(4)], "emb": zeros(32, 16)}
 
@@ -43,9 +50,7 @@ def tied(mesh, **how):
 
 @pytest.fixture(scope="module")
 def plan():
-    mesh = shardc.make_mesh(topology="v5p:2x2x2", pipe=3, data=2)
-    ints = lambda n: jax.ShapeDtypeStruct((n,), np.int32)  # noqa: E731
-    return tied(mesh).plan(*tied_args(f32, ints))
+    return tied(MESH).plan(*tied_args(f32, i32))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +97,25 @@ def test_the_numbers_of_the_text_are_those_of_the_plan(deep):
 def _numbers(text):
     ends = [part.split("-") for part in text.split(", ")]
     return [n for part in ends for n in range(int(part[0]), int(part[-1]) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "text"),
+    [
+        ("none", "1f1b, 4 microbatches.\n"),
+        ("full", "; every stage computes its forward again in its backward.\n"),
+        (("full", "none", "none"), "; stage 0 computes its forward again in its backward.\n"),
+        (("full", "full", "none"), "; each of stages 0-1 computes its forward again in its backward.\n"),
+    ],
+)
+def test_recompute_is_said(recompute, text):
+    plan = tied(MESH, recompute=recompute).plan(*tied_args(f32, i32))
+    assert text in plan.explain()
+
+
+def test_only_the_kinds_that_occur_are_explained():
+    title = tied(MESH, schedule="zb-h1").plan(*tied_args(f32, i32)).explain().split("Schedule: ")[1].split("\n")[0]
+    assert title.startswith("stage, F forward, I input gradient, W weight gradient, microbatch")
 
 
 # -- the plan's own pictures
