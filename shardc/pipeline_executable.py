@@ -233,10 +233,12 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
+        wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
-            return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
+            with jax.enable_x64(wide):
+                return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
 
         return move
 
