@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardc import compat
+from shardc.auto_stages import Wanted, mark_automatically
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError
 from shardc.mesh import AnyMesh, MeshView, view
@@ -50,7 +51,8 @@ class Pipeline:
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
         a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
-      stages: `"marked"`: at `shardc.stage_boundary`; `"auto"`: cut by cost.
+      stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
+        by the cost model; the function must have no `shardc.stage_boundary` then.
       meshes: for ranks of unequal size their meshes, instead of `axis`.
     """
 
@@ -289,8 +291,15 @@ def make_pipeline_plan(
     ranks = len(meshes)
     rank_of = _rank_of(pipeline, ranks, where)
     count = len(rank_of)
-    cut = cut_stages(program, count, where)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    if pipeline.stages == "auto":
+        views = [view(meshes[r]) for r in rank_of]
+
+        def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+            return _ordered(pipeline, ranks, microbatches, count // ranks, costs, backward)
+
+        program = mark_automatically(program, Wanted(views, arguments, ordered, HOST_SECONDS, where))
+    cut = cut_stages(program, count, where)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
     for s, rank in zip(cut.stages, rank_of, strict=True):
@@ -357,9 +366,16 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
         return 0.0 if task is None or task.plan is None else max(task.plan.seconds, HOST_SECONDS)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
-    chunks = count // ranks
-    found = METHODS[pipeline.schedule].orders(ranks, cut.loop.microbatches, chunks, Costs.read(costs))
-    if cut.body.backward or count == 1:
+    backward = cut.body.backward or count == 1
+    return _ordered(pipeline, ranks, cut.loop.microbatches, count // ranks, Costs.read(costs), backward)
+
+
+def _ordered(
+    pipeline: Pipeline, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool
+) -> Schedule:
+    """The schedule for tasks of given costs."""
+    found = METHODS[pipeline.schedule].orders(ranks, microbatches, chunks, costs)
+    if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
     return replace(found, rows=forward)
