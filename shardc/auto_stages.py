@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -188,7 +189,7 @@ def _why_not(measured: _Measured) -> str:
 def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:
     chain, lines = measured.chain, list[str]()
     ends = [0, *cuts, len(measured.points.ahead) - 1]
-    for s, (i, j) in enumerate(zip(ends, ends[1:], strict=False)):
+    for s, (i, j) in enumerate(pairwise(ends)):
         memory, held = measured.memory(measured.wanted.views[s]), measured.holds[s]
         total, room = chain.memory[s, i, j], chain.room[s]
         lines.append(

@@ -27,7 +27,7 @@ from shardc.pipeline.action import Action
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedules import METHODS, make_schedule
 from shardc.pipeline.schedules.method import ranks_of
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.runtime.actor import Channel, Network
@@ -293,12 +293,11 @@ def make_pipeline_plan(
     count = len(rank_of)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     if pipeline.stages == "auto":
-        views = [view(meshes[r]) for r in rank_of]
-
-        def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
-            return _ordered(pipeline, ranks, microbatches, count // ranks, costs, backward)
-
-        program = mark_automatically(program, Wanted(views, arguments, ordered, HOST_SECONDS, where))
+        program = _marked(program, [view(meshes[r]) for r in rank_of], arguments, pipeline, ranks, where)
+    elif pipeline.stages != "marked":
+        raise PipelineError(
+            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
+        )
     cut = cut_stages(program, count, where)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
@@ -330,6 +329,21 @@ def make_pipeline_plan(
     plan.built = replace(built, network=network)
     plan.network = network
     return plan
+
+
+def _marked(
+    program: Program, views: Sequence[MeshView], arguments: Sequence[Argument], pipeline: Pipeline, ranks: int,
+    where: str,
+) -> Program:  # fmt: skip
+    """The program with boundaries for stages on the meshes `views`."""
+    chunks = len(views) // ranks
+    if pipeline.schedule == "auto":  # the search is for the stages that this finds
+        pipeline = replace(pipeline, schedule="1f1b" if chunks == 1 else "breadth-first")
+
+    def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+        return _ordered(pipeline, ranks, microbatches, chunks, costs, backward)
+
+    return mark_automatically(program, Wanted(views, arguments, ordered, HOST_SECONDS, where))
 
 
 def _rank_of(pipeline: Pipeline, ranks: int, where: str) -> tuple[int, ...]:
@@ -374,7 +388,7 @@ def _ordered(
     pipeline: Pipeline, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool
 ) -> Schedule:
     """The schedule for tasks of given costs."""
-    found = METHODS[pipeline.schedule].orders(ranks, microbatches, chunks, costs)
+    found = make_schedule(pipeline.schedule, ranks, microbatches, chunks, costs=costs)
     if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)

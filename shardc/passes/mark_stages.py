@@ -55,10 +55,7 @@ class _Marker:
 
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:
         """`eqn` reading values by their names on its stage."""
-        if t < self.body.fold:
-            stage = sum(c <= t for c in self.ahead)
-        else:
-            stage = sum(c > t for c in self.back)
+        stage = sum(c <= t for c in self.ahead) if t < self.body.fold else sum(c > t for c in self.back)
         return eqn.replace(invars=[self._name(a, stage, t) for a in eqn.invars])
 
     def _name(self, atom: Atom, stage: int, t: int) -> Atom:

@@ -32,9 +32,7 @@ class Owned:
 def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
     """For each input of the loop's body what is kept with it."""
     group = _groups(program, loop)
-    inputs = {
-        v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)
-    }
+    inputs = {v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)}
     carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
     by_group: dict[Var, list[int]] = {}
     for i, v in enumerate(program.jaxpr.invars):

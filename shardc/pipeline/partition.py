@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -71,7 +72,7 @@ class Chain:
         """F, input gradient and weight gradient of each stage; the two gradients share their time evenly."""
         ends = [0, *cuts, self.forward.shape[1] - 1]
         rows: list[tuple[float, float, float]] = []
-        for s, (i, j) in enumerate(zip(ends, ends[1:], strict=False)):
+        for s, (i, j) in enumerate(pairwise(ends)):
             ahead = float(self.forward[s, j] - self.forward[s, i])
             behind = float(self.backward[s, j] - self.backward[s, i])
             if self.fused and s == self.stages - 1:
@@ -149,7 +150,7 @@ def _least_transfers(chain: Chain, slack: float) -> Cuts | None:
     if best is None:
         return None
     ends = [0, *best, seconds.shape[1] - 1]
-    bound = max(seconds[s, i, j] for s, (i, j) in enumerate(zip(ends, ends[1:], strict=False)))
+    bound = max(seconds[s, i, j] for s, (i, j) in enumerate(pairwise(ends)))
     price = chain.transfer_seconds() + chain.once / chain.bandwidth
     allowed = seconds <= bound * slack * (1 + 1e-9)
     step = np.where(allowed, price[None, :, None], np.inf)
