@@ -13,6 +13,7 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.mesh import MeshView
+from shardc.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
 from shardc.passes.boundary import END, stage_boundary_p
 from shardc.passes.cut_loop import Loop, find_loop
 from shardc.passes.find_points import Floats, Points, find_points
@@ -25,7 +26,6 @@ from shardc.passes.program import Program
 from shardc.passes.stage_memory import StageMemory, stage_memory
 from shardc.passes.tally import whole_seconds
 from shardc.pipeline.costs import Costs
-from shardc.pipeline.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
 from shardc.pipeline.schedule import Schedule
 
 

@@ -63,7 +63,8 @@ def fold_body(loop: Loop) -> FoldedBody:
     sums, terms = _sums(loop)
     cheap = _cheap(loop)
     forward = _as_late_as_useful(eqns[:fold], cheap)
-    return FoldedBody(loop, (*forward, *eqns[fold:]), fold, sums, cheap, terms)
+    backward = _as_early_as_useful(eqns[fold:], cheap, sums)
+    return FoldedBody(loop, (*forward, *backward), fold, sums, cheap, terms)
 
 
 def is_transposed(eqn: Eqn) -> bool:
@@ -122,8 +123,10 @@ def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
 
 
 def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eqn]:
-    """Equations moved to their first reader where fewer bytes wait then: an embedding of the decoder's input stands by
-    the decoder, though it was computed beside the encoder's."""
+    """Equations moved to their first reader where no more bytes wait then.
+
+    An embedding of the decoder's input stands by the decoder then, though it was computed beside the encoder's.
+    """
     first: dict[Var, int] = {}
     last: dict[Var, int] = {}
     made = {v: e for e in eqns for v in e.outvars}
@@ -136,9 +139,28 @@ def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eq
         if goal is not None and not eqn.effects:
             held = {a for a in eqn.invars if not compat.is_literal(a) and a in made and a not in cheap}
             longer = sum(bytes_of(a) for a in held if last[a] == t)
-            if longer < sum(bytes_of(v) for v in eqn.outvars if v in first):
+            if longer <= sum(bytes_of(v) for v in eqn.outvars if v in first):
                 at[t] = goal
         for a in eqn.invars:
             if not compat.is_literal(a):
                 first[a] = min(at[t], first.get(a, at[t]))
+    return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]
+
+
+def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: frozenset[int]) -> list[Eqn]:
+    """The same for the backward pass: equations moved to the maker of what they read, if they make no more than that.
+
+    All that reads a cotangent stands together: what JAX emits when it transposes the equation that made the value.
+    """
+    maker = {v: t for t, e in enumerate(eqns) for v in e.outvars}
+    read = {a for e in eqns if id(e) not in sums for a in e.invars if not compat.is_literal(a)}
+    at: list[int] = []
+    for t, eqn in enumerate(eqns):
+        held = {a for a in eqn.invars if not compat.is_literal(a) and a in maker and a not in cheap}
+        free = all(v in cheap for v in eqn.outvars)
+        makers = [at[maker[a]] for a in eqn.invars if not compat.is_literal(a) and a in maker]
+        ready = max(makers, default=0 if free else t)
+        smaller = sum(bytes_of(v) for v in eqn.outvars if v in read) <= sum(map(bytes_of, held))
+        useful = (free or smaller) and id(eqn) not in sums and not eqn.effects
+        at.append(ready if useful else t)
     return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]

@@ -4,12 +4,13 @@
 
 First the least that the slowest stage can take, by dynamic programming over the points; then, for that bound and a few
 looser ones, the cuts whose transfers are least. A stage that is slightly slower may save far more in transfers: each of
-the few is run under the schedule in the simulator, and the fastest wins.
+the few is run under the schedule in the simulator. From the fastest on cuts are moved one by one, as long as the
+simulated call becomes faster and no stage slower than the loosest bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -31,6 +32,10 @@ SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06)
 """How much slower than need be the slowest stage may become, to save transfers."""
 WORTH: Final = 1.001
 """How much faster a call has to become for that."""
+ACTIONS: Final = 100_000
+"""How many actions are simulated in the search, about: some of 10 us each."""
+REACH: Final = 12
+"""How many points a cut is moved at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,57 @@ def choose_cuts(chain: Chain, schedule: Callable[[Costs], Schedule]) -> Cuts | N
     Returns:
       None if no cuts fit the memory, or there are not as many places.
     """
-    best, fastest = None, np.inf
-    for cuts in dict.fromkeys(_least_transfers(chain, slack) for slack in SLACK):
-        if cuts is not None and (seconds := makespan(chain, cuts, schedule)) * WORTH < fastest:
-            best, fastest = cuts, seconds
-    return best
+    seconds = _stage_seconds(chain)
+    least = _slowest_at_least(seconds)
+    if least is None:
+        return None
+    search = _Search(chain, schedule)
+    for slack in SLACK:
+        search.try_all([_least_transfers(chain, seconds <= least * slack * (1 + 1e-9))])
+    allowed = seconds <= least * SLACK[-1] * (1 + 1e-9)
+    while search.left > 0 and search.try_all(_moved(search.best, allowed)):
+        pass
+    return search.best
+
+
+class _Search:
+    """The fastest cuts so far, and how many may still be tried."""
+
+    def __init__(self, chain: Chain, schedule: Callable[[Costs], Schedule]) -> None:
+        self.chain, self.schedule = chain, schedule
+        self.best: Cuts = ()
+        self.fastest = np.inf
+        self.tried: set[Cuts] = set()
+        self.left = ACTIONS
+
+    def try_all(self, candidates: Iterable[Cuts | None]) -> bool:
+        """Whether one of the candidates is faster than what was found before."""
+        before = self.best
+        for cuts in candidates:
+            if cuts is None or cuts in self.tried or (self.left <= 0 and self.best):
+                continue
+            self.tried.add(cuts)
+            order = self.schedule(self.chain.costs(cuts))
+            self.left -= sum(map(len, order.rows))
+            seconds = makespan(self.chain, cuts, order)
+            if seconds * WORTH < self.fastest:
+                self.best, self.fastest = cuts, seconds
+        return self.best is not before
+
+
+def _moved(cuts: Cuts, allowed: NDArray[np.bool_]) -> Iterator[Cuts]:
+    """The cuts with one of them elsewhere, near moves first; and with all of them moved."""
+    n = allowed.shape[1]
+    for distance in range(1, REACH + 1):
+        for step in (-distance, distance):
+            for moved in [*(_with(cuts, k, step) for k in range(len(cuts))), tuple(c + step for c in cuts)]:
+                inside = all(0 < c < n - 1 for c in moved)
+                if inside and all(allowed[s, i, j] for s, (i, j) in enumerate(pairwise([0, *moved, n - 1]))):
+                    yield moved
+
+
+def _with(cuts: Cuts, k: int, step: int) -> Cuts:
+    return (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
 
 
 def tightest_cuts(chain: Chain) -> Cuts | None:
@@ -109,10 +160,8 @@ def tightest_cuts(chain: Chain) -> Cuts | None:
     return _bottleneck(np.where(_may_follow(chain), share, np.inf))
 
 
-def makespan(chain: Chain, cuts: Cuts, schedule: Callable[[Costs], Schedule]) -> float:
+def makespan(chain: Chain, cuts: Cuts, order: Schedule) -> float:
     """Seconds of the loop over microbatches in the simulator."""
-    costs = chain.costs(cuts)
-    order = schedule(costs)
     at = list(cuts)
     net = network(
         order,
@@ -123,7 +172,7 @@ def makespan(chain: Chain, cuts: Cuts, schedule: Callable[[Costs], Schedule]) ->
         return chain.latency, channel.bytes / chain.bandwidth
 
     once = float(chain.once[at].sum()) / chain.bandwidth
-    return simulate(net, costs, link).makespan + once
+    return simulate(net, chain.costs(cuts), link).makespan + once
 
 
 def _may_follow(chain: Chain) -> NDArray[np.bool_]:
@@ -143,18 +192,18 @@ def _stage_seconds(chain: Chain) -> Floats:
     return np.where(fits & _may_follow(chain), seconds, np.inf)
 
 
-def _least_transfers(chain: Chain, slack: float) -> Cuts | None:
-    """Of the cuts whose slowest stage is at most `slack` times the best, those with the least transfers."""
-    seconds = _stage_seconds(chain)
+def _slowest_at_least(seconds: Floats) -> float | None:
+    """The least time of the slowest stage; None if there are no cuts."""
     best = _bottleneck(seconds)
     if best is None:
         return None
-    ends = [0, *best, seconds.shape[1] - 1]
-    bound = max(seconds[s, i, j] for s, (i, j) in enumerate(pairwise(ends)))
+    return float(max(seconds[s, i, j] for s, (i, j) in enumerate(pairwise([0, *best, seconds.shape[1] - 1]))))
+
+
+def _least_transfers(chain: Chain, allowed: NDArray[np.bool_]) -> Cuts | None:
+    """Of the cuts into allowed stages those with the least transfers."""
     price = chain.transfer_seconds() + chain.once / chain.bandwidth
-    allowed = seconds <= bound * slack * (1 + 1e-9)
-    step = np.where(allowed, price[None, :, None], np.inf)
-    return _path(step, np.add)
+    return _path(np.where(allowed, price[None, :, None], np.inf), np.add)
 
 
 def _bottleneck(seconds: Floats) -> Cuts | None:
