@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 import shardc
 from examples.data import Batch
 from examples.meter import Meter
+from examples.staging import staging
 from examples.zoo import MODELS, Model
 
 TOLERANCE = 1e-4
@@ -34,10 +35,11 @@ def train(options: argparse.Namespace) -> int:
     unit, per_row = model.units(cfg)
     meter = partial(Meter, steps=options.steps, unit=unit, per_step=rows * per_row)
 
-    accumulate = partial(shardc.accumulate, microbatches=options.microbatches) if options.microbatches > 1 else same
-    init_fn, step_fn = model.make_step(cfg, accumulate)
-    mesh = shardc.make_mesh(**mesh_axes(options))
-    step = shardc.function(mesh=mesh, **pick(model.plans, options.plan, "--plan")())(step_fn)
+    keywords = pick(model.plans, options.plan, "--plan")()
+    staged = staging(keywords.pop("pipeline", None), options, model, cfg, rows)
+    init_fn, step_fn = model.make_step(cfg, *staged.hooks)
+    mesh = shardc.make_mesh(**staged.axes)
+    step = shardc.function(mesh=mesh, pipeline=staged.pipeline, **keywords)(step_fn)
 
     def start() -> tuple:
         return jax.jit(init_fn)(jax.random.key(options.seed))
@@ -47,7 +49,10 @@ def train(options: argparse.Namespace) -> int:
 
     args = (*start(), next(batches()))
     print(heading(options, model, cfg, args[0], mesh, rows * per_row, unit))
-    plan = step.plan(*args)
+    try:
+        plan = step.plan(*args)
+    except shardc.PipelineError as error:
+        raise SystemExit(f"\n{error}") from None
     print(f"\n{plan.explain()}\n")
     began = time.perf_counter()
     audit = step.compile(*args).audit()
@@ -55,7 +60,9 @@ def train(options: argparse.Namespace) -> int:
     print(audit)
     if not audit.ok:
         return 1
-    *state, _ = shardc.put(args, mesh, plan.in_placements)
+    if not staged.pipeline:  # which puts each array on its stage by itself
+        args = shardc.put(args, mesh, plan.in_placements)
+    *state, _ = args
     with open(options.loss_log or os.devnull, "w", buffering=1) as log:
         losses, state = run(step, state, batches(), meter(name="train"), log)
     print(f"\nafter {options.steps} steps: {model.result(cfg, to_host(state))}")
@@ -95,21 +102,11 @@ def heading(
     )
 
 
-def same(fn: Callable) -> Callable:
-    return fn
-
-
 def config_of(model: Model, options: argparse.Namespace) -> Any:
-    changes = {"vocab": options.vocab, "scan_layers": options.scan, "remat": options.remat}
-    return replace(
-        pick(model.configs, options.config, "--config"), **{name: value for name, value in changes.items() if value}
-    )
-
-
-def mesh_axes(options: argparse.Namespace) -> dict[str, int]:
-    """The mesh that the options ask for; on one device it keeps its axes, each of size 1."""
-    axes = options.mesh or {"data": options.devices or jax.device_count()}
-    return dict.fromkeys(axes, 1) if options.devices == 1 else axes
+    config = pick(model.configs, options.config, "--config")
+    depth = "layers" if hasattr(config, "layers") else "blocks"
+    changes = {depth: options.layers, "vocab": options.vocab, "scan_layers": options.scan, "remat": options.remat}
+    return replace(config, **{name: value for name, value in changes.items() if value})
 
 
 def pick(table: Mapping[str, Any], name: str, option: str) -> Any:

@@ -25,11 +25,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", default="tiny", help="a named config of the model's file")
     add("--plan", default="data", help="a plan of examples/plans/")
     add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
+    add("--schedule", help="--plan pipeline: 1f1b, zb-h1, ... (python -m shardc schedule --help), or a file with one")
+    add("--chunks", type=positive, help="--plan pipeline: stages on each rank; default: what the schedule has")
     add("--devices", type=positive, help="fake so many CPU devices; 1 gives every axis of --mesh the size 1")
     add("--steps", type=positive, default=60)
     add("--batch", type=positive, help="rows in a batch")
-    add("--microbatches", type=positive, default=1, help="parts into which each batch is cut, one after the other")
+    parts = "parts into which each batch is cut; default: 1, for --plan pipeline 4 for each rank if the batch allows"
+    add("--microbatches", type=positive, help=parts)
     add("--seed", type=int, default=0)
+    add("--layers", type=positive, help="blocks of the model (unet: at each level), instead of the config's")
     add("--vocab", type=positive, help=f"{', '.join(DECODERS)}: rows of the embedding, 256 or more")
     add("--scan", action="store_true", help=f"{', '.join(DECODERS)}: scan over stacked layers")
     add("--remat", action="store_true", help=f"{', '.join(DECODERS)}: recompute each block in the backward pass")
@@ -38,6 +42,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model not in DECODERS and (options.vocab or options.scan or options.remat):
         parser.error(f"--vocab, --scan and --remat are for {', '.join(DECODERS)}")
+    if options.model == "resnet" and options.layers:
+        parser.error("--layers is not for resnet")
     if options.vocab is not None and options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
     return options

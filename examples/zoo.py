@@ -28,6 +28,7 @@ class Model:
       result: of (cfg, state on the host): what the trained model can do, for people to read.
       plans: by name; each gives the keyword arguments of `shardc.function`.
       rows: in a batch, if nothing else is said.
+      blocks: of cfg: how many there are, for models with `between`, which is called after each but the last.
     """
 
     configs: Mapping[str, Any]
@@ -37,6 +38,7 @@ class Model:
     result: Callable[[Any, tuple], str]
     plans: Mapping[str, Callable[[], dict[str, Any]]]
     rows: int
+    blocks: Callable[[Any], int] | None = None
 
 
 def accuracy(logits: jax.Array, label: np.ndarray) -> str:
@@ -108,6 +110,7 @@ MODELS = {
         result=mlp_result,
         plans=plans.mlp.PLANS,
         rows=64,
+        blocks=lambda cfg: cfg.blocks,
     ),
     "resnet": Model(
         configs=resnet.CONFIGS,
@@ -126,6 +129,7 @@ MODELS = {
         result=partial(text_result, gpt2.GPT2),
         plans=plans.gpt2.PLANS,
         rows=16,
+        blocks=lambda cfg: cfg.layers,
     ),
     "llama": Model(
         configs=llama.CONFIGS,
@@ -135,6 +139,7 @@ MODELS = {
         result=partial(text_result, llama.Llama),
         plans=plans.llama.PLANS,
         rows=16,
+        blocks=lambda cfg: cfg.layers,
     ),
     "moe": Model(
         configs=moe.CONFIGS,
@@ -144,6 +149,7 @@ MODELS = {
         result=partial(text_result, moe.MoE),
         plans=plans.moe.PLANS,
         rows=16,
+        blocks=lambda cfg: cfg.layers,
     ),
     "t5": Model(
         configs=t5.CONFIGS,
@@ -153,6 +159,7 @@ MODELS = {
         result=t5_result,
         plans=plans.t5.PLANS,
         rows=16,
+        blocks=lambda cfg: 2 * cfg.layers,
     ),
     "unet": Model(
         configs=unet.CONFIGS,
@@ -162,5 +169,6 @@ MODELS = {
         result=unet_result,
         plans=plans.unet.PLANS,
         rows=64,
+        blocks=lambda cfg: 2 * len(cfg.widths) * cfg.blocks + 1,
     ),
 }

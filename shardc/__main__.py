@@ -24,7 +24,10 @@ from shardc.pipeline.network import CHANNELS, network
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Found, find_schedule, make_schedule
 from shardc.pipeline.simulate import Timeline, find_deadlock, peak_activations, simulate
+from shardc.report.chart import Chart, Track
+from shardc.report.picture import draw_picture
 from shardc.report.timeline_text import draw_timeline, unit_of
+from shardc.report.trace import write_trace
 from shardc.runtime.actor import Channel, Network
 
 _PROG: Final = "python -m shardc schedule"
@@ -61,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = _plan(args)
         if args.save:
             Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
+        _write(result, args.svg, args.trace)
     except OSError as error:
         return _bad(f"{error.filename}: {error.strerror}.")
     except (PipelineError, UnicodeDecodeError) as error:
@@ -113,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--file", metavar="FILE", help=file)
     add("--save", metavar="FILE", help="writes the schedule as CSV")
+    add("--svg", metavar="FILE", help="draws the schedule over time into an .svg or .png file")
+    add("--trace", metavar="FILE", help="writes it as a trace for https://ui.perfetto.dev; a unit of time is 1 us")
     add("--json", action="store_true", help="prints one JSON object")
     return parser
 
@@ -188,6 +194,18 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
     if name not in METHODS:
         name = name.strip().lower()
     return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
+
+
+def _write(result: _Result, picture: str | None, trace: str | None) -> None:
+    """The files that were asked for; none for a schedule that deadlocks."""
+    if result.timeline is None:
+        return
+    schedule = result.schedule
+    chart = Chart(_headline(schedule), (Track("simulated", result.timeline),), schedule.rank_of, seconds=False)
+    if picture:
+        draw_picture(chart, picture)
+    if trace:
+        write_trace(chart, trace)
 
 
 def _figures(result: _Result) -> dict[str, Any]:

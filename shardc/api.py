@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
-from shardc.errors import ArgumentError, MeshError, PlacementError, all_offenders
+from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
 from shardc.passes.constrain import constrain_p, pin_of
@@ -78,13 +79,62 @@ class Compiled:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
             return again[0]
+        call = self._taken_apart(args, kwargs)
+        out = _run(self.executable, call)
+        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
+        return out
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call, if it is one that the plan is for."""
         call = self._arguments.take_apart(args, kwargs)
         program = self.plan.program
         given = [leaf_aval(x) for x in call.leaves if is_array(x)]
         self.executable.refuse_others(given, program.in_avals[: len(program.in_avals) - len(program.captured)])
-        out = _run(self.executable, call)
-        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
-        return out
+        return call
+
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
+
+        It is slower than a plain call: nothing is launched ahead. Gives what the call gives.
+
+        Raises:
+          PipelineError: this is no pipeline.
+        """
+        leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
+        return jax.tree.unflatten(self.plan.program.out_tree, self._pipeline.measure(leaves))
+
+    def timeline(self, width: int = 120) -> str:
+        """The last call of a pipeline as text, planned above measured for each rank.
+
+        Raises:
+          PipelineError: nothing was called yet, or this is no pipeline.
+        """
+        return self._pipeline.timeline(width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the last call of a pipeline into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: nothing was called yet, this is no pipeline, or matplotlib is missing.
+        """
+        self._pipeline.draw(path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last call of a pipeline, planned beside measured, as JSON for https://ui.perfetto.dev.
+
+        Raises:
+          PipelineError: nothing was called yet, or this is no pipeline.
+        """
+        self._pipeline.trace(path)
+
+    @property
+    def _pipeline(self) -> PipelineExecutable:
+        if isinstance(self.executable, PipelineExecutable):
+            return self.executable
+        raise PipelineError(
+            f"{self.plan.program.name} is one program, no pipeline: there are no actors to show; "
+            "jax.profiler.trace(...) shows what is in it."
+        )
 
 
 def _run(executable: AnyExecutable, call: Call) -> Any:
@@ -424,11 +474,12 @@ def function(
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        if mesh is None:
+        over = pipeline.meshes[0] if mesh is None and pipeline is not None and pipeline.meshes else mesh
+        if over is None:
             return fn
         donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
         static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
-        return Function(fn, mesh, in_placements, out_placements, donate, static, pipeline)
+        return Function(fn, over, in_placements, out_placements, donate, static, pipeline)
 
     return decorate if fn is None else decorate(fn)
 

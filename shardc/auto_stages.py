@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -38,6 +38,7 @@ class Wanted:
       arguments: what is known of the program's inputs.
       ordered: the order of the actions, for the costs of the stages, so many microbatches, and with or without a
         backward pass.
+      recomputed: the stages that keep their inputs only.
       least: seconds that any task costs.
       where: the function, for errors.
     """
@@ -45,6 +46,7 @@ class Wanted:
     views: Sequence[MeshView]
     arguments: Sequence[Argument]
     ordered: Callable[[Costs, int, bool], Schedule]
+    recomputed: Collection[int]
     least: float
     where: str
 
@@ -123,15 +125,24 @@ class _Measured:
         work = {v: self._work(v) for v in set(views)}
         memory = {v: self.memory(v) for v in set(views)}
         link, size = views[0].topology.link, min(v.size for v in views)
-        ends = any(e.primitive is stage_boundary_p for e in self.body.eqns)
         points = self.points
         return Chain(
-            np.stack([work[v][0] for v in views]), np.stack([work[v][1] for v in views]),
+            np.stack([work[v][0] for v in views]),
+            np.stack([work[v][1] + (work[v][0] if self.again(s) else 0) for s, v in enumerate(views)]),
             points.activation / size, points.gradient / size, points.once / size, points.back,
-            np.stack([self._needed(memory[v], held) for v, held in zip(views, self.holds, strict=True)]),
+            np.stack([memory[v].needed(self.holds[s], self.again(s)) for s, v in enumerate(views)]),
             np.asarray([float(v.topology.hbm) for v in views]),
-            self.has_backward and not ends, link.latency, link.bandwidth, self.wanted.least,
+            self.fused, link.latency, link.bandwidth, self.wanted.least,
         )  # fmt: skip
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether the last stage's forward lies inside its backward."""
+        return self.has_backward and not any(e.primitive is stage_boundary_p for e in self.body.eqns)
+
+    def again(self, stage: int) -> bool:
+        """Whether a stage computes its forward again."""
+        return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
 
     def _seconds(self, view: MeshView) -> Floats:
         """Of each equation, its work shared by all devices of a mesh."""
@@ -145,7 +156,9 @@ class _Measured:
     def memory(self, view: MeshView) -> StageMemory:
         """Bytes per device of a mesh."""
         whole = stage_memory(self.body, self.points, lambda v: self._state(v, view))
-        return StageMemory(whole.state, whole.stash / view.size, whole.working / view.size)
+        return replace(
+            whole, stash=whole.stash / view.size, inputs=whole.inputs / view.size, working=whole.working / view.size
+        )
 
     def _state(self, v: Var, view: MeshView) -> float:
         """Bytes per device that are kept with an input of the body."""
@@ -157,9 +170,6 @@ class _Measured:
         sizes = [_local_bytes(inputs[i], arguments[i], view) for i in owned.arguments]
         share = sizes[0] / bytes_of(inputs[owned.arguments[0]])
         return sum(sizes) + share * sum(bytes_of(self.loop.eqn.outvars[j]) for j in owned.sums)
-
-    def _needed(self, memory: StageMemory, held: int) -> Floats:
-        return memory.state + held * memory.stash + memory.working
 
 
 def _local_bytes(v: Var, argument: Argument, view: MeshView) -> float:
@@ -182,7 +192,7 @@ def _why_not(measured: _Measured) -> str:
         _breakdown(measured, cuts),
     ) + (
         "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
-        "take a schedule that holds fewer microbatches, or smaller ones."
+        'recompute activations (recompute="full"), take a schedule that holds fewer microbatches, or smaller ones.'
     )
 
 
@@ -190,12 +200,12 @@ def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:
     chain, lines = measured.chain, list[str]()
     ends = [0, *cuts, len(measured.points.ahead) - 1]
     for s, (i, j) in enumerate(pairwise(ends)):
-        memory, held = measured.memory(measured.wanted.views[s]), measured.holds[s]
+        memory, held, again = measured.memory(measured.wanted.views[s]), measured.holds[s], measured.again(s)
         total, room = chain.memory[s, i, j], chain.room[s]
         lines.append(
             f"stage {s}: {_text(total)} of {_text(room)}{'' if total <= room else ', too much'}: parameters, their "
             f"gradients and optimizer state {_text(memory.state[i, j])}, activations of {held} microbatches "
-            f"{_text(held * memory.stash[i, j])}, the largest operation {_text(memory.working[i, j])}"
+            f"{_text(memory.activations(held, again)[i, j])}, the largest operation {_text(memory.working[i, j])}"
         )
     return lines
 

@@ -17,6 +17,7 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
+from jax._src.lib import xla_client as _xla
 from jax.extend import core as jex
 
 Jaxpr: TypeAlias = Any
@@ -213,3 +214,24 @@ def unsqueeze_eqn(x: Atom, out: Var) -> Eqn:
     dims = tuple(range(1, len(out.aval.shape)))
     params = {"shape": tuple(out.aval.shape), "broadcast_dimensions": dims, "sharding": None}
     return new_eqn([x], [out], jax.lax.broadcast_in_dim_p, params, None)
+
+
+# Why: jax.device_put looks at every array anew, in Python, which takes thrice as long as the copy itself.
+def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """A function that copies arrays to these shardings, piece by piece: each has to lie in such pieces already."""
+    copy = getattr(_xla, "batched_copy_array_to_devices_with_sharding", None)
+    if copy is None:
+        return lambda xs: jax.device_put(list(xs), list(shardings))
+    targets = list(shardings)
+    devices = [s._internal_device_list.addressable_device_list for s in targets]
+    semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
+    return lambda xs: copy(list(xs), devices, targets, semantics)
+
+
+# Why: a scan with other operands has other parameters, and which it has depends on JAX's version.
+def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int) -> dict[str, Any]:
+    """The parameters of a scan like `eqn` with another body."""
+    params = {**eqn.params, "jaxpr": close(body), "num_consts": consts, "num_carry": carries}
+    if "linear" in params:
+        params["linear"] = (False,) * len(body.invars)
+    return params

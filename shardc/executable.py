@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,7 +60,6 @@ class Executable:
             out_shardings=[self._out_shardings[i] for i in self._out_order],
             donate_argnums=tuple(range(len(taken))),
         )
-        self._compiled: Any = None
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
@@ -204,13 +204,16 @@ class Executable:
             )
         ]
 
-    @property
+    @cached_property
+    def lowered(self) -> Any:
+        """JAX's lowered object. JAX's settings are those of the thread that asks for it first."""
+        avals = self._physical_avals()
+        return self._jitted.lower(*[avals[i] for i in self._in_order])
+
+    @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        if self._compiled is None:
-            avals = self._physical_avals()
-            self._compiled = self._jitted.lower(*[avals[i] for i in self._in_order]).compile()
-        return self._compiled
+        return self.lowered.compile()
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import jax
@@ -12,16 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.errors import MeshError, PipelineTaskError, StepFailedError, all_offenders
+from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
 from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit_all
 from shardc.passes.split_tasks import INDEX, StageTask
 from shardc.passes.trace import settings
 from shardc.pipeline.action import Action
+from shardc.pipeline.recorded import recorded
+from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_plan import PipelinePlan, Stage
 from shardc.placed import PlacedArray, is_placed, narrow
-from shardc.runtime.actor import Channel, Span
+from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
@@ -29,6 +34,31 @@ from shardc.stage_network import Once, Route
 
 IN_FLIGHT: Final = 32
 """Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When the steps of one call ran.
+
+    Attributes:
+      spans: as the host launched them, by actor in order.
+      begin: of the call.
+      waited: by label when the devices computed it, if the call waited for every task.
+    """
+
+    spans: Sequence[Span]
+    begin: float
+    waited: Mapping[Any, tuple[float, float]] | None
+
+    @property
+    def note(self) -> str:
+        return "launches by the host" if self.waited is None else "every task waited for"
+
+    def timeline(self, net: Network) -> Timeline:
+        """The call from its begin."""
+        waited = self.waited or {}
+        spans = (Span(s.actor, s.label, *waited.get(s.label, (s.start, s.end))) for s in self.spans)
+        return recorded(net, spans, self.begin)
 
 
 class _Border:
@@ -97,7 +127,8 @@ class PipelineExecutable:
         }
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
-        self._spans: list[Span] = []
+        self._last: Recording | None = None
+        self._waited: dict[Any, tuple[float, float]] | None = None  # in a call that is measured, by label
         self._executor: Executor | None = None
         self._updating = False
 
@@ -110,8 +141,11 @@ class PipelineExecutable:
     def compiled(self) -> Executor:
         """The actors, with all programs compiled."""
         if self._executor is None:
+            executables = self._task_executables()
+            for e in executables:  # here: JAX's settings are a thread's own
+                _ = e.lowered
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda e: e.compiled, self._task_executables()))
+                list(pool.map(lambda e: e.compiled, executables))
             plan = self.plan
             bodies = {label: self._body(*found) for label, found in plan.built.tasks.items()}
             window = max(1, IN_FLIGHT // plan.schedule.ranks)
@@ -179,12 +213,11 @@ class PipelineExecutable:
                 residents[v] = values[i][j]
             made: Sequence[Any] = ()
             if executable is not None:
-                made = executable.run(
-                    [
-                        index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
-                        for v, at in inputs
-                    ]
-                )
+                given = [
+                    index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
+                    for v, at in inputs
+                ]
+                made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
                 for resident, i, v in kept:
                     residents[resident] = residents[v] if i is None else made[i]
             return [
@@ -204,13 +237,13 @@ class PipelineExecutable:
         taken = [self._border_of(target, v) for v in route.taken]
         if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
             return _stay
-        same = [
-            (dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement) or (g.plain and t.plain)
+        alike = [
+            dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement
             for g, t in zip(given, taken, strict=True)
         ]
-        shardings = [t.sharding for t in taken]
-        if all(same):
-            return lambda values: tuple(jax.device_put(list(values), shardings))
+        if all(alike):
+            return compat.copies_to([t.sharding for t in taken])
+        same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
@@ -258,9 +291,27 @@ class PipelineExecutable:
         """
         return self.launch(leaves)
 
-    def launch(self, args: Sequence[Any], *, record: bool = False) -> list[Any]:
+    def measure(self, leaves: Sequence[Any]) -> list[Any]:
+        """The same, waiting for every task: `trace`, `draw` and `timeline` then show when the devices computed."""
+        self._waited = {}
+        try:
+            return self.launch(leaves)
+        finally:
+            self._waited = None
+
+    def _wait_for(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
+        """Runs a task from when its inputs are on the devices until its results are."""
+        assert self._waited is not None
+        jax.block_until_ready(given)
+        begin = perf_counter()
+        made = jax.block_until_ready(executable.run(given))
+        self._waited[label] = begin, perf_counter()
+        return made
+
+    def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of the arguments of the flat call."""
         executor = self.compiled
+        begin = perf_counter()
         whole = [*args, *self._captured]
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
@@ -271,7 +322,8 @@ class PipelineExecutable:
                 for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
                     state.residents[v] = border.enter(whole[i])
             try:
-                self._spans = executor.run(record=record)
+                spans = executor.run(record=True)
+                self._last = Recording(spans, begin, self._waited)
             except PipelineTaskError as error:
                 self._report_failure(args, error)
                 raise
@@ -307,6 +359,48 @@ class PipelineExecutable:
             self._executor = None
 
     # -- looking
+
+    def timeline(self, width: int = 120) -> str:
+        """The last call as text, planned above measured for each rank; `width` characters to a line.
+
+        Measured is when the host launched each task; after `measure`, when the devices computed it.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        from shardc.report.chart_text import chart_text  # noqa: PLC0415  # reports know plans
+
+        return chart_text(self._chart(), width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the last call, planned above measured, and how full its channels were, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: nothing was called yet, another ending, or matplotlib is not installed.
+        """
+        from shardc.report.picture import draw_picture  # noqa: PLC0415  # reports know plans
+
+        draw_picture(self._chart(), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last call, planned beside measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        from shardc.report.trace import write_trace  # noqa: PLC0415  # reports know plans
+
+        write_trace(self._chart(), path)
+
+    def _chart(self) -> Any:
+        from shardc.report.chart import measured_chart  # noqa: PLC0415  # reports know plans
+
+        if self._last is None:
+            raise PipelineError(
+                f"{self.plan.program.name}: nothing to show, for nothing was called yet; call it, or measure(...) it. "
+                "The plan shows what is expected: plan.timeline(), plan.draw(...), plan.trace(...)."
+            )
+        return measured_chart(self.plan, self._last.timeline(self.plan.network), self._last.note)
 
     def hlo(self) -> str:
         """The optimized HLO of all tasks, one after the other."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +14,10 @@ import jax
 from shardc import compat
 from shardc.auto_stages import Wanted, mark_automatically
 from shardc.compat import Eqn, Var
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
+from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
 from shardc.passes.memory import Memory
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
@@ -27,8 +30,7 @@ from shardc.pipeline.action import Action
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS, make_schedule
-from shardc.pipeline.schedules.method import ranks_of
+from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
@@ -156,13 +158,17 @@ class PipelinePlan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """What moves on the stages' own meshes, in the order of the stages; over all executions in one call."""
-        found: list[Collective] = []
-        for stage in self.stages:
-            for task, times in self._runs(stage):
-                found += [
-                    replace(c, bytes=c.bytes * times, count=c.count * times) for c in task.collectives
-                ]
-        return tuple(found)
+        return tuple(c for _, c in self.stage_collectives)
+
+    @cached_property
+    def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
+        """The same, each with its stage."""
+        return tuple(
+            (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
+            for stage in self.stages
+            for task, times in self._runs(stage)
+            for c in task.collectives
+        )
 
     def _runs(self, stage: Stage) -> list[tuple[Plan, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
@@ -257,6 +263,31 @@ class PipelinePlan:
 
         return explain_pipeline(self)
 
+    def timeline(self, width: int = 120) -> str:
+        """The simulated call as text: a row for each rank, `width` characters to a line."""
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.chart_text import chart_text  # noqa: PLC0415
+
+        return chart_text(planned_chart(self), width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the simulated call, and how full its channels are, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.picture import draw_picture  # noqa: PLC0415
+
+        draw_picture(planned_chart(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the simulated call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
+        from shardc.report.trace import write_trace  # noqa: PLC0415
+
+        write_trace(planned_chart(self), path)
+
     def __repr__(self) -> str:
         return (
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
@@ -289,16 +320,22 @@ def make_pipeline_plan(
       PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
     """
     ranks = len(meshes)
-    rank_of = _rank_of(pipeline, ranks, where)
+    microbatches = find_loop(program, where).microbatches
+    draft = _draft(pipeline, ranks, microbatches, where)
+    rank_of = draft.rank_of
     count = len(rank_of)
+    recompute = _recomputed(pipeline, count, where)
+    _refuse_fresh_weights(program, pipeline, where)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     if pipeline.stages == "auto":
         program = _marked(program, [view(meshes[r]) for r in rank_of], arguments, pipeline, ranks, where)
+        pipeline = replace(pipeline, stages="marked")
     elif pipeline.stages != "marked":
         raise PipelineError(
             f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
         )
-    cut = cut_stages(program, count, where)
+    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
+    readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
     for s, rank in zip(cut.stages, rank_of, strict=True):
@@ -314,8 +351,12 @@ def make_pipeline_plan(
             [results[i] for i in s.results],
         )  # fmt: skip
         ends |= {n: p for n, p, _ in _ends(plan)}
-        stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan), s))
+        shared = [n for n, i in enumerate(s.arguments) if readers[rank, i] > 1]
+        stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan, shared), s))
     schedule = _schedule(stages, cut, ranks, pipeline)
+    if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
+        found = replace(pipeline, schedule=schedule)
+        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -337,30 +378,67 @@ def _marked(
 ) -> Program:  # fmt: skip
     """The program with boundaries for stages on the meshes `views`."""
     chunks = len(views) // ranks
-    if pipeline.schedule == "auto":  # the search is for the stages that this finds
-        pipeline = replace(pipeline, schedule="1f1b" if chunks == 1 else "breadth-first")
+    given = _stand_in(chunks) if pipeline.schedule == "auto" else pipeline.schedule
 
     def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
-        return _ordered(pipeline, ranks, microbatches, chunks, costs, backward)
+        return _ordered(given, ranks, microbatches, chunks, costs, backward)
 
-    return mark_automatically(program, Wanted(views, arguments, ordered, HOST_SECONDS, where))
+    recomputed = _recomputed(pipeline, len(views), where)
+    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, HOST_SECONDS, where))
 
 
-def _rank_of(pipeline: Pipeline, ranks: int, where: str) -> tuple[int, ...]:
-    """The rank of each stage."""
-    given = pipeline.schedule
-    if isinstance(given, str) and "\n" in given:
-        given = Schedule.parse(given)
-    if isinstance(given, Schedule):
-        if given.ranks != ranks:
-            raise PipelineError(
-                f"{where}: the schedule {given.name} is for {given.ranks} ranks, the pipeline has {ranks}."
+def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
+    """The stages that compute their forward again."""
+    given = pipeline.recompute
+    words = [given] * stages if isinstance(given, str) else list(given)
+    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
+        raise PipelineError(
+            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
+            "each stage."
+        )
+    return [s for s, word in enumerate(words) if word == "full"]
+
+
+def _refuse_fresh_weights(program: Program, pipeline: Pipeline, where: str) -> None:
+    """A method with two versions of the weights wants a step whose gradients are taken at the older one."""
+    method = METHODS.get(pipeline.schedule) if isinstance(pipeline.schedule, str) else pipeline.schedule
+    if not isinstance(method, Method) or method.weight_versions < 2:
+        return
+    loop = find_loop(program, where)
+    read = {v for v in loop.eqn.invars[: loop.consts] if not compat.is_literal(v)}
+    replaced = match_donated(program, [Argument(donated=True)] * len(program.in_paths))
+    inputs = set(program.jaxpr.invars)
+    fresh = [
+        program.in_paths[i]
+        for i, out in zip(replaced, program.jaxpr.outvars, strict=True)
+        if i is not None and program.jaxpr.invars[i] in read and out not in inputs
+    ]
+    if fresh:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: {method.name} takes gradients at weights that are one step old (Narayanan et al. 2021: "
+                "w(t+1) = w(t) - f'(w(t-1))), but the loop over microbatches reads those that this step replaces. "
+                "Pass the older version as an argument of its own: step(params, older, ...) takes gradients at "
+                "`older`, updates `params`, and returns (new_params, params, ...). Read and replaced are",
+                [*fresh[:4], *([f"and {len(fresh) - 4} more"] if len(fresh) > 4 else [])],
             )
-        return given.rank_of
-    method = METHODS.get(given) if isinstance(given, str) else None
-    if method is None:
-        return ranks_of("loop", ranks, pipeline.chunks or 1)
-    return ranks_of(method.placement, ranks, pipeline.chunks or method.chunks)
+        )
+
+
+def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Schedule:
+    """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
+    chunks = pipeline.chunks
+    if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
+        return make_schedule(_stand_in(chunks or 1), ranks, microbatches, chunks)
+    try:
+        return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
+    except PipelineError as error:
+        raise PipelineError(f"{where}: {error}") from None
+
+
+def _stand_in(chunks: int) -> str:
+    """The method that stands for the one that a search will find."""
+    return "zb-h1" if chunks == 1 else "interleaved"
 
 
 def _known(stage: Stage) -> dict[Var, Placement]:
@@ -380,15 +458,17 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
         return 0.0 if task is None or task.plan is None else max(task.plan.seconds, HOST_SECONDS)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
+    latency = stages[0].mesh.topology.link.latency
     backward = cut.body.backward or count == 1
-    return _ordered(pipeline, ranks, cut.loop.microbatches, count // ranks, Costs.read(costs), backward)
+    costs = Costs.read(costs)
+    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
 
 
 def _ordered(
-    pipeline: Pipeline, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool
+    given: Any, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool, latency: float = 0.0
 ) -> Schedule:
-    """The schedule for tasks of given costs."""
-    found = make_schedule(pipeline.schedule, ranks, microbatches, chunks, costs=costs)
+    """The schedule for tasks of given costs; without a backward pass its forwards alone."""
+    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
     if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)

@@ -126,6 +126,19 @@ def test_files(capsys, tmp_path):
     assert figures(capsys, "--file", str(grid), "--stages", "2")[1]["schedule"] == "1f1b"
 
 
+def test_a_picture_and_a_trace(capsys, tmp_path):
+    picture, trace = tmp_path / "grid.svg", tmp_path / "grid.json"
+    code, out, _ = run(
+        capsys, "--stages", "2", "--microbatches", "4", "--svg", str(picture), "--trace", str(trace), "--json"
+    )
+    assert code == 0
+    assert "units of the costs" in picture.read_text()
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == 16 and max(e["ts"] + e["dur"] for e in slices) == json.loads(out)["makespan"]
+    code, _, err = run(capsys, "--stages", "2", "--microbatches", "4", "--svg", str(tmp_path / "grid.jpg"))
+    assert code == 2 and "a picture is written as .svg or .png" in err
+
+
 def test_a_file_that_deadlocks(capsys, tmp_path):
     file = tmp_path / "stuck.csv"
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n")

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
-from shardc.mesh import TOPOLOGIES, AnyMesh, auto_mesh, make_mesh, parse_bytes, parse_topology, view
+from shardc.mesh import TOPOLOGIES, AnyMesh, auto_mesh, make_mesh, meshes_along, parse_bytes, parse_topology, view
 
 
 def test_make_mesh_takes_the_first_devices_in_order() -> None:
@@ -151,6 +151,21 @@ def test_auto_mesh(types: tuple[AxisType, ...]) -> None:
         assert auto_mesh(found) is found
         assert view(found) == view(mesh)
     assert auto_mesh(concrete) == make_mesh(a=4, b=2)
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 4}, {"pipe": 2, "data": 3}, {"data": 3, "pipe": 2}])
+def test_meshes_along_an_axis_hold_its_devices(axes: dict[str, int]) -> None:
+    mesh = make_mesh(**axes)
+    assert isinstance(mesh, Mesh)
+    ranks = meshes_along(mesh, "pipe")
+    at = mesh.axis_names.index("pipe")
+    for i, rank in enumerate(ranks):
+        assert isinstance(rank, Mesh)
+        assert rank.axis_names == (("data",) if "data" in axes else ("pipe",))
+        assert list(rank.devices.flat) == list(mesh.devices.take([i], at).flat)
+    assert [dict(r.shape) for r in meshes_along(make_mesh(**axes, topology="h100"), "pipe")] == [
+        dict(r.shape) for r in ranks
+    ]
 
 
 def test_a_view_compares_by_what_it_says() -> None:

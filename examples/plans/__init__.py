@@ -2,9 +2,10 @@
 
 A plan is the keyword arguments of `shardc.function`. It says where a few arrays live; what it does not name, the
 compiler places. Weights are split by a dimension counted from the last, so that a rule holds for one layer's weights
-and for those of all layers stacked.
+and for those of all layers stacked. `pipeline` says besides that the model runs in stages; `stages.between` says where
+one ends.
 """
 
-from examples.plans import gpt2, llama, mlp, moe, resnet, t5, unet
+from examples.plans import gpt2, llama, mlp, moe, resnet, stages, t5, unet
 
-__all__ = ["gpt2", "llama", "mlp", "moe", "resnet", "t5", "unet"]
+__all__ = ["gpt2", "llama", "mlp", "moe", "resnet", "stages", "t5", "unet"]

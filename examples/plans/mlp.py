@@ -1,6 +1,6 @@
 """Plans of the multilayer perceptron."""
 
-from shardc import S, rules
+from shardc import Pipeline, S, rules
 
 EVERYWHERE = rules({"*": {}})
 DONATE = ("params", "opt_state")
@@ -38,4 +38,9 @@ def fsdp():
     return {"in_placements": places, "donate_argnames": DONATE}
 
 
-PLANS = {plan.__name__: plan for plan in (data, tensor, data_tensor, zero1, fsdp)}
+def pipeline():
+    """The model in stages, one after the other along the axis `pipe`; each is placed as in data_tensor."""
+    return data_tensor() | {"pipeline": Pipeline(axis="pipe", schedule="1f1b")}
+
+
+PLANS = {plan.__name__: plan for plan in (data, tensor, data_tensor, zero1, fsdp, pipeline)}

@@ -68,10 +68,10 @@ class _Inliner:
                 continue
             outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
             env |= dict(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self._params(eqn)))
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
         return [read(a) for a in jaxpr.outvars]
 
-    def _params(self, eqn: Eqn) -> dict[str, Any]:
+    def params(self, eqn: Eqn) -> dict[str, Any]:
         params = dict(eqn.params)
         for key in NESTED.get(eqn.primitive.name, ()):
             body = params[key]
@@ -126,6 +126,13 @@ def canonical_jaxpr(
     invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
+
+
+def with_own_bodies(eqn: Eqn) -> Eqn:
+    """A second copy of an equation: the variables of its nested bodies are its own."""
+    if eqn.primitive.name not in NESTED:
+        return eqn
+    return eqn.replace(params=_Inliner(marks=True).params(eqn))
 
 
 def canonicalize(closed: ClosedJaxpr, marks: bool = False) -> tuple[Jaxpr, tuple[Any, ...]]:

@@ -14,7 +14,7 @@ stage that reads it; a scalar made of scalars of several stages, on the lowest o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc import compat
@@ -25,6 +25,8 @@ from shardc.passes.cut_loop import Loop, PlacedBody, find_loop, place_body, stag
 from shardc.passes.memory import bytes_of
 from shardc.passes.program import Program
 from shardc.passes.reassociate import ADDITIONS, reassociate
+from shardc.passes.recompute import recompute_forward
+from shardc.passes.split_backward import split_backward
 from shardc.passes.transfer import receive_p, send_p
 
 
@@ -89,8 +91,17 @@ class Cut:
     body: PlacedBody
 
 
-def cut_stages(program: Program, stages: int, where: str) -> Cut:
+def cut_stages(
+    program: Program, stages: int, where: str, *, recompute: Collection[int] = (), split: bool = False
+) -> Cut:
     """Cuts a program at its stage boundaries.
+
+    Args:
+      program: traced with its marks.
+      stages: how many.
+      where: the function, for errors.
+      recompute: the stages that compute their forward again in their backward.
+      split: whether the gradients of weights are tasks of their own.
 
     Raises:
       PipelineError: it has no loop over microbatches, or its boundaries do not make so many stages.
@@ -106,6 +117,9 @@ def cut_stages(program: Program, stages: int, where: str) -> Cut:
                 [f"stage {s}: nothing is computed between its boundaries; take one of them out." for s in idle],
             )
         )
+    body = recompute_forward(body, recompute)
+    if split:
+        body = split_backward(body)
     return _Assembler(program, loop, body).run()
 
 
@@ -225,10 +239,7 @@ class _Assembler:
             [*(p.after for _, p in mine), *(y for _, y in ys)], eqns, body,
         )  # fmt: skip
         invars = [*(operands[v] for v in consts), *starts, *(operands[v] for v in xs)]
-        params = {
-            **loop.eqn.params, "jaxpr": compat.close(inner), "num_consts": len(consts), "num_carry": len(mine),
-            "linear": (False,) * len(invars), "reverse": False,
-        }  # fmt: skip
+        params = compat.scan_params(loop.eqn, inner, len(consts), len(mine))
         self.made_in |= dict.fromkeys(results, stage)
         return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
 

@@ -12,7 +12,7 @@ of other stages, and the *stash* of an earlier task of the same microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,14 +73,19 @@ class StageTasks:
     results: tuple[Atom, ...]
 
 
-def split_tasks(stage: StageProgram, plan: Plan) -> StageTasks:
-    """The tasks of a planned stage."""
-    return _Splitter(stage, plan).run()
+def split_tasks(stage: StageProgram, plan: Plan, shared: Collection[int] = ()) -> StageTasks:
+    """The tasks of a planned stage.
+
+    Args:
+      stage, plan: what it computes, and where its values live.
+      shared: of its arguments those that another stage of the same rank reads: no task may take their buffers.
+    """
+    return _Splitter(stage, plan, shared).run()
 
 
 class _Splitter:
-    def __init__(self, stage: StageProgram, plan: Plan) -> None:
-        self.stage, self.plan, self.mesh = stage, plan, plan.mesh
+    def __init__(self, stage: StageProgram, plan: Plan, shared: Collection[int]) -> None:
+        self.stage, self.plan, self.mesh, self.shared = stage, plan, plan.mesh, shared
         self.placements: dict[Var, Placement] = {**plan.boxed.placements, INDEX: REPLICATED}
         self.jaxpr: Jaxpr = plan.boxed.jaxpr
         self.arguments: list[Var] = list(self.jaxpr.invars)
@@ -309,7 +314,7 @@ class _Splitter:
         ties = {
             out: self.arguments[tie]
             for out, tie in zip(self.jaxpr.outvars, self.plan.ties, strict=True)
-            if tie is not None and not compat.is_literal(out)
+            if tie is not None and tie not in self.shared and not compat.is_literal(out)
         }
         tasks: dict[int, StageTask] = {}
         for at in sorted(set(parts) | set(received)):

@@ -20,12 +20,21 @@ class StageMemory:
     Attributes:
       state: its parameters and what is kept with them.
       stash: what one microbatch leaves for the backward pass, its inputs included.
+      inputs: these alone; (n, 1).
       working: the most that one operation makes.
     """
 
     state: Floats
     stash: Floats
+    inputs: Floats
     working: Floats
+
+    def activations(self, held: int, again: bool) -> Floats:
+        """Of so many microbatches; a stage that computes its forward again keeps inputs, and all of one."""
+        return held * self.inputs + self.stash if again else held * self.stash
+
+    def needed(self, held: int, again: bool) -> Floats:
+        return self.state + self.activations(held, again) + self.working
 
 
 def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]) -> StageMemory:
@@ -44,10 +53,12 @@ def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]
         for before, place in zip([-1, *places], places, strict=False):  # stages that begin behind `before` and
             held[before + 1, place + 1] += size  # end behind `place`, but those that begin behind `place`
             held[place + 1, place + 1] -= size
-    return StageMemory(held.cumsum(0).cumsum(1)[:n, :n], _stash(body, points, where), _working(body, where, n))
+    left, inputs = _stash(body, points, where)
+    return StageMemory(held.cumsum(0).cumsum(1)[:n, :n], left, inputs, _working(body, where, n))
 
 
-def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> Floats:
+def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> tuple[Floats, Floats]:
+    """What each stage keeps for one microbatch, (n, n), and the part that comes from the stage before, (n, 1)."""
     n = len(points.ahead)
     left = np.zeros(n + 1)
     received = np.zeros(n)
@@ -58,7 +69,7 @@ def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> Floats:
         left[where[t] + 1] += bytes_of(v)
         received[(points.ahead > t) & (points.back > later[0])] += bytes_of(v)
     total = left.cumsum()[:n]
-    return total[None, :] - total[:, None] + received[:, None]
+    return total[None, :] - total[:, None] + received[:, None], received[:, None]
 
 
 def _working(body: FoldedBody, where: np.ndarray, n: int) -> Floats:

@@ -2,10 +2,361 @@
 
 from __future__ import annotations
 
-from shardc.pipeline_plan import PipelinePlan
-from shardc.report.explain import explain
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shardc.passes.collective import Collective
+from shardc.passes.memory import local_bytes
+from shardc.passes.tally import short_aval
+from shardc.pipeline.action import Action
+from shardc.pipeline.simulate import Timeline
+from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan, Stage
+from shardc.report.chart import KINDS
+from shardc.report.explain import (
+    REPLACES,
+    WORDS,
+    gathered_section,
+    moving,
+    notes_section,
+    totals_section,
+    why_argument,
+    why_placed,
+)
+from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
+from shardc.report.tables import (
+    Key,
+    bytes_text,
+    fold_paths,
+    fold_rows,
+    indented,
+    make_table,
+    number_text,
+    percent_text,
+    placement_text,
+    seconds_text,
+    section,
+    times_text,
+)
+from shardc.sbp.placement import is_even
+
+_WIDTH: Final = 120
+_MOST_COLUMNS: Final = 4
+"""Arguments with a column of their own."""
+_TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
 def explain_pipeline(plan: PipelinePlan) -> str:
-    """The schedule, and each stage's own plan."""
-    return "\n\n".join([repr(plan), str(plan.schedule), *(explain(s.plan) for s in plan.stages)])
+    """Where time goes, what each stage computes and holds, what moves between stages and within them, and why."""
+    timeline = plan.simulate()
+    sections = (
+        _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _sent(plan),
+        _arguments(plan), _results(plan), _transfers(plan), _moves(plan), totals_section(plan.collectives),
+        _channels(plan, timeline), gathered_section(plan.gathered), notes_section(plan.notes), _memory(plan),
+    )  # fmt: skip
+    return "\n\n".join(filter(None, sections))
+
+
+# -- head
+
+
+def _head(plan: PipelinePlan, timeline: Timeline) -> str:
+    mesh, schedule = plan.mesh, plan.schedule
+    axes = " x ".join(f"{a}={n}" for a, n in mesh.axes)
+    shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
+    chunks = f", {number_text(schedule.chunks, 'stage')} on each" if schedule.chunks > 1 else ""
+    moves = moving(plan.collectives)
+    sent = (
+        f"A device sends at most {bytes_text(plan.bytes_per_device)} a call; on all stages together there are "
+        f"{number_text(len(moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}."
+    )
+    return (
+        f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
+        f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
+        f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
+    )
+
+
+def _recompute(plan: PipelinePlan) -> str:
+    """Which stages compute their forward a second time."""
+    given = plan.pipeline.recompute
+    words = [given] * len(plan.stages) if isinstance(given, str) else list(given)
+    again = [number for number, word in enumerate(words) if word == "full"]
+    if not again:
+        return ""
+    one = f"stage {again[0]}" if len(again) == 1 else f"each of stages {ranges_text(again)}"
+    return f"; {'every stage' if len(again) == len(words) else one} computes its forward again in its backward"
+
+
+def _time(timeline: Timeline) -> str:
+    """Where time goes, in a line."""
+    whole, busy = timeline.makespan, timeline.busy
+    most, least = max(busy), min(busy)
+    inner = timeline.bubble_per_rank
+    between = seconds_text(max(inner))
+    if min(inner) != max(inner):
+        between = f"{seconds_text(min(inner))} to {between}"
+    return (
+        f"About {seconds_text(whole)} a call: rank {busy.index(most)} is busy for {seconds_text(most)} "
+        f"({_share(most, whole)}), rank {busy.index(least)} waits longest, {seconds_text(timeline.bubble)} "
+        f"({_share(timeline.bubble, whole)}); between its first and its last task a rank waits {between}."
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return percent_text(part / whole if whole else 0.0)
+
+
+def _schedule(plan: PipelinePlan) -> str:
+    grid, cut = cut_grid(plan.schedule, _WIDTH)
+    more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
+    found = {a.kind for row in plan.schedule.rows for a in row}
+    kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)
+    title = f"Schedule: stage, {kinds}, microbatch; a column is one unit of time{more}"
+    return f"{title}\n{indented(grid)}"
+
+
+# -- stages
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """An argument where it lives."""
+
+    number: int
+    path: str
+    stage: Stage
+    var: Any
+    placement: Any
+
+    @property
+    def bytes(self) -> int:
+        return local_bytes(self.var, self.placement, self.stage.mesh.sizes)
+
+
+def _leaves(plan: PipelinePlan) -> list[_Leaf]:
+    """Each argument on its home, in their order."""
+    found = [
+        _Leaf(i, plan.program.in_paths[i], stage, var, placement)
+        for stage in plan.stages
+        for i, var, placement in zip(
+            stage.program.arguments, stage.plan.boxed.jaxpr.invars, stage.plan.inputs, strict=True
+        )
+        if plan.homes[i] == stage.number
+    ]
+    return sorted(found, key=lambda leaf: leaf.number)
+
+
+def _stages(plan: PipelinePlan, timeline: Timeline) -> str:
+    leaves = _leaves(plan)
+    groups: dict[str, list[_Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.path.partition("/")[0], []).append(leaf)
+    own = list(groups)[: _MOST_COLUMNS if len(groups) <= _MOST_COLUMNS else _MOST_COLUMNS - 1]
+    rest = len(own) < len(groups)
+    spread = max(groups, key=lambda name: len({leaf.stage.number for leaf in groups[name]}), default="")
+    names = stems({leaf.path.partition("/")[2] or leaf.path: leaf.stage.number for leaf in groups.get(spread, ())})
+    columns = [f">{name}" for name in [*own, *(["other"] if rest else [])]]
+    peaks = (">peak stash", ">peak received", ">peak of its program")
+    table = make_table(">stage", ">rank", "devices", f"which {spread}", *columns, *peaks)
+    held, received = _registers(plan, timeline)
+    for stage in plan.stages:
+        mine = [leaf for leaf in leaves if leaf.stage is stage]
+        sizes = [sum(x.bytes for x in mine if x.path.partition("/")[0] == name) for name in own]
+        sizes += [sum(x.bytes for x in mine) - sum(sizes)] if rest else []
+        axes = ", ".join(f"{a}={n}" for a, n in stage.mesh.axes)
+        table.add_row(
+            str(stage.number), str(stage.rank), f"{stage.mesh.size}: {axes}" if axes else str(stage.mesh.size),
+            stems_text(names.get(stage.number, [])) or "-", *map(_bytes_or_none, sizes),
+            _bytes_or_none(held[stage.number]), _bytes_or_none(received[stage.number]),
+            bytes_text(stage.plan.memory.peak),
+        )  # fmt: skip
+    return section("Stages: what lives on each, and the most that it holds besides, in bytes per device", table)
+
+
+def _bytes_or_none(size: int) -> str:
+    return bytes_text(size) if size else "-"
+
+
+def _registers(plan: PipelinePlan, timeline: Timeline) -> tuple[list[int], list[int]]:
+    """For each stage the most bytes in what it keeps for itself, and in what it receives from others."""
+    held, received = [0] * len(plan.stages), [0] * len(plan.stages)
+    for channel, route, peak in zip(plan.network.channels, plan.built.routes, timeline.peaks, strict=True):
+        if route is not None:
+            (held if route.source == route.target else received)[route.target] += peak * channel.bytes
+    return held, received
+
+
+def _steps_of(plan: PipelinePlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
+    """By kind of task the labels of a stage, each with how often such a step runs in a call."""
+    found: dict[str, list[tuple[Any, int]]] = {}
+    times = plan.schedule.microbatches
+    for label, (number, _) in plan.built.tasks.items():
+        if number != stage.number:
+            continue
+        if not isinstance(label, Action):
+            found.setdefault(str(label).partition(" ")[0], []).append((label, 1))
+        elif label.microbatch == 0:
+            found.setdefault(label.kind, []).append((label, times))
+    return found
+
+
+def _tasks(plan: PipelinePlan, timeline: Timeline) -> str:
+    """Times of one execution, a row for stages with the same."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    all_steps = [_steps_of(plan, stage) for stage in plan.stages]
+    kinds = [k for k in _TASKS if any(k in steps for steps in all_steps)]
+    for stage, steps in zip(plan.stages, all_steps, strict=True):
+        each = [sum(plan.cost(label) for label, _ in steps.get(k, ())) for k in kinds]
+        busy = sum(plan.cost(label) * times for found in steps.values() for label, times in found)
+        cells = (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
+        rows.setdefault(cells, []).append(stage.number)
+    table = make_table("stages", *(f">{k}" for k in kinds), ">busy a call", ">of the whole")
+    for cells, numbers in rows.items():
+        table.add_row(ranges_text(numbers), *cells)
+    least = seconds_text(HOST_SECONDS)
+    title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing is left for it to do"
+    return section(title, table)
+
+
+def _sent(plan: PipelinePlan) -> str:
+    """Bytes of collectives in one execution of each task."""
+    all_steps = [_steps_of(plan, stage) for stage in plan.stages]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    found: list[list[int]] = []
+    kinds = [k for k in _TASKS if any(k in steps for steps in all_steps)]
+    for steps in all_steps:
+        plans = [[plan.built.tasks[label][1].plan for label, _ in steps.get(k, ())] for k in kinds]
+        found.append([sum(p.bytes_per_device for p in each if p is not None) for each in plans])
+    shown = [i for i in range(len(kinds)) if any(row[i] for row in found)]
+    if not shown:
+        return ""
+    for number, row in enumerate(found):
+        rows.setdefault(tuple(_bytes_or_none(row[i]) for i in shown), []).append(number)
+    table = make_table("stages", *(f">{kinds[i]}" for i in shown))
+    for cells, numbers in rows.items():
+        table.add_row(ranges_text(numbers), *cells)
+    return section("Tasks: bytes that each device sends in the collectives of one execution", table)
+
+
+# -- values
+
+
+def _arguments(plan: PipelinePlan) -> str:
+    rows: list[tuple[Key, str, _Leaf]] = []
+    leaves = _leaves(plan)
+    for leaf in leaves:
+        padded = "" if is_even(leaf.var.aval.shape, leaf.placement, leaf.stage.mesh.sizes) else ", padded"
+        why = why_argument(plan.arguments[leaf.number], leaf.placement)
+        rows.append(((short_aval(leaf.var.aval), placement_text(leaf.placement) + padded, why), leaf.path, leaf))
+    head = f"Arguments: {number_text(len(leaves), 'array')}, each on the stage that uses it"
+    if not rows:
+        return head
+    table = make_table("path", "type", "placement", "why", "stages", ">bytes per device")
+    for key, paths, found in fold_rows(rows):
+        stages = ranges_text(leaf.stage.number for leaf in found)
+        most = max(sum(leaf.bytes for leaf in found if leaf.stage.number == n) for n in {x.stage.number for x in found})
+        table.add_row(times_text(fold_paths(paths), len(paths)), *map(str, key), stages, bytes_text(most))
+    return section(f"{head}; bytes of the stage that holds most of them", table)
+
+
+def _results(plan: PipelinePlan) -> str:
+    rows: list[tuple[Key, str, int]] = []
+    paths = plan.program.out_paths
+    for i, (path, aval, placement, pin, tie) in enumerate(
+        zip(paths, plan.program.out_avals, plan.outputs, plan.results, plan.ties, strict=True)
+    ):
+        if tie is None or plan.inputs[tie] != placement:
+            key = (short_aval(aval), placement_text(placement), why_placed(pin, "chosen"))
+            rows.append((key, path or "result", plan.result_stages[i]))
+    head = f"Results: {number_text(len(paths), 'array')}"
+    if len(rows) < len(paths):
+        head += f"; {len(paths) - len(rows)} of them {REPLACES}"
+    if not rows:
+        return head
+    table = make_table("path", "type", "placement", "why", "stages")
+    for key, found, stages in fold_rows(rows):
+        table.add_row(times_text(fold_paths(found), len(found)), *map(str, key), ranges_text(stages))
+    return section(head, table)
+
+
+# -- what moves
+
+
+def _transfers(plan: PipelinePlan) -> str:
+    if not plan.transfers:
+        return section("Transfers between stages: none")
+    link = plan.mesh.topology.link
+    rows = [
+        ((t.value, t.count, t.bytes // t.count, t.source < t.target), t.line, (t.source, t.target))
+        for t in plan.transfers
+    ]
+    table = make_table("stages", "value", ">times each", ">bytes", ">time", "made by")
+    for (value, count, size, _), lines, pairs in fold_rows(rows):
+        assert isinstance(size, int)
+        copies = len(set(lines))
+        made = times_text(fold_paths(sorted(set(lines))), copies)
+        made = f"copy of {made}" if made.startswith("argument ") else made
+        seconds = link.latency + size / link.bandwidth
+        table.add_row(pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), made)
+    whole = bytes_text(sum(t.bytes for t in plan.transfers))
+    title = f"Transfers between stages, {whole} a call: bytes that a device sends, and time, of one execution"
+    return section(title, table)
+
+
+def _moves(plan: PipelinePlan) -> str:
+    """The collectives of all stages; stages that do the same in one row."""
+
+    def key_of(c: Collective) -> Key:
+        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst)
+
+    rows = [(key_of(c), c.source, (stage.number, c)) for stage, c in plan.stage_collectives if c.bytes]
+    if not rows:
+        return section("Moves within stages: none")
+    table = make_table("stages", "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
+    for key, _, found in fold_rows(rows):
+        of_stage: dict[int, list[Collective]] = {}
+        for number, c in found:
+            of_stage.setdefault(number, []).append(c)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, cs in of_stage.items():
+            alike.setdefault((sum(c.count for c in cs), sum(c.bytes for c in cs)), []).append(number)
+        for (count, size), numbers in alike.items():
+            made = fold_paths([c.source for number in numbers for c in of_stage[number]])
+            table.add_row(ranges_text(numbers), *map(str, key), str(count), bytes_text(size), made)
+    return section("Moves within stages: bytes that each device of one stage sends in one call", table)
+
+
+def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
+    """Registers of what is sent for each microbatch."""
+    rows: dict[tuple[str, str, str, int, str], list[tuple[int, int]]] = {}
+    given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
+    for number in sorted(given):
+        channel, route = plan.network.channels[number], plan.built.routes[number]
+        assert route is not None
+        credits = "no bound" if channel.registers is None else str(channel.registers)
+        word, peak = channel.name.rpartition(" ")[0], timeline.peaks[number]
+        at_most = bytes_text(peak * channel.bytes)
+        rows.setdefault((word, credits, bytes_text(channel.bytes), peak, at_most), []).append(
+            (route.source, route.target)
+        )
+    if not rows:
+        return ""
+    table = make_table("channel", "stages", ">credits", ">most in use", ">bytes each", ">bytes at most")
+    for (word, credits, size, peak, at_most), ends in rows.items():
+        inner = all(a == b for a, b in ends)
+        stages = ranges_text(a for a, _ in ends) if inner else pairs_text(ends)
+        table.add_row(word, stages, credits, str(peak), size, at_most)
+    others = len(plan.network.channels) - len(given)
+    more = f"; {number_text(others, 'other')} carry what is sent once a call" if others else ""
+    return section(f"Channels: registers for what is sent for each microbatch{more}", table)
+
+
+def _memory(plan: PipelinePlan) -> str:
+    most = max(plan.stages, key=lambda s: s.plan.memory.peak)
+    memory, hbm = most.plan.memory, most.mesh.topology.hbm
+    return (
+        f"Memory: at most {bytes_text(memory.peak)} on each device of stage {most.number}, "
+        f"{_share(memory.peak, hbm)} of its {bytes_text(hbm)}, registers not counted\n"
+        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
+        f"{bytes_text(memory.results)} results"
+    )

@@ -1,4 +1,7 @@
-"""A timeline as text: a row for each actor, time from left to right, idle time as dots."""
+"""A timeline as text: a row for each actor, time from left to right, idle time as dots.
+
+For times that are round numbers, as those of schedules are. `chart_text` draws what was measured.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from fractions import Fraction
 from functools import reduce
 from typing import Final
 
+from shardc.report.rows import below, filled
 from shardc.runtime.actor import Span
 
 _DENOMINATOR: Final = 100
@@ -51,12 +55,7 @@ def draw_timeline(
     step = _step(columns, scale, unit)
     rows = [_ruler(columns, scale, unit, step), *(_row(row, columns, scale, unit, label) for row in drawn)]
     per_line = columns if width is None else max(1, (width - margin) // scale // step) * step
-    blocks: list[str] = []
-    for first in range(0, columns, per_line):
-        part = slice(first * scale, (first + per_line) * scale)
-        lines = (f"{h:<{margin - 3}} | {r[part]}" for h, r in zip(heads, rows, strict=True))
-        blocks.append("\n".join(line.rstrip() for line in lines))
-    return "\n\n".join(blocks)
+    return below(heads, rows, per_line * scale)
 
 
 def unit_of(spans: Sequence[Sequence[Span]], label: Callable[[Hashable], str] = str) -> float:
@@ -104,6 +103,5 @@ def _row(row: Sequence[Span], columns: int, scale: int, unit: float, label: Call
     text = list(("." + " " * (scale - 1)) * columns)
     for span in row:
         first, last = round(span.start / unit) * scale, round(span.end / unit) * scale
-        room = max(1, last - first - 1)
-        text[first:last] = f"{label(span.label)[:room]:-<{room}} "[: last - first]
+        text[first:last] = filled(label(span.label), last - first)
     return "".join(text)

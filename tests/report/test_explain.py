@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import S
-from shardc.report.explain import bytes_text, fold_paths, seconds_text
+from shardc.report.tables import bytes_text, fold_paths, seconds_text
 from tests.report import programs
 
 

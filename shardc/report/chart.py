@@ -1,0 +1,159 @@
+"""What the pictures of a pipeline have in common: runs beside each other, and how their tasks and times are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from shardc.pipeline.action import Action
+from shardc.pipeline.simulate import Timeline
+from shardc.pipeline_plan import PipelinePlan
+from shardc.report.tables import number_text, seconds_text
+from shardc.runtime.actor import Network
+
+KINDS: Final[Mapping[str, str]] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "L": "load",
+    "U": "update",
+    "-": "waits for all ranks",
+}
+"""What a task can be, by its letter."""
+
+SAME_SCALE: Final = 3.0
+"""Runs whose makespans differ by more than this factor are drawn each on its own scale: else one of them is a dot."""
+
+_ONCE: Final = {"load": "L", "update": "U"}
+
+
+@dataclass(frozen=True)
+class Track:
+    """One run of a network.
+
+    Attributes:
+      name: "planned", "measured".
+      timeline: when its steps ran.
+      note: what its times are, where that is not plain: "from inputs there to launched".
+    """
+
+    name: str
+    timeline: Timeline
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Runs of one network that are looked at together.
+
+    Attributes:
+      title: what ran.
+      tracks: the planned run, then the measured one if there is one.
+      rank_of: the rank of each stage.
+      seconds: whether times are seconds; if not, they are units of the costs.
+    """
+
+    title: str
+    tracks: tuple[Track, ...]
+    rank_of: tuple[int, ...]
+    seconds: bool = True
+
+    @property
+    def network(self) -> Network:
+        return self.tracks[0].timeline.network
+
+    @cached_property
+    def _own(self) -> bool:
+        return self.rank_of == tuple(range(len(self.rank_of)))
+
+    def label(self, label: Hashable) -> str:
+        """`F0`; `4F0` where ranks have several stages; `U0` for what runs once."""
+        if isinstance(label, Action):
+            return f"{label.kind}{label.microbatch}" if self._own else str(label)
+        word, _, rest = str(label).partition(" ")
+        letter = _ONCE.get(word)
+        return str(label) if letter is None else letter if self._own else f"{letter}{rest}"
+
+    def kind(self, label: Hashable) -> str:
+        """One of KINDS."""
+        return label.kind if isinstance(label, Action) else _ONCE.get(str(label).partition(" ")[0], "-")
+
+    def chunk(self, label: Hashable) -> int:
+        """Which of its rank's stages an action is of, counted from 0."""
+        if not isinstance(label, Action):
+            return 0
+        return self.rank_of[: label.stage].count(self.rank_of[label.stage])
+
+    @cached_property
+    def channels(self) -> tuple[int, ...]:
+        """The channels that carry something for each microbatch."""
+        found = {c for row in self.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
+        return tuple(sorted(found))
+
+    @cached_property
+    def spans_of_time(self) -> tuple[float, ...]:
+        """For each track how much time its drawing shows: one scale for all if they are alike."""
+        each = [t.timeline.makespan for t in self.tracks]
+        alike = min(each) > 0 and max(each) / min(each) <= SAME_SCALE
+        return tuple([max(each)] * len(each) if alike else each)
+
+    def time_text(self, time: float) -> str:
+        return seconds_text(time) if self.seconds else f"{round(time, 9):.9g}"
+
+    def headline(self, track: Track) -> str:
+        """`planned: 706 us, ranks idle 31% to 40% of it`."""
+        timeline = track.timeline
+        note = f" ({track.note})" if track.note else ""
+        if not timeline.makespan:
+            return f"{track.name}{note}: {self.time_text(0)}"
+        idle = sorted(1 - busy / timeline.makespan for busy in timeline.busy)
+        low, high = f"{100 * idle[0]:.0f}%", f"{100 * idle[-1]:.0f}%"
+        share = low if low == high else f"{low} to {high}"
+        return f"{track.name}{note}: {self.time_text(timeline.makespan)}, of which ranks wait {share}"
+
+
+def planned_chart(plan: PipelinePlan) -> Chart:
+    """What the plan says of its call."""
+    return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of)
+
+
+def measured_chart(plan: PipelinePlan, measured: Timeline, note: str) -> Chart:
+    """Planned beside measured.
+
+    Args:
+      measured: the call as it was recorded.
+      note: what its times are.
+    """
+    planned = planned_chart(plan)
+    return replace(planned, tracks=(*planned.tracks, Track("measured", measured, note)))
+
+
+def _title(plan: PipelinePlan) -> str:
+    count = number_text(plan.cut.loop.microbatches, "microbatch")
+    return f"{plan.program.name} on {plan.mesh}: {plan.schedule.name}, {count}"
+
+
+def scale_of(extent: float, most: int, *, seconds: bool) -> tuple[list[float], list[str], str]:
+    """Round times from 0 to `extent`, at most so many, their texts, and the unit that these are in."""
+    unit, name = 1.0, ""
+    if seconds:
+        unit, name = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if extent >= u), (1e-9, "ns"))
+    if not extent:
+        return [0.0], ["0"], name
+    exponent = len(f"{int(extent / unit)}") + 1
+    steps = [m * 10.0**e for e in range(exponent - 8, exponent + 1) for m in (1, 2, 5)]
+    step = next((s for s in steps if extent / unit / s < most), steps[-1])
+    count = int(extent / unit / step * (1 + 1e-9))
+    return [i * step * unit for i in range(count + 1)], [f"{i * step:.6g}" for i in range(count + 1)], name
+
+
+_ARROW: Final = re.compile(r"(\d+)->(\d+)")
+
+
+def channel_text(name: str) -> str:
+    """`weight_stash 0`, `activation 0->1` --> `weight stash 0`, `activation 0→1`."""
+    return _ARROW.sub("\\1\N{RIGHTWARDS ARROW}\\2", name).replace("_", " ")

@@ -1,0 +1,124 @@
+"""A chart as text: a row for each rank, planned above measured, time from left to right.
+
+For times as they come, at a given width; `timeline_text` draws those that are round numbers as a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from shardc.pipeline.action import Action
+from shardc.report.chart import Chart, Track, scale_of
+from shardc.report.rows import below, filled
+from shardc.runtime.actor import Span
+
+_PER_TICK: Final = 12
+"""Columns for each mark of the scale, at least."""
+_MOST_LINES: Final = 72
+"""Of a drawing that goes on below."""
+_IDLE: Final = "."
+
+
+def chart_text(chart: Chart, width: int = 120) -> str:
+    """The chart for a terminal.
+
+    Args:
+      chart: the runs.
+      width: characters of a line. A long run goes on below, if that is not too much to read.
+
+    Returns:
+      A line about each run, then for each rank a line for each run, and a scale of time. A dot is a wait. A task whose
+      name does not fit is a letter; where tasks are shorter than a character, that of the kind which fills most of it.
+    """
+    tracks, extents = chart.tracks, chart.spans_of_time
+    each = len(set(extents)) > 1  # a scale for each run: one above, one below
+    names = [t.name if len(tracks) > 1 else "" for t in tracks]
+    units = [scale_of(e, 1, seconds=chart.seconds)[2] for e in extents]
+    ranks = range(len(chart.network.actors))
+    heads = [(f"rank {rank}" if i == 0 else "", name) for rank in ranks for i, name in enumerate(names)]
+    heads = [(units[0], names[0]), *heads, (units[1], names[1])] if each else [*heads, (units[0], "")]
+    first, second = (max(map(len, column)) for column in zip(*heads, strict=True))
+    named = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b in heads]
+    room = max(20, width - max(map(len, named)) - len(" | "))
+    columns = room * _blocks(chart, room, len(heads) + 1)
+    rulers = [_ruler(chart, e, columns, room) for e in extents]
+    rows = [_row(chart, t, rank, columns, e) for rank in ranks for t, e in zip(tracks, extents, strict=True)]
+    rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
+    about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
+    return f"{about}\n\n{below(named, rows, room)}\n\n{_words(chart)}"
+
+
+def _blocks(chart: Chart, room: int, lines: int) -> int:
+    """Into how many parts, one below the other, the drawing is cut: as many as show names, or at least each task."""
+    most = max(1, _MOST_LINES // lines)
+    wanted: list[int] = []
+    for track, extent in zip(chart.tracks, chart.spans_of_time, strict=True):
+        spans = [s for row in track.timeline.spans for s in row if isinstance(s.label, Action) and s.end > s.start]
+        if spans:
+            short = sorted(s.end - s.start for s in spans)[len(spans) // 5]
+            name = max(len(chart.label(s.label)) for s in spans) + 1
+            wanted += [-(-int(extent / short * n) // room) for n in (name, 2)]
+    full, letters = max(wanted[::2], default=1), max(wanted[1::2], default=1)
+    return next((max(1, n) for n in (full, letters) if n <= most), 1)
+
+
+def _row(chart: Chart, track: Track, rank: int, columns: int, extent: float) -> str:
+    """One rank's line: `F0--- F1--- ...B0----------`."""
+    scale = columns / extent if extent else 0.0
+    spans = track.timeline.spans[rank]
+    text = [_IDLE] * round(track.timeline.makespan * scale)
+    ends = [(round(s.start * scale), round(s.end * scale)) for s in spans]
+    places = [(span, first, last) for span, (first, last) in zip(spans, ends, strict=True) if last > first]
+    for i, (span, first, last) in enumerate(places):
+        touches = i + 1 < len(places) and places[i + 1][1] == last
+        text[first:last] = _cell(chart, span, last - first, touches)
+    for column, kind in _fine(chart, spans, scale).items():
+        if column < len(text) and text[column] == _IDLE:
+            text[column] = kind
+    return "".join(text)
+
+
+def _cell(chart: Chart, span: Span, room: int, touches: bool) -> str:
+    """A task in so many characters: its name if that fits, its letter if not; a blank between it and the next."""
+    name = chart.label(span.label)
+    if len(name) > room - touches:
+        name = chart.kind(span.label)
+    return filled(name, room, apart=touches)
+
+
+def _fine(chart: Chart, spans: Sequence[Span], scale: float) -> dict[int, str]:
+    """For columns that are busy for more than half, but with tasks shorter than a column, the kind that fills most."""
+    filled: dict[int, dict[str, float]] = {}
+    for span in spans:
+        start, end = span.start * scale, span.end * scale
+        if end - start >= 1.5:
+            continue
+        for column in range(int(start), int(end) + 1):
+            part = min(end, column + 1) - max(start, column)
+            kinds = filled.setdefault(column, {})
+            kind = chart.kind(span.label)
+            kinds[kind] = kinds.get(kind, 0.0) + part
+    return {c: max(kinds, key=lambda k: kinds[k]) for c, kinds in filled.items() if sum(kinds.values()) > 0.5}
+
+
+def _ruler(chart: Chart, extent: float, columns: int, room: int) -> str:
+    """Marks of time; none across the end of a line of `room` characters."""
+    places, texts, _ = scale_of(extent, max(1, columns // _PER_TICK), seconds=chart.seconds)
+    line = [" "] * columns
+    for place, text in zip(places, texts, strict=True):
+        at = round(place / extent * columns) if extent else 0
+        if at % room + len(text) <= room and at + len(text) <= columns:
+            line[at : at + len(text)] = text
+    return "".join(line)
+
+
+def _words(chart: Chart) -> str:
+    """What the letters mean that occur."""
+    spans = (s for track in chart.tracks for row in track.timeline.spans for s in row)
+    found = {chart.kind(s.label) for s in spans if s.end > s.start}
+    meaning = {
+        "F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient",
+        "L": "L what is computed before the loop", "U": "U update", "-": "other names: a wait for all ranks",
+    }  # fmt: skip
+    return ", ".join([*(text for kind, text in meaning.items() if kind in found), "the number is the microbatch"])

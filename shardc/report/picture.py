@@ -1,0 +1,275 @@
+"""A chart as SVG or PNG: for each rank planned above measured, and below how full the channels are.
+
+Drawn by matplotlib, which is an extra: text and traces do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardc.errors import PipelineError
+from shardc.pipeline.action import Action
+from shardc.report.chart import KINDS, Chart, Track, channel_text, scale_of
+from shardc.report.tables import bytes_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: Final = {
+    "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8a6fb0", "-": "#e4e6ea",
+}  # fmt: skip
+"""Of the kinds of tasks."""
+
+_INK, _PALE, _LINE = "#22262c", "#6b7280", "#d6d9de"
+_FILL, _STEP = "#c9d6e4", "#b5482a"
+_SIZE: Final = 7.0
+"""Points of the small text."""
+_LETTER: Final = 0.62
+"""Width of a letter, in its size."""
+_ROW, _GAP, _CHANNEL = 0.2, 0.1, 0.2
+"""Inches: a run's row of a rank, what is between ranks, a channel."""
+_POINTS: Final = 72
+"""Of an inch."""
+_MOST: Final = 0.5
+_MOST_CHANNELS: Final = 64
+_DRAWN: Final = (".svg", ".png")
+_SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "shardc", "font.family": ["DejaVu Sans"]}
+
+
+def draw_picture(chart: Chart, path: str | Path) -> None:
+    """Draws the chart into a file.
+
+    Args:
+      chart: the runs.
+      path: ends in `.svg` or `.png`.
+
+    Raises:
+      PipelineError: another ending, or matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _DRAWN:
+        raise PipelineError(f"{path}: a picture is written as .svg or .png.")
+    try:
+        import matplotlib as mpl  # noqa: PLC0415  # an extra
+    except ImportError:
+        raise PipelineError(
+            f'{path}: pictures are drawn by matplotlib, which is not installed; pip install "shardc[report]". '
+            "The timeline as text and the trace do without it."
+        ) from None
+    with mpl.rc_context(_SETTINGS):
+        figure = _figure(chart)
+        metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _figure(chart: Chart) -> Figure:
+    """Head, ranks, channels: one below the other, in inches."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    ranks, runs = len(chart.network.actors), len(chart.tracks)
+    channels = sorted(chart.channels, key=lambda c: _order(chart, c))[:_MOST_CHANNELS]
+    actions = max(sum(s.end > s.start for s in row) for row in chart.tracks[0].timeline.spans)
+    left, right, foot, between = 1.6, 1.4, 0.42, 0.4
+    plot = min(20.0, max(8.0, 0.2 * actions))
+    head = 0.68 + 0.17 * runs + 0.3 * (not _alike(chart))
+    tall = ranks * (runs * _ROW + _GAP)
+    low = len(channels) * _CHANNEL
+    width, height = left + plot + right, head + tall + between + low + foot
+    figure = Figure(figsize=(width, height), facecolor="white")
+
+    def axes(bottom: float, size: float) -> Axes:
+        made = figure.add_axes((left / width, bottom / height, plot / width, size / height))
+        made.set_xlim(0, 1)
+        made.tick_params(length=0, labelsize=_SIZE, colors=_PALE)
+        for side in made.spines.values():
+            side.set_visible(False)
+        return made
+
+    upper = axes(foot + low + between, tall)
+    _draw_ranks(chart, upper, plot)
+    if channels:
+        lower = axes(foot, low)
+        _draw_channels(chart, channels, lower)
+        _draw_scale(chart, (upper, lower), plot)
+    else:
+        _draw_scale(chart, (upper,), plot)
+    _draw_head(chart, figure, width, height)
+    return figure
+
+
+def _alike(chart: Chart) -> bool:
+    return len(set(chart.spans_of_time)) == 1
+
+
+def _draw_head(chart: Chart, figure: Figure, width: float, height: float) -> None:
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    figure.text(0.15 / width, 1 - 0.12 / height, chart.title, size=10, weight="bold", color=_INK, va="top")
+    for i, track in enumerate(chart.tracks):
+        y = 1 - (0.36 + 0.17 * i) / height
+        figure.text(0.15 / width, y, chart.headline(track), size=8, color=_PALE, va="top")
+    spans = (s for t in chart.tracks for row in t.timeline.spans for s in row if s.end > s.start)
+    found = {chart.kind(s.label) for s in spans}
+    handles = [Patch(color=COLOURS[k], label=text) for k, text in KINDS.items() if k in found]
+    if len(chart.rank_of) > len(chart.network.actors):
+        handles.append(Patch(color=_lighter(_PALE, 1), label="lighter: a rank's later stages"))
+    figure.legend(
+        handles=handles, ncols=len(handles), loc="upper left", borderpad=0, borderaxespad=0, frameon=False, fontsize=8,
+        bbox_to_anchor=(0.15 / width, 1 - (0.38 + 0.17 * len(chart.tracks)) / height),
+        handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, labelcolor=_INK,
+    )  # fmt: skip
+
+
+def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
+    ranks, runs = len(chart.network.actors), len(chart.tracks)
+    step = runs * _ROW + _GAP
+    axes.set_ylim(ranks * step, 0)
+    axes.set_yticks([])
+    for rank in range(ranks):
+        top = rank * step + _GAP / 2
+        middle = top + runs * _ROW / 2
+        axes.text(-1.45 / plot, middle, f"rank {rank}", size=8.5, color=_INK, va="center", weight="bold")
+        for i, track in enumerate(chart.tracks):
+            y = top + i * _ROW
+            axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
+            if runs > 1:
+                axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=_PALE, va="center", ha="right")
+            _draw_row(chart, track, rank, chart.spans_of_time[i], axes, y, plot)
+
+
+def _draw_row(chart: Chart, track: Track, rank: int, extent: float, axes: Axes, y: float, plot: float) -> None:
+    """One rank in one run: a bar for each task, with its name where that fits."""
+    bars: dict[str, list[tuple[float, float]]] = {}
+    drawn = [s for s in track.timeline.spans[rank] if s.end > s.start]
+    scale = plot * _POINTS / extent if extent else 0.0
+    names = {kind: _name_that_fits(chart, track, kind, scale) for kind in {chart.kind(s.label) for s in drawn}}
+    for span in drawn:
+        start, length = span.start / extent, (span.end - span.start) / extent
+        kind = chart.kind(span.label)
+        colour = _lighter(COLOURS[kind], chart.chunk(span.label))
+        bars.setdefault(colour, []).append((start, length))
+        text = names[kind](span.label)
+        if text and _width(text) <= length * plot * _POINTS:
+            axes.text(
+                start + length / 2, y + _ROW / 2, text, size=_SIZE, color="white" if _is_dark(colour) else _INK,
+                ha="center", va="center_baseline", clip_on=True,
+            )  # fmt: skip
+    for colour, xs in bars.items():
+        axes.broken_barh(xs, (y + 0.015, _ROW - 0.03), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=2)
+
+
+def _width(text: str) -> float:
+    """Points of a text, and what is to be free beside it."""
+    return len(text) * _LETTER * _SIZE + 2
+
+
+def _name_that_fits(chart: Chart, track: Track, kind: str, scale: float) -> Callable[[Hashable], str]:
+    """How the tasks of a kind are called: all in one way, the longest that fits most of them."""
+    spans = [s for row in track.timeline.spans for s in row if s.end > s.start and chart.kind(s.label) == kind]
+    for name in (chart.label, _microbatch):
+        fitting = sum(_width(name(s.label)) <= (s.end - s.start) * scale for s in spans)
+        if fitting >= _MOST * len(spans) or kind in "LU-":
+            return name
+    return _nothing
+
+
+def _microbatch(label: Hashable) -> str:
+    return str(label.microbatch) if isinstance(label, Action) else ""
+
+
+def _nothing(label: Hashable) -> str:
+    del label
+    return ""
+
+
+def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
+    """A row for each channel: registers in use, as steps; full is the row's height."""
+    axes.set_ylim(len(channels), 0)
+    axes.set_yticks([i + 0.5 for i in range(len(channels))], [_channel_name(chart, c) for c in channels])
+    axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=_INK)
+    about = "registers in use" + (": planned filled, measured as a line" if len(chart.tracks) > 1 else ", as planned")
+    if len(channels) < len(chart.channels):
+        about += f"; {len(chart.channels) - len(channels)} more channels are not drawn"
+    axes.text(0, -0.35, about, size=_SIZE, color=_PALE)
+    axes.text(1.005, -0.35, "at most", size=_SIZE, color=_PALE)
+    for row, number in enumerate(channels):
+        channel = chart.network.channels[number]
+        peaks = [t.timeline.peaks[number] for t in chart.tracks]
+        full = max(channel.registers or 0, *peaks, 1)
+        axes.axhline(row + 0.92, color=_LINE, lw=0.5, zorder=1)
+        for i, (track, extent) in enumerate(zip(chart.tracks, chart.spans_of_time, strict=True)):
+            xs, ys = _steps(track, number, extent, track.timeline.makespan)
+            heights = [row + 0.92 - 0.8 * y / full for y in ys]
+            if i == 0:
+                axes.fill_between(xs, heights, row + 0.92, step="post", color=_FILL, lw=0, zorder=2)
+            else:
+                axes.step(xs, heights, where="post", color=_STEP, lw=0.8, zorder=3)
+        axes.text(1.005, row + 0.55, _use_text(chart, number), size=_SIZE, color=_PALE, va="center")
+
+
+def _steps(track: Track, channel: int, extent: float, end: float) -> tuple[list[float], list[int]]:
+    occupancy = track.timeline.occupancy[channel]
+    if not extent:
+        return [0.0], [0]
+    xs = [0.0, *(t / extent for t, _ in occupancy), end / extent]
+    ys = [0, *(n for _, n in occupancy)]
+    return xs, [*ys, ys[-1]]
+
+
+def _channel_name(chart: Chart, number: int) -> str:
+    return channel_text(chart.network.channels[number].name)
+
+
+def _use_text(chart: Chart, number: int) -> str:
+    """`2 of 3, each 1.5 KiB`: the most that are in use as planned, of how many."""
+    channel = chart.network.channels[number]
+    most = chart.tracks[0].timeline.peaks[number]
+    bound = ", no bound" if channel.registers is None else f" of {channel.registers}"
+    size = f", each {bytes_text(channel.bytes)}" if channel.bytes else ""
+    return f"{most}{bound}{size}"
+
+
+def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
+    """The scale of time below; that of the planned run above, if it is another."""
+    extents = chart.spans_of_time
+    for i, extent in enumerate(extents if not _alike(chart) else extents[:1]):
+        places, texts, unit = scale_of(extent, int(plot * 1.1), seconds=chart.seconds)
+        xs = [p / extent if extent else 0.0 for p in places]
+        last = i == len(extents) - 1 or _alike(chart)
+        for a in axes if last else ():
+            for x in xs:
+                a.axvline(x, color=_LINE, lw=0.5, zorder=0.5)
+            a.set_xticks(xs, [""] * len(xs))
+        name = f"{chart.tracks[i].name}, " if len(chart.tracks) > 1 and not _alike(chart) else ""
+        label = f"{name}{unit or 'units of the costs'}"
+        if last:
+            axes[-1].set_xticks(xs, texts)
+            axes[-1].set_xlabel(label, size=_SIZE, color=_PALE, labelpad=2)
+        else:
+            other = axes[0].secondary_xaxis("top")
+            other.set_xticks(xs, texts)
+            other.tick_params(length=2, labelsize=_SIZE, colors=_PALE, pad=1)
+            other.spines["top"].set_visible(False)
+            other.set_xlabel(label, size=_SIZE, color=_PALE, labelpad=2)
+
+
+def _order(chart: Chart, number: int) -> tuple[str, int, int]:
+    """By kind, then by the stage that gives."""
+    word, _, ends = chart.network.channels[number].name.rpartition(" ")
+    stage = ends.partition("->")[0]
+    return word, int(stage) if stage.isdigit() else 0, number
+
+
+def _lighter(colour: str, chunk: int) -> str:
+    """The colour of a rank's first stage; lighter for the later ones."""
+    part = min(0.6, 0.35 * chunk)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * part):02x}" for c in parts)
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 150
