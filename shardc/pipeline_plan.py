@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.pipeline_memory import pipeline_memory
-from shardc.rank_memory import PipelineMemory
+from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -321,7 +321,9 @@ def make_pipeline_plan(
     program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str] = (),
 ) -> PipelinePlan:  # fmt: skip
-    """Cuts, places and schedules a program.
+    """Cuts, places and schedules a program, so that it fits.
+
+    Stages whose recompute is "auto" compute their forward again if the devices of their rank are too small without.
 
     Args:
       program: traced with its marks.
@@ -332,14 +334,37 @@ def make_pipeline_plan(
       where: the function, for errors.
 
     Raises:
-      PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
+      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
+        small.
     """
+    again: set[int] = set()
+    while True:
+        plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        over = {r.rank for r in plan.memory.ranks if r.peak > r.capacity}
+        if not over:
+            return plan
+        more = {s.number for s in plan.stages if s.rank in over and _may_recompute(pipeline, s.number)} - again
+        if not more:
+            raise PipelineError(f"{where}: {too_large(plan.memory)}")
+        again |= more
+
+
+def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
+    given = pipeline.recompute
+    return (given if isinstance(given, str) else given[stage]) == "auto"
+
+
+def _plan_once(
+    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+) -> PipelinePlan:  # fmt: skip
+    """The same for one choice of stages that compute their forward `again`, whether it fits or not."""
     ranks = len(meshes)
     microbatches = find_loop(program, where).microbatches
     draft = _draft(pipeline, ranks, microbatches, where)
     rank_of = draft.rank_of
     count = len(rank_of)
-    recompute = _recomputed(pipeline, count, where)
+    recompute = {*_recomputed(pipeline, count, where), *again}
     _refuse_fresh_weights(program, pipeline, where)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     if pipeline.stages == "auto":
@@ -371,13 +396,14 @@ def make_pipeline_plan(
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
+        return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
         cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
     )
-    plan = PipelinePlan(program, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
+    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
+    plan = PipelinePlan(program, mesh, chosen, stages, cut, schedule, built, arguments, results, notes)
     network = _with_credits(plan, pipeline, where)
     deadlock = find_deadlock(network)
     if deadlock is not None:
