@@ -233,7 +233,7 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
-        wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and values pass through the host
+        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
