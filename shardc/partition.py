@@ -5,14 +5,15 @@
 First the least that the slowest stage can take, by dynamic programming over the points; then, for that bound and a few
 looser ones, the cuts whose transfers are least. A stage that is slightly slower may save far more in transfers: each of
 the few is run under the schedule in the simulator. From the fastest on cuts are moved one by one, as long as the
-simulated call becomes faster and no stage slower than the loosest bound.
+simulated call becomes faster and no stage slower than the loosest bound; where there are few places, all are tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -30,6 +31,8 @@ Cuts: TypeAlias = tuple[int, ...]
 
 SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06)
 """How much slower than need be the slowest stage may become, to save transfers."""
+SHARED: Final = 1.5
+"""The same where a rank runs several stages, whose sum counts more than the slowest."""
 WORTH: Final = 1.001
 """How much faster a call has to become for that."""
 ACTIONS: Final = 100_000
@@ -80,10 +83,9 @@ class Chain:
         for s, (i, j) in enumerate(pairwise(ends)):
             ahead = float(self.forward[s, j] - self.forward[s, i])
             behind = float(self.backward[s, j] - self.backward[s, i])
-            if self.fused and s == self.stages - 1:
-                ahead, behind = 0.0, ahead + behind
-            half = max(behind, self.least) / 2
-            rows.append((max(ahead, self.least), half, half))
+            fused = self.fused and s == self.stages - 1
+            half = max(ahead + behind if fused else behind, self.least) / 2
+            rows.append((0.0 if fused else max(ahead, self.least), half, half))
         return Costs(tuple(rows))
 
     def transfer_seconds(self) -> Floats:
@@ -108,7 +110,12 @@ def choose_cuts(chain: Chain, schedule: Callable[[Costs], Schedule]) -> Cuts | N
     search = _Search(chain, schedule)
     for slack in SLACK:
         search.try_all([_least_transfers(chain, seconds <= least * slack * (1 + 1e-9))])
-    allowed = seconds <= least * SLACK[-1] * (1 + 1e-9)
+    order = schedule(chain.costs(search.best))
+    allowed = seconds <= least * (SHARED if order.stages > order.ranks else SLACK[-1]) * (1 + 1e-9)
+    places = range(1, seconds.shape[1] - 1)
+    if math.comb(len(places), len(search.best)) * sum(map(len, order.rows)) <= ACTIONS:
+        search.try_all(cuts for cuts in combinations(places, len(search.best)) if _allow(allowed, cuts))
+        return search.best
     while search.left > 0 and search.try_all(_moved(search.best, allowed)):
         pass
     return search.best
@@ -145,9 +152,12 @@ def _moved(cuts: Cuts, allowed: NDArray[np.bool_]) -> Iterator[Cuts]:
     for distance in range(1, REACH + 1):
         for step in (-distance, distance):
             for moved in [*(_with(cuts, k, step) for k in range(len(cuts))), tuple(c + step for c in cuts)]:
-                inside = all(0 < c < n - 1 for c in moved)
-                if inside and all(allowed[s, i, j] for s, (i, j) in enumerate(pairwise([0, *moved, n - 1]))):
+                if all(0 < c < n - 1 for c in moved) and _allow(allowed, moved):
                     yield moved
+
+
+def _allow(allowed: NDArray[np.bool_], cuts: Cuts) -> bool:
+    return all(allowed[s, i, j] for s, (i, j) in enumerate(pairwise([0, *cuts, allowed.shape[1] - 1])))
 
 
 def _with(cuts: Cuts, k: int, step: int) -> Cuts:

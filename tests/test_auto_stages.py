@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def init(layers=5, width=8):
     rng = np.random.default_rng(0)
     sizes = [width * (2 if i % 3 == 1 else 1) for i in range(layers + 1)]
     sizes[-1] = width
-    weights = [rng.normal(size=s) / s[0] ** 0.5 for s in zip(sizes, sizes[1:], strict=False)]
+    weights = [rng.normal(size=s) / s[0] ** 0.5 for s in pairwise(sizes)]
     return {"layers": weights, "table": rng.normal(size=(12, width))}
 
 
@@ -114,7 +114,7 @@ def test_a_forward_pass_alone():
 
     pipelined = shardc.function(evaluate, mesh=shardc.make_mesh(pipe=3), pipeline=AUTO)
     with jax.enable_x64(True):
-        np.testing.assert_allclose(pipelined(init(), BATCH), evaluate(init(), BATCH), rtol=1e-10)
+        np.testing.assert_allclose(pipelined(init(), BATCH), jax.jit(evaluate)(init(), BATCH), rtol=1e-10)
         assert len(pipelined.plan(init(), BATCH).stages) == 3
 
 
@@ -124,7 +124,7 @@ def test_one_stage_is_the_whole():
 
     pipelined = shardc.function(evaluate, mesh=shardc.make_mesh(pipe=1), pipeline=AUTO)
     value, _ = pipelined(init(), BATCH)
-    np.testing.assert_allclose(value, evaluate(init(), BATCH)[0], rtol=1e-5)
+    np.testing.assert_allclose(value, jax.jit(evaluate)(init(), BATCH)[0], rtol=1e-5)
 
 
 def test_a_larger_mesh_gets_more_work():
@@ -164,7 +164,7 @@ def test_marks_and_auto_are_an_error():
 
 
 def test_an_unknown_way_to_cut():
-    with pytest.raises(shardc.errors.PipelineError, match='stages=\'even\'; write "marked", .*or "auto"'):
+    with pytest.raises(shardc.errors.PipelineError, match=r'stages=.even.; write "marked", .*or "auto"'):
         plan_of(shardc.make_mesh(pipe=2), replace(AUTO, stages="even"))
 
 
@@ -205,9 +205,9 @@ def test_memory_moves_the_cut():
         mesh = shardc.make_mesh(pipe=2, topology="cpu", hbm=hbm)
         return shardc.function(step, mesh=mesh, pipeline=AUTO).plan(params, OPTIMIZER.init(params), batch)
 
-    free, bound = plan("4GB"), plan("26MB")
-    assert max(state_bytes(free)) > 26e6
-    assert max(state_bytes(bound)) < 26e6
+    free, bound = plan("4GB"), plan("20MB")
+    assert max(state_bytes(free)) > 20e6
+    assert max(state_bytes(bound)) < 20e6
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan("8MB")
     text = str(error.value)
@@ -237,10 +237,10 @@ def slowest(plan):
 @pytest.mark.parametrize(
     ("name", "changes", "places", "ranks", "m", "kwargs"),
     [
-        ("mlp", {"blocks": 6}, 5, 3, 6, {}),
+        ("mlp", {"blocks": 6}, 5, 3, 8, {}),
         ("mlp", {"blocks": 7}, 6, 4, 8, {}),
         pytest.param("mlp", {"blocks": 6}, 5, 2, 4, {"schedule": "interleaved", "chunks": 2}, marks=pytest.mark.slow),
-        pytest.param("mlp", {"blocks": 6}, 5, 3, 6, {"schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param("mlp", {"blocks": 6}, 5, 3, 8, {"schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"layers": 4}, 3, 2, 4, {}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"layers": 5}, 4, 3, 4, {}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"layers": 4, "remat": True}, 3, 3, 4, {}, marks=pytest.mark.slow),

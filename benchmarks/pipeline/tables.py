@@ -21,7 +21,8 @@ def peers(options: argparse.Namespace) -> Rows:
     if version is None:
         options.console.print("torch: left out, for it is not here; pip install 'shardc[peers]', or name a Python that "
                               "has it with --torch-python.\n")  # fmt: skip
-    table = new_table(f"A training step, p=4, m=8, {'torch ' + version if version else 'without torch'}", "model", "who",
+    peer = f"torch {version}" if version else "without torch"
+    table = new_table(f"A training step, p=4, m=8, {peer}", "model", "who",
                       "ms", "ratio", "ms in a row", "ratio", "(least-most)", "first call s", "live microbatches",
                       "gradient off by")  # fmt: skip
     rows: Rows = []

@@ -15,7 +15,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.passes.cut_loop import CHEAP, CHEAP_DEPTH, Loop
 from shardc.passes.memory import bytes_of
-from shardc.passes.reassociate import ADDITIONS, sum_terms
+from shardc.passes.reassociate import ADDITIONS, LINEAR, sum_terms
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,21 @@ def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
             for a in add.invars:
                 if a is not before:
                     leaves = sum_terms(a, lambda x: x, made, readers)
-                    found += [t for t, _ in leaves if not compat.is_literal(t)]
-                    inner |= _between(a, {t for t, _ in leaves if not compat.is_literal(t)}, made)
+                    ends = [_behind_linear(t, made, readers) for t, _ in leaves if not compat.is_literal(t)]
+                    found += ends
+                    inner |= _between(a, set(ends), made)
         terms.append(tuple(found))
     return frozenset(inner), tuple(terms)
+
+
+def _behind_linear(v: Var, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> Var:
+    """What a term is a transpose, reshape or conversion of, if nothing else reads that."""
+    while (eqn := made.get(v)) is not None and eqn.primitive.name in LINEAR and len(eqn.invars) == 1:
+        (operand,) = eqn.invars
+        if compat.is_literal(operand) or operand not in made or readers[operand] > 1:
+            break
+        v = operand
+    return v
 
 
 def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[int]:
