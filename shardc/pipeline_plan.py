@@ -46,7 +46,7 @@ class Pipeline:
     Attributes:
       axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
       schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
-        (ranks, microbatches, chunks) that gives one.
+        (ranks, microbatches, chunks, costs) that gives one.
       chunks: stages for each rank; None: what the schedule wants.
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
@@ -123,7 +123,7 @@ class PipelinePlan:
         notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.pipeline, self.stages, self.cut = program, pipeline, tuple(stages), cut
-        self.mesh = view(mesh)
+        self.mesh, self._mesh = view(mesh), mesh
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
@@ -254,6 +254,37 @@ class PipelinePlan:
         """Time that the busiest rank computes in one call."""
         return max(self.simulate().busy)
 
+    def with_schedule(self, schedule: Any) -> PipelinePlan:
+        """The same tasks in another order: nothing is cut or placed anew.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this plan's schedule does.
+
+        Raises:
+          PipelineError: it wants other tasks, or cannot be, or deadlocks.
+        """
+        name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
+        _refuse_fresh_weights(self.program, pipeline, name)
+        found = _schedule(self.stages, self.cut, self.schedule.ranks, pipeline)
+        if found.rank_of != self.schedule.rank_of:
+            raise PipelineError(
+                f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
+                f"{_numbers(self.schedule.rank_of)}; plan the function anew with it."
+            )
+        if self.cut.body.backward and found.splits_backward != self.schedule.splits_backward:
+            has, wants = ("two tasks", "one") if self.schedule.splits_backward else ("one task", "two")
+            raise PipelineError(
+                f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
+                "function anew with it."
+            )
+        plan = _under_schedule(
+            self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
+            name,
+        )  # fmt: skip
+        plan._in_tree = self._in_tree
+        return plan
+
     def explain(self) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles."""
         from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
@@ -290,6 +321,10 @@ class PipelinePlan:
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
             f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
         )
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
@@ -347,6 +382,14 @@ def make_pipeline_plan(
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
         return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
+    return _under_schedule(program, mesh, pipeline, stages, cut, schedule, arguments, results, notes, where)
+
+
+def _under_schedule(
+    program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut, schedule: Schedule,
+    arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
+) -> PipelinePlan:  # fmt: skip
+    """The plan of placed stages in the order of a schedule."""
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -365,7 +408,7 @@ def make_pipeline_plan(
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
     """The stages that compute their forward again."""
     given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given)
+    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
         raise PipelineError(
             f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
@@ -441,7 +484,10 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
 def _with_credits(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Network:
     net = plan.network
     if pipeline.credits == "auto":
-        return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        try:
+            return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        except PipelineError as error:
+            raise PipelineError(f"{where}: {error}") from None
     if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
         return net.with_registers([pipeline.credits] * len(net.channels))
     raise PipelineError(
