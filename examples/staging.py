@@ -52,7 +52,7 @@ def staging(
     if options.scan:
         raise SystemExit("--scan leaves no place between blocks where a stage could end: leave it out.")
     pipeline = replace(pipeline, schedule=schedule_of(options.schedule or pipeline.schedule), chunks=options.chunks)
-    axes = {"data": 1, "model": 1} | axes
+    axes = {**axes, "data": axes.get("data", 1), "model": axes.get("model", 1)}
     parts = options.microbatches or microbatches_of(pipeline, rows, axes)
     axes = on_one(axes, options)
     assert model.blocks is not None

@@ -97,6 +97,12 @@ def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
 
 
+def with_names_of(eqn: Eqn, caller: Eqn) -> Eqn:
+    """`eqn`, of the inlined body of `caller`, inside the scopes and transformations that `caller` stands in."""
+    names = caller.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
 @functools.lru_cache(maxsize=1024)
 def _line_of(traceback: Any) -> tuple[str, bool]:
     """The text of a line, and whether it is the user's."""

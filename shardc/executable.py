@@ -15,7 +15,7 @@ from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offende
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
-from shardc.passes.plan import Plan
+from shardc.passes.plan import Plan, donations
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
@@ -48,7 +48,9 @@ class Executable:
         self._shapes_out = shapes_out
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
-        taken = self._donations()
+        # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
+        # inputs and results are the first of the jitted function, in one order.
+        taken = donations(plan)
         self._in_order = _first(taken.values(), len(plan.inputs))
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
@@ -64,21 +66,6 @@ class Executable:
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
         self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
-
-    def _donations(self) -> dict[int, int]:
-        """For each result that can take an input's buffer, being tied to it and lying as it does, that input.
-
-        JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
-        inputs and results are the first of the jitted function, in one order.
-        """
-        plan = self.plan
-        return {
-            k: tie
-            for k, (tie, out, aval) in enumerate(zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True))
-            if tie is not None
-            and plan.inputs[tie] == out
-            and plan.program.in_avals[tie].dtype == aval.dtype
-        }
 
     def _sharded(self) -> Any:
         plan, low = self.plan, Lowering(self.plan.boxed, self.plan.mesh)

@@ -19,7 +19,7 @@ from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFaile
 from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit_all
-from shardc.passes.split_tasks import INDEX, StageTask
+from shardc.passes.split_tasks import INDEX
 from shardc.passes.trace import settings
 from shardc.pipeline.action import Action
 from shardc.pipeline.recorded import recorded
@@ -30,7 +30,8 @@ from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
-from shardc.stage_network import Once, Route
+from shardc.stage_network import Once
+from shardc.step_values import StepValues, step_values, sums_of
 
 IN_FLIGHT: Final = 32
 """Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
@@ -156,11 +157,12 @@ class PipelineExecutable:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda e: e.compiled, executables))
             plan = self.plan
-            bodies = {label: self._body(*found) for label, found in plan.built.tasks.items()}
+            steps = step_values(plan.built, [s.tasks for s in plan.stages])
+            tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
             window = max(1, IN_FLIGHT // plan.schedule.ranks)
             self._executor = Executor(
                 plan.network,
-                lambda label: self._task(label, bodies),
+                lambda label: self._task(label, steps.get(label), tokens[label]),
                 transports=self._transport,
                 wait=jax.block_until_ready,
                 window=window,
@@ -168,54 +170,33 @@ class PipelineExecutable:
             )
         return self._executor
 
-    def _body(self, number: int, task: StageTask) -> tuple[int, StageTask]:
-        return number, task
-
-    def _task(self, label: Any, bodies: Mapping[Any, tuple[int, StageTask]]) -> Task:
-        found = bodies.get(label)
-        if found is not None:
-            return Task(self._runner(label, *found), source=self._source(*found))
+    def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
+        if step is not None:
+            return Task(self._runner(label, step), source=self._source(step.stage))
         if isinstance(label, Once) and label.kind == "done":
             return Task(self._wait_for_sums(label.stage))
-        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
-        tokens = [None] * len(step.gives)
         return Task(lambda _: tokens)
 
-    def _source(self, number: int, task: StageTask) -> str:
-        stage = self.plan.stages[number]
-        lines = [c.line for c in self.plan.cut.crossings if c.source == number and c.line]
-        del stage, task
-        return lines[0] if lines else ""
+    def _source(self, number: int) -> str:
+        return next((c.line for c in self.plan.cut.crossings if c.source == number and c.line), "")
 
     def _wait_for_sums(self, rank: int) -> Callable[[list[Any]], list[Any]]:
         """Blocks until what a rank's last backward made is there."""
-        mine = [s for s in self.plan.stages if s.rank == rank]
-        names = [(s.number, v) for s in mine for t in s.tasks.loop.values() for v, _ in t.kept]
+        names = [(s.number, v) for s in self.plan.stages if s.rank == rank for v in sums_of(s.tasks)]
 
         def wait(_: list[Any]) -> list[Any]:
-            jax.block_until_ready([self._states[n].residents[v] for n, v in names])
+            jax.block_until_ready([self._states[n].residents.get(v) for n, v in names])
             return [None]
 
         return wait
 
-    def _runner(self, label: Any, number: int, task: StageTask) -> Callable[[list[Any]], list[Any]]:
+    def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
         """What a step runs: picks the task's inputs, launches it, hands out its results."""
-        state = self._states[number]
+        state = self._states[step.stage]
         residents = state.residents
-        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
-        routes = self.plan.built.routes
-        where: dict[Var, tuple[int, int]] = {}
-        for i, (channel, _) in enumerate(step.takes):
-            route = routes[channel]
-            for j, v in enumerate(route.taken if route is not None else ()):
-                where[v] = i, j
         index = state.index[label.microbatch] if isinstance(label, Action) else None
-        executable = self._executables.get(id(task))
-        inputs = [(v, where.get(v)) for v in task.inputs]
-        outputs = {v: i for i, v in enumerate(task.outputs)}
-        kept = [(resident, outputs.get(v), v) for resident, v in task.kept]
-        incoming = [(v, where[v]) for _, v in task.received if v in where and isinstance(label, Once)]
-        gives = [_outgoing(routes[c], outputs, where) for c, _ in step.gives]
+        executable = self._executables.get(id(step.task))
+        inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
         wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and callbacks into Python look at it
 
         def run(values: list[Any]) -> list[Any]:
@@ -231,10 +212,18 @@ class PipelineExecutable:
                     made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
                 for resident, i, v in kept:
                     residents[resident] = residents[v] if i is None else made[i]
-            return [
-                tuple(made[i] if i >= 0 else residents[v] if at is None else values[at[0]][at[1]] for v, i, at in give)
+            sent = [
+                tuple(
+                    made[g.output] if g.output is not None
+                    else residents[g.var] if g.place is None
+                    else values[g.place[0]][g.place[1]]
+                    for g in give
+                )
                 for give in gives
-            ]
+            ]  # fmt: skip
+            for v in drops:
+                residents.pop(v, None)
+            return sent
 
         return run
 
@@ -255,7 +244,7 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
-        wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and values pass through the host
+        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
@@ -430,13 +419,6 @@ class PipelineExecutable:
 
 def _stay(values: Any) -> Any:
     return values
-
-
-def _outgoing(
-    route: Route | None, outputs: Mapping[Var, int], where: Mapping[Var, tuple[int, int]]
-) -> list[tuple[Var, int, tuple[int, int] | None]]:
-    """Where each value of a message comes from: an output of the task, what it took itself, or a resident."""
-    return [(v, outputs.get(v, -1), where.get(v)) for v in (route.given if route is not None else ())]
 
 
 def _placement_of(stage: Stage, v: Var) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,24 +12,27 @@ from typing import Any
 import jax
 
 from shardc import compat
+from shardc.auto_stages import Wanted, mark_automatically
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
-from shardc.passes.memory import Memory
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
-from shardc.passes.split_tasks import StageTasks, split_tasks
+from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
+from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
+from shardc.pipeline_memory import pipeline_memory
+from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -51,7 +54,8 @@ class Pipeline:
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
         a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
-      stages: `"marked"`: at `shardc.stage_boundary`; `"auto"`: cut by cost.
+      stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
+        by the cost model; the function must have no `shardc.stage_boundary` then.
       meshes: for ranks of unequal size their meshes, instead of `axis`.
     """
 
@@ -223,9 +227,23 @@ class PipelinePlan:
     _in_tree: Any = None
 
     @cached_property
-    def memory(self) -> Memory:
-        """Bytes per device of the stage that needs most."""
-        return max((s.plan.memory for s in self.stages), key=lambda m: m.peak)
+    def memory(self) -> PipelineMemory:
+        """Bytes per device: over the time of the call for each rank, and in all for the rank that is fullest."""
+        return self.memory_with(None)
+
+    def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
+        """The same, given what lives inside each task besides its inputs and outputs."""
+        return pipeline_memory(
+            self.built, [s.program for s in self.stages], [s.tasks for s in self.stages], [s.mesh for s in self.stages],
+            self.homes, self.capacities, self.simulate(), self.link, working,
+        )  # fmt: skip
+
+    @cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Bytes that a device of each rank has."""
+        if self.pipeline.meshes is not None:
+            return tuple(view(m).topology.hbm for m in self.pipeline.meshes)
+        return (self.mesh.topology.hbm,) * self.schedule.ranks
 
     # -- time
 
@@ -262,7 +280,7 @@ class PipelinePlan:
             this plan's schedule does.
 
         Raises:
-          PipelineError: it wants other tasks, or cannot be, or deadlocks.
+          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
         """
         name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
         _refuse_fresh_weights(self.program, pipeline, name)
@@ -282,6 +300,8 @@ class PipelinePlan:
             self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
             name,
         )  # fmt: skip
+        if any(r.peak > r.capacity for r in plan.memory.ranks):
+            raise PipelineError(f"{name}: {too_large(plan.memory)}")
         plan._in_tree = self._in_tree
         return plan
 
@@ -338,7 +358,9 @@ def make_pipeline_plan(
     program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str] = (),
 ) -> PipelinePlan:  # fmt: skip
-    """Cuts, places and schedules a program.
+    """Cuts, places and schedules a program, so that it fits.
+
+    Stages whose recompute is "auto" compute their forward again if the devices of their rank are too small without.
 
     Args:
       program: traced with its marks.
@@ -349,17 +371,47 @@ def make_pipeline_plan(
       where: the function, for errors.
 
     Raises:
-      PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
+      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
+        small.
     """
+    again: set[int] = set()
+    while True:
+        plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        over = {r.rank for r in plan.memory.ranks if r.peak > r.capacity}
+        if not over:
+            return plan
+        more = {s.number for s in plan.stages if s.rank in over and _may_recompute(pipeline, s.number)} - again
+        if not more:
+            raise PipelineError(f"{where}: {too_large(plan.memory)}")
+        again |= more
+
+
+def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
+    given = pipeline.recompute
+    return (given if isinstance(given, str) else given[stage]) == "auto"
+
+
+def _plan_once(
+    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+) -> PipelinePlan:  # fmt: skip
+    """The same for one choice of stages that compute their forward `again`, whether it fits or not."""
     ranks = len(meshes)
     microbatches = find_loop(program, where).microbatches
     draft = _draft(pipeline, ranks, microbatches, where)
     rank_of = draft.rank_of
     count = len(rank_of)
-    recompute = _recomputed(pipeline, count, where)
+    recompute = {*_recomputed(pipeline, count, where), *again}
     _refuse_fresh_weights(program, pipeline, where)
-    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    if pipeline.stages == "auto":
+        program = _marked(program, [view(meshes[r]) for r in rank_of], arguments, pipeline, ranks, where)
+        pipeline = replace(pipeline, stages="marked")
+    elif pipeline.stages != "marked":
+        raise PipelineError(
+            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
+        )
+    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
@@ -381,8 +433,9 @@ def make_pipeline_plan(
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
-    return _under_schedule(program, mesh, pipeline, stages, cut, schedule, arguments, results, notes, where)
+        return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
+    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
+    return _under_schedule(program, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
 
 
 def _under_schedule(
@@ -403,6 +456,21 @@ def _under_schedule(
     plan.built = replace(built, network=network)
     plan.network = network
     return plan
+
+
+def _marked(
+    program: Program, views: Sequence[MeshView], arguments: Sequence[Argument], pipeline: Pipeline, ranks: int,
+    where: str,
+) -> Program:  # fmt: skip
+    """The program with boundaries for stages on the meshes `views`."""
+    chunks = len(views) // ranks
+    given = _stand_in(chunks) if pipeline.schedule == "auto" else pipeline.schedule
+
+    def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+        return _ordered(given, ranks, microbatches, chunks, costs, backward)
+
+    recomputed = _recomputed(pipeline, len(views), where)
+    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, HOST_SECONDS, where))
 
 
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
@@ -447,11 +515,16 @@ def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Sch
     """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
     chunks = pipeline.chunks
     if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
-        return make_schedule("zb-h1" if (chunks or 1) == 1 else "interleaved", ranks, microbatches, chunks)
+        return make_schedule(_stand_in(chunks or 1), ranks, microbatches, chunks)
     try:
         return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
     except PipelineError as error:
         raise PipelineError(f"{where}: {error}") from None
+
+
+def _stand_in(chunks: int) -> str:
+    """The method that stands for the one that a search will find."""
+    return "zb-h1" if chunks == 1 else "interleaved"
 
 
 def _known(stage: Stage) -> dict[Var, Placement]:
@@ -471,11 +544,18 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
         return 0.0 if task is None or task.plan is None else max(task.plan.seconds, HOST_SECONDS)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
-    chunks = count // ranks
-    given = pipeline.schedule
     latency = stages[0].mesh.topology.link.latency
-    found = make_schedule(given, ranks, cut.loop.microbatches, chunks, costs=costs, latency=latency)
-    if cut.body.backward or count == 1:
+    backward = cut.body.backward or count == 1
+    costs = Costs.read(costs)
+    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
+
+
+def _ordered(
+    given: Any, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool, latency: float = 0.0
+) -> Schedule:
+    """The schedule for tasks of given costs; without a backward pass its forwards alone."""
+    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
+    if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
     return replace(found, rows=forward)

@@ -56,12 +56,16 @@ class StageNetwork:
     Attributes:
       network: for the simulator and the executor.
       routes: of each channel; None: a token without a value.
-      steps: for each label of a task the task and its stage.
+      tasks: for each label of a task the task and its stage.
+      rank_of: the actor of each stage.
+      placements: of each stage's values.
     """
 
     network: Network
     routes: tuple[Route | None, ...]
     tasks: Mapping[Action | Once, tuple[int, StageTask]]
+    rank_of: tuple[int, ...]
+    placements: tuple[Mapping[Var, Placement], ...]
 
 
 def position_of(action: Action, stages: int) -> int:
@@ -158,7 +162,7 @@ class _Builder:
         for r, waits in first.items():  # an actor without updates
             actors[r].append(Step(Once("idle", r), tuple(waits)))
         net = Network(tuple(map(tuple, actors)), tuple(self.channels))
-        return StageNetwork(net, tuple(self.routes), found)
+        return StageNetwork(net, tuple(self.routes), found, tuple(self.rank), tuple(self.placements))
 
     def parts(self, action: Action) -> list[Action]:
         """Itself; but where the stage has its backward in two tasks, a full backward is both, one after the other."""

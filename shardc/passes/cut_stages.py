@@ -22,7 +22,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import MARKS
 from shardc.passes.cut_loop import Loop, PlacedBody, boundary_lines, find_loop, place_body, stage_of, with_atoms
-from shardc.passes.problem import itemsize_of
+from shardc.passes.memory import bytes_of
 from shardc.passes.program import Program
 from shardc.passes.reassociate import ADDITIONS, reassociate
 from shardc.passes.recompute import recompute_forward
@@ -295,7 +295,7 @@ class _Assembler:
         origin: dict[Var, int] = dict(homes)  # of what floats: where the largest argument behind it lives
         for eqn in self.outer:
             known = [v for v in eqn.invars if not compat.is_literal(v) and v in origin]
-            top = max(known, key=lambda v: (_bytes(v), -origin[v]), default=None)
+            top = max(known, key=lambda v: (bytes_of(v), -origin[v]), default=None)
             origin |= dict.fromkeys(eqn.outvars, 0 if top is None else origin[top])
         self.result_stage = [
             0 if compat.is_literal(a) else self.anchors.get(a, origin.get(a, 0)) for a in self.outvars
@@ -413,7 +413,7 @@ def _anchors(outer: Sequence[Eqn], loop: Eqn, made_in: Mapping[Var, int]) -> dic
             continue  # it follows its readers: its large inputs are arguments, which live there too
         weights: dict[int, int] = {}
         for v in large or known:
-            weights[anchors[v]] = weights.get(anchors[v], 0) + (_bytes(v) if large else 0)
+            weights[anchors[v]] = weights.get(anchors[v], 0) + (bytes_of(v) if large else 0)
         if weights:
             anchors |= dict.fromkeys(eqn.outvars, min(weights, key=lambda s: (-weights[s], s)))
     return anchors
@@ -447,10 +447,6 @@ def _regroup(outer: Sequence[Eqn], loop: Eqn, anchors: Mapping[Var, int], outvar
                 continue
         found.append(eqn)
     return found
-
-
-def _bytes(v: Var) -> int:
-    return math.prod(v.aval.shape) * itemsize_of(v.aval)
 
 
 def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:

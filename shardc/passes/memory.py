@@ -6,14 +6,15 @@ An estimate from above in the order of the program: XLA may reorder, fuse and re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.problem import itemsize_of
-from shardc.sbp.placement import AxisSizes, Placement, local_shape
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,29 @@ class Memory:
         return self.arguments + self.temporaries
 
 
+def bytes_of(var: Var) -> int:
+    """Bytes of a whole value."""
+    return math.prod(var.aval.shape) * itemsize_of(var.aval)
+
+
 def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
     return math.prod(local_shape(var.aval.shape, placement, sizes)) * itemsize_of(var.aval)
 
 
-def estimate_memory(jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Memory:
-    """Peak by liveness: every value lives from its equation to its last reader."""
+def estimate_memory(
+    jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes, aside: Collection[Var] = ()
+) -> Memory:
+    """Peak by liveness: every value lives from its equation to its last reader.
+
+    Args:
+      jaxpr: boxed.
+      placements: of its values.
+      sizes: of the mesh's axes.
+      aside: values that are counted elsewhere.
+    """
 
     def size(var: Var) -> int:
-        return local_bytes(var, placements[var], sizes)
+        return 0 if var in aside else local_bytes(var, placements[var], sizes)
 
     def peak(body: Jaxpr) -> int:
         last: dict[Var, int] = {}
@@ -56,6 +71,13 @@ def estimate_memory(jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: Ax
     arguments = sum(size(v) for v in jaxpr.invars)
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     return Memory(arguments, results, peak(jaxpr))
+
+
+def working_bytes(eqn: compat.Eqn) -> int:
+    """Bytes of what an equation makes, and of the most that lives in its bodies, on one device that holds all."""
+    whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
+    inside = max((estimate_memory(body, whole, {}).temporaries for body in bodies_of(eqn)), default=0)
+    return sum(bytes_of(v) for v in eqn.outvars) + inside
 
 
 def bodies_of(eqn: compat.Eqn) -> list[Jaxpr]:

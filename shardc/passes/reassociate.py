@@ -42,7 +42,7 @@ def reassociate(
       readers: how often each variable is read; only what the sum alone reads is taken apart.
       stage_of: of a term; None: it can be had everywhere, and goes with the first.
     """
-    terms = _terms(atom, base, made, readers)
+    terms = sum_terms(atom, base, made, readers)
     stages = [stage_of(t) for t, _ in terms]
     known = sorted({s for s in stages if s is not None})
     if len(known) < 2:
@@ -60,18 +60,18 @@ def reassociate(
     return groups
 
 
-def _terms(
+def sum_terms(
     atom: Atom, base: Callable[[Atom], Atom], made: Mapping[Var, Eqn], readers: Mapping[Var, int]
 ) -> list[tuple[Atom, list[Eqn]]]:
-    """The terms of a sum, each with the linear operations that are still to be done to it."""
+    """The terms of a sum, each with the linear operations that are still to be done to it; arguments as above."""
     found = base(atom)
     eqn = None if compat.is_literal(found) else made.get(found)
     if eqn is None or readers.get(found, 0) > 1:
         return [(atom, [])]
     if eqn.primitive.name in ADDITIONS:
-        return [t for a in eqn.invars for t in _terms(a, base, made, readers)]
+        return [t for a in eqn.invars for t in sum_terms(a, base, made, readers)]
     if eqn.primitive.name in LINEAR and len(eqn.invars) == 1 and _keeps_kind(eqn):
-        inner = _terms(eqn.invars[0], base, made, readers)
+        inner = sum_terms(eqn.invars[0], base, made, readers)
         if len(inner) > 1:
             return [(t, [*chain, eqn]) for t, chain in inner]
     return [(atom, [])]

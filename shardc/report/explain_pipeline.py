@@ -61,7 +61,11 @@ def explain_pipeline(plan: PipelinePlan) -> str:
 
 def _head(plan: PipelinePlan, timeline: Timeline) -> str:
     mesh, schedule = plan.mesh, plan.schedule
-    axes = " x ".join(f"{a}={n}" for a, n in mesh.axes)
+    axes, size = " x ".join(f"{a}={n}" for a, n in mesh.axes), mesh.size
+    if plan.pipeline.meshes is not None:
+        ranks = {s.rank: s.mesh for s in plan.stages}
+        axes = " | ".join(" x ".join(f"{a}={n}" for a, n in ranks[r].axes) for r in sorted(ranks))
+        size = sum(m.size for m in ranks.values())
     shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
     chunks = f", {number_text(schedule.chunks, 'stage')} on each" if schedule.chunks > 1 else ""
     moves = moving(plan.collectives)
@@ -70,7 +74,7 @@ def _head(plan: PipelinePlan, timeline: Timeline) -> str:
         f"{number_text(len(moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}."
     )
     return (
-        f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
+        f"{plan.program.name} on {axes}: {number_text(size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
     )
