@@ -82,7 +82,7 @@ def dedented(text):
         ("--mesh pipe=2 --chunks 2 --schedule zb-v", "4 stages want 4 blocks"),
         ("--mesh pipe=2 --schedule 1f1bb", 'Did you mean "1f1b"?'),
         ("--mesh pipe=2 --layers 4 --schedule dualpipe-v --microbatches 2", "it wants at least 2·ranks = 4"),
-        ("--mesh data=2 --plan data --schedule gpipe", "--schedule and --chunks are for --plan pipeline, not for data"),
+        ("--mesh data=2 --plan data --schedule gpipe", "--chunks and --stages are for --plan pipeline, not for data"),
     ],
 )
 def test_pipelines_that_cannot_be(options, message, capsys):
