@@ -108,7 +108,10 @@ class _StageState:
 class PipelineExecutable:
     """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: PipelinePlan, meshes: Sequence[AnyMesh]) -> None:
+    def __init__(
+        self, plan: PipelinePlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+    ) -> None:
+        """`known`: what is there of its tasks' executables, by the identity of the task."""
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -116,12 +119,14 @@ class PipelineExecutable:
             )
         self.plan = plan
         self.settings = settings()
+        self._ranks = tuple(meshes)
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         self._states = [
             _StageState(s, m, plan.cut.loop.microbatches) for s, m in zip(plan.stages, self.meshes, strict=True)
         ]
+        known = known or {}
         self._executables: dict[int, Executable] = {
-            id(task): Executable(task.plan, self.meshes[s.number])
+            id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number])
             for s in plan.stages
             for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
             if task.plan is not None
@@ -132,6 +137,10 @@ class PipelineExecutable:
         self._waited: dict[Any, tuple[float, float]] | None = None  # in a call that is measured, by label
         self._executor: Executor | None = None
         self._updating = False
+
+    def with_schedule(self, schedule: Any) -> PipelineExecutable:
+        """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
+        return PipelineExecutable(self.plan.with_schedule(schedule), self._ranks, self._executables)
 
     # -- compiled programs
 
@@ -188,6 +197,7 @@ class PipelineExecutable:
         index = state.index[label.microbatch] if isinstance(label, Action) else None
         executable = self._executables.get(id(step.task))
         inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
+        wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and callbacks into Python look at it
 
         def run(values: list[Any]) -> list[Any]:
             for v, (i, j) in incoming:
@@ -198,7 +208,8 @@ class PipelineExecutable:
                     index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
                     for v, at in inputs
                 ]
-                made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
+                with jax.enable_x64(wide):
+                    made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
                 for resident, i, v in kept:
                     residents[resident] = residents[v] if i is None else made[i]
             sent = [

@@ -49,7 +49,7 @@ class Pipeline:
     Attributes:
       axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
       schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
-        (ranks, microbatches, chunks) that gives one.
+        (ranks, microbatches, chunks, costs) that gives one.
       chunks: stages for each rank; None: what the schedule wants.
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
@@ -127,7 +127,7 @@ class PipelinePlan:
         notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.pipeline, self.stages, self.cut = program, pipeline, tuple(stages), cut
-        self.mesh = view(mesh)
+        self.mesh, self._mesh = view(mesh), mesh
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
@@ -272,6 +272,39 @@ class PipelinePlan:
         """Time that the busiest rank computes in one call."""
         return max(self.simulate().busy)
 
+    def with_schedule(self, schedule: Any) -> PipelinePlan:
+        """The same tasks in another order: nothing is cut or placed anew.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this plan's schedule does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
+        """
+        name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
+        _refuse_fresh_weights(self.program, pipeline, name)
+        found = _schedule(self.stages, self.cut, self.schedule.ranks, pipeline)
+        if found.rank_of != self.schedule.rank_of:
+            raise PipelineError(
+                f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
+                f"{_numbers(self.schedule.rank_of)}; plan the function anew with it."
+            )
+        if self.cut.body.backward and found.splits_backward != self.schedule.splits_backward:
+            has, wants = ("two tasks", "one") if self.schedule.splits_backward else ("one task", "two")
+            raise PipelineError(
+                f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
+                "function anew with it."
+            )
+        plan = _under_schedule(
+            self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
+            name,
+        )  # fmt: skip
+        if any(r.peak > r.capacity for r in plan.memory.ranks):
+            raise PipelineError(f"{name}: {too_large(plan.memory)}")
+        plan._in_tree = self._in_tree
+        return plan
+
     def explain(self) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles."""
         from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
@@ -308,6 +341,10 @@ class PipelinePlan:
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
             f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
         )
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
@@ -397,13 +434,21 @@ def _plan_once(
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
         return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
+    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
+    return _under_schedule(program, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
+
+
+def _under_schedule(
+    program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut, schedule: Schedule,
+    arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
+) -> PipelinePlan:  # fmt: skip
+    """The plan of placed stages in the order of a schedule."""
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
         cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
     )
-    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
-    plan = PipelinePlan(program, mesh, chosen, stages, cut, schedule, built, arguments, results, notes)
+    plan = PipelinePlan(program, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
     network = _with_credits(plan, pipeline, where)
     deadlock = find_deadlock(network)
     if deadlock is not None:
@@ -431,7 +476,7 @@ def _marked(
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
     """The stages that compute their forward again."""
     given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given)
+    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
         raise PipelineError(
             f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
@@ -519,7 +564,10 @@ def _ordered(
 def _with_credits(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Network:
     net = plan.network
     if pipeline.credits == "auto":
-        return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        try:
+            return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        except PipelineError as error:
+            raise PipelineError(f"{where}: {error}") from None
     if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
         return net.with_registers([pipeline.credits] * len(net.channels))
     raise PipelineError(

@@ -1,6 +1,6 @@
 """Measures pipelines beside their peers and prints the tables of benchmarks/README.md.
 
-    python -m benchmarks.pipeline [--quick] [--part peers sleep overhead host-ahead] [--torch-python PYTHON]
+    python -m benchmarks.pipeline [--quick] [--part peers sleep overhead host-ahead memory] [--torch-python PYTHON]
 
 The same as `python -m benchmarks.run --only pipeline`, by parts.
 """

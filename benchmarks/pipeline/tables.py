@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks.measure import fake_cpu, warn
+from benchmarks.measure import MIB, fake_cpu, warn
 from benchmarks.pipeline.models import HAND, STAGES
 from benchmarks.pipeline.torch_peer import torch_of
 from benchmarks.tables import Rows, flagged, new_table, start
@@ -21,10 +21,9 @@ def peers(options: argparse.Namespace) -> Rows:
     if version is None:
         options.console.print("torch: left out, for it is not here; pip install 'shardc[peers]', or name a Python that "
                               "has it with --torch-python.\n")  # fmt: skip
-    peer = f"torch {version}" if version else "without torch"
-    table = new_table(f"A training step, p=4, m=8, {peer}", "model", "who",
-                      "ms", "ratio", "ms in a row", "ratio", "(least-most)", "first call s", "live microbatches",
-                      "gradient off by")  # fmt: skip
+    title = f"A training step, p=4, m=8; {f'torch {version}' if version else 'without torch'}"
+    table = new_table(title, "model", "who", "ms", "ratio", "ms in a row", "ratio", "(least-most)",
+                      "first call s", "live microbatches", "gradient off by")  # fmt: skip
     rows: Rows = []
     for model in ("mlp", "gpt2"):
         turns = {"mlp": 30, "gpt2": 11}[model]
@@ -67,15 +66,19 @@ def overhead(options: argparse.Namespace) -> Rows:
     for row in rows:
         per = 1e6 / row["actions"]
         table = new_table(
-            f"{row['schedule']}: us for each of {row['actions']} actions ({row['programs']} programs, "
-            f"{row['copies']} copies between devices)", "what", "so far", "least", "processor", "of it this part",
+            f"{row['schedule']}, tasks without work: {row['actions']} actions, {row['programs']} programs, "
+            f"{row['copies']} copies between devices", "what", "ms", "least ms", "us per action", "least", "processor",
+            "this part",
         )  # fmt: skip
         before = 0.0
         for name, t in row["parts"].items():
-            part = "" if name == HAND else f"{per * (t['least_cpu'] - before):.1f}"
+            ms = [f"{1e3 * t[k]:.2f}" for k in ("median", "least")]
+            if name == HAND:
+                table.add_row(f"{name}, {row['hand_programs']} programs", *ms, *[""] * 4)
+                continue
+            figures = (t["median"], t["least"], t["least_cpu"], t["least_cpu"] - before)
             before = t["least_cpu"]
-            text = f"{name}, {row['hand_programs']} programs" if name == HAND else name
-            table.add_row(text, *(f"{per * t[k]:.1f}" for k in ("median", "least", "least_cpu")), part)
+            table.add_row(name, *ms, *(f"{per * x:.1f}" for x in figures))
         options.console.print(table)
     return rows
 
@@ -90,8 +93,23 @@ def host_ahead(options: argparse.Namespace) -> Rows:
     return rows
 
 
+def memory(options: argparse.Namespace) -> Rows:
+    table = new_table("Bytes that live at most, in MiB, by rank", "model", "schedule", "planned", "measured", "ratio")
+    rows: Rows = []
+    for model in ("mlp",) if options.quick else ("mlp", "gpt2"):
+        rows += start("benchmarks.pipeline.memory", model, env=fake_cpu(STAGES))
+    for i in range(0, len(rows), STAGES):
+        ranks = rows[i : i + STAGES]
+        planned, live = (" ".join(f"{r[k] / MIB:.2f}" for r in ranks) for k in ("planned", "live"))
+        ratio = max(r["live"] / r["planned"] for r in ranks)
+        mark = " !" if ratio > 1 else "  "
+        table.add_row(ranks[0]["model"], ranks[0]["schedule"], planned, live, f"{ratio:.3f}{mark}")
+    options.console.print(table)
+    return rows
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
-    "peers": peers, "sleep": sleep, "overhead": overhead, "host-ahead": host_ahead,
+    "peers": peers, "sleep": sleep, "overhead": overhead, "host-ahead": host_ahead, "memory": memory,
 }  # fmt: skip
 
 
