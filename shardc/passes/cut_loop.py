@@ -285,7 +285,7 @@ class _Placer:
                 'stages="auto".'
             )
         return (
-            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as there are parts: a longer pipe axis, "
+            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as parts: a longer pipe axis, "
             "or more chunks. (One more than stages - 1 may stand where the loss is known.)"
         )
 
