@@ -437,9 +437,8 @@ def _meshes_of(pipeline: Pipeline, mesh: AnyMesh, where: str) -> list[AnyMesh]:
         both = _devices(given[a]) & _devices(given[b])
         if both and given[a].size + given[b].size > 2:
             raise MeshError(
-                f"{where}: ranks {a} and {b} of the pipeline share {', '.join(sorted(map(str, both)))}, and "
-                "collectives of two ranks on one device can wait for each other for ever; give each rank devices of "
-                "its own."
+                f"{where}: ranks {a} and {b} of the pipeline share {', '.join(sorted(map(str, both)))}; collectives "
+                "of two ranks on one device can wait for each other for ever; give each rank devices of its own."
             )
     return [auto_mesh(m) for m in given]
 

@@ -197,7 +197,7 @@ class PipelineExecutable:
         index = state.index[label.microbatch] if isinstance(label, Action) else None
         executable = self._executables.get(id(step.task))
         inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
-        wide = jax.config.jax_enable_x64  # the actor's thread does not have it, and callbacks into Python look at it
+        wide = bool(settings()[0])  # the actor's thread does not have it, and callbacks into Python look at it
 
         def run(values: list[Any]) -> list[Any]:
             for v, (i, j) in incoming:

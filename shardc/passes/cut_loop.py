@@ -285,8 +285,8 @@ class _Placer:
                 'stages="auto".'
             )
         return (
-            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as there are parts: a longer pipe "
-            "axis, or more chunks. (One more than stages - 1 may stand where the loss is known.)"
+            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as parts: a longer pipe axis, "
+            "or more chunks. (One more than stages - 1 may stand where the loss is known.)"
         )
 
     def _number(self, eqn: Eqn) -> int:

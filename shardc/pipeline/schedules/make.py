@@ -54,8 +54,7 @@ def make_schedule(
     """
     if not all(map(_is_count, (ranks, microbatches, 1 if chunks is None else chunks))):
         raise PipelineError(
-            f"make_schedule: ranks={ranks!r}, microbatches={microbatches!r}, chunks={chunks!r}; each has to be 1 "
-            "or more."
+            f"make_schedule: ranks={ranks!r}, microbatches={microbatches!r}, chunks={chunks!r}; each is 1 or more."
         )
     if isinstance(schedule, str) and _LOOKS_LIKE_TEXT.search(schedule):
         schedule = Schedule.parse(schedule)
