@@ -72,10 +72,6 @@ def test_a_pipeline_has_the_losses_of_its_plan_on_one_device_and_of_a_schedule_f
     assert set(grid) <= set(shown)
 
 
-def dedented(text):
-    return "\n".join(line.removeprefix("  ").rstrip() for line in text.splitlines())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
