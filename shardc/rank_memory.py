@@ -62,9 +62,9 @@ class RankMemory:
 
     rank: int
     capacity: int
-    times: tuple[float, ...]
-    parts: Mapping[str, tuple[int, ...]]
-    labels: tuple[object, ...]
+    times: tuple[float, ...] = field(repr=False)
+    parts: Mapping[str, tuple[int, ...]] = field(repr=False)
+    labels: tuple[object, ...] = field(repr=False)
     arguments: int
     results: int
     holdings: tuple[Holding, ...] = field(repr=False)

