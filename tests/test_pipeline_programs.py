@@ -336,7 +336,7 @@ def trainer(optimizer, *, average=False):
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         more = (optax.incremental_update(params, mean, 0.1),) if average else ()
-        return params, state, value, optax.global_norm(grads), *more
+        return params, state, value, optax.tree.norm(grads), *more
 
     params = layers(3)
     return step, params, jax.tree.map(np.asarray, optimizer.init(params))
