@@ -97,6 +97,12 @@ def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
 
 
+def with_names_of(eqn: Eqn, caller: Eqn) -> Eqn:
+    """`eqn`, of the inlined body of `caller`, inside the scopes and transformations that `caller` stands in."""
+    names = caller.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
 @functools.lru_cache(maxsize=1024)
 def _line_of(traceback: Any) -> tuple[str, bool]:
     """The text of a line, and whether it is the user's."""
@@ -165,9 +171,9 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
 
 
 # Why: a sum that is put together anew needs an addition without an equation to copy.
-def add_eqn(a: Atom, b: Atom, out: Var) -> Eqn:
-    """`out = add a b`."""
-    return new_eqn([a, b], [out], jax.lax.add_p, {}, None)
+def add_eqn(a: Atom, b: Atom, out: Var, like: Eqn | None) -> Eqn:
+    """`out = add a b`, with the source line of `like`."""
+    return new_eqn([a, b], [out], jax.lax.add_p, {}, like)
 
 
 def full_eqn(value: Any, out: Var) -> Eqn:

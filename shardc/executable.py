@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
@@ -33,7 +33,8 @@ class OtherCallError(ArgumentError):
 class Executable:
     """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: Plan, mesh: AnyMesh) -> None:
+    def __init__(self, plan: Plan, mesh: AnyMesh, token: bool = False) -> None:
+        """`token`: whether `run` gives one result more, which nobody donates: it is there when the program has run."""
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -55,11 +56,13 @@ class Executable:
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
+        self._token = token
         self.settings = settings()
+        whole = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(
             self._sharded(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
-            out_shardings=[self._out_shardings[i] for i in self._out_order],
+            out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
             donate_argnums=tuple(range(len(taken))),
         )
         self._all_plain = all(self._plain_out)
@@ -92,7 +95,7 @@ class Executable:
 
         def ordered(*args: Any) -> list[Any]:
             out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
-            return [out[i] for i in self._out_order]
+            return [*(out[i] for i in self._out_order), *[jax.numpy.int32(0)] * self._token]
 
         ordered.__name__ = plan.program.name
         return ordered
@@ -167,7 +170,7 @@ class Executable:
         if not self._reordered:
             return run(*args)
         out = run(*[args[i] for i in self._in_order])
-        return [out[i] for i in self._out_place]
+        return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [

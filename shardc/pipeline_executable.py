@@ -19,7 +19,7 @@ from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFaile
 from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit_all
-from shardc.passes.split_tasks import INDEX
+from shardc.passes.split_tasks import INDEX, StageTask
 from shardc.passes.trace import settings
 from shardc.pipeline.action import Action
 from shardc.pipeline.recorded import recorded
@@ -31,7 +31,7 @@ from shardc.runtime.executor import Executor, Task
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
 from shardc.stage_network import Once
-from shardc.step_values import StepValues, step_values, sums_of
+from shardc.step_values import StepValues, step_values
 
 IN_FLIGHT: Final = 32
 """Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
@@ -104,10 +104,30 @@ class _StageState:
         self.exits = [_Border(tuple(a.shape), p, mesh) for a, p in left]
 
 
+class _Watch:
+    """Runs tasks; in a call that is measured, waiting for each. Apart, so that no actor's thread holds the pipeline."""
+
+    def __init__(self) -> None:
+        self.waited: dict[Any, tuple[float, float]] | None = None  # by label when the devices computed it
+
+    def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
+        waited = self.waited
+        if waited is None:
+            return executable.run(given)
+        jax.block_until_ready(given)
+        begin = perf_counter()
+        made = jax.block_until_ready(executable.run(given))
+        waited[label] = begin, perf_counter()
+        return made
+
+
 class PipelineExecutable:
     """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: PipelinePlan, meshes: Sequence[AnyMesh]) -> None:
+    def __init__(
+        self, plan: PipelinePlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+    ) -> None:
+        """`known`: what is there of its tasks' executables, by the identity of the task."""
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -115,11 +135,13 @@ class PipelineExecutable:
             )
         self.plan = plan
         self.settings = settings()
+        self._ranks = tuple(meshes)
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
+        known = known or {}
         self._executables: dict[int, Executable] = {
-            id(task): Executable(task.plan, self.meshes[s.number])
+            id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
             for s in plan.stages
             for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
             if task.plan is not None
@@ -127,9 +149,13 @@ class PipelineExecutable:
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
-        self._waited: dict[Any, tuple[float, float]] | None = None  # in a call that is measured, by label
+        self._watch = _Watch()
         self._executor: Executor | None = None
         self._updating = False
+
+    def with_schedule(self, schedule: Any) -> PipelineExecutable:
+        """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
+        return PipelineExecutable(self.plan.with_schedule(schedule), self._ranks, self._executables)
 
     # -- compiled programs
 
@@ -161,42 +187,31 @@ class PipelineExecutable:
 
     def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
         if step is not None:
-            return Task(self._runner(label, step), source=self._source(step.stage))
-        if isinstance(label, Once) and label.kind == "done":
-            return Task(self._wait_for_sums(label.stage))
-        return Task(lambda _: tokens)
-
-    def _source(self, number: int) -> str:
-        return next((c.line for c in self.plan.cut.crossings if c.source == number and c.line), "")
-
-    def _wait_for_sums(self, rank: int) -> Callable[[list[Any]], list[Any]]:
-        """Blocks until what a rank's last backward made is there."""
-        names = [(s.number, v) for s in self.plan.stages if s.rank == rank for v in sums_of(s.tasks)]
-
-        def wait(_: list[Any]) -> list[Any]:
-            jax.block_until_ready([self._states[n].residents.get(v) for n, v in names])
-            return [None]
-
-        return wait
+            return Task(self._runner(label, step), source=_lines_of(step.task))
+        return Task(lambda _: tokens, settled=isinstance(label, Once) and label.kind == "done")
 
     def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
         """What a step runs: picks the task's inputs, launches it, hands out its results."""
         state = self._states[step.stage]
         residents = state.residents
         index = state.index[label.microbatch] if isinstance(label, Action) else None
-        executable = self._executables.get(id(step.task))
+        executable, watch = self._executables.get(id(step.task)), self._watch
         inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
+        wide = bool(settings()[0])  # the actor's thread does not have it, and callbacks into Python look at it
 
         def run(values: list[Any]) -> list[Any]:
             for v, (i, j) in incoming:
                 residents[v] = values[i][j]
             made: Sequence[Any] = ()
+            token: Sequence[Any] = ()
             if executable is not None:
                 given = [
                     index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
                     for v, at in inputs
                 ]
-                made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
+                with jax.enable_x64(wide):
+                    *made, last = watch.run(label, executable, given)
+                token = (last,)
                 for resident, i, v in kept:
                     residents[resident] = residents[v] if i is None else made[i]
             sent = [
@@ -210,7 +225,7 @@ class PipelineExecutable:
             ]  # fmt: skip
             for v in drops:
                 residents.pop(v, None)
-            return sent
+            return [*sent, *token]
 
         return run
 
@@ -231,10 +246,12 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
+        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
-            return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
+            with jax.enable_x64(wide):
+                return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
 
         return move
 
@@ -280,20 +297,11 @@ class PipelineExecutable:
 
     def measure(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, waiting for every task: `trace`, `draw` and `timeline` then show when the devices computed."""
-        self._waited = {}
+        self._watch.waited = {}
         try:
             return self.launch(leaves)
         finally:
-            self._waited = None
-
-    def _wait_for(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
-        """Runs a task from when its inputs are on the devices until its results are."""
-        assert self._waited is not None
-        jax.block_until_ready(given)
-        begin = perf_counter()
-        made = jax.block_until_ready(executable.run(given))
-        self._waited[label] = begin, perf_counter()
-        return made
+            self._watch.waited = None
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of the arguments of the flat call."""
@@ -315,7 +323,7 @@ class PipelineExecutable:
             entered.clear()
             try:
                 spans = executor.run(record=True)
-                self._last = Recording(spans, begin, self._waited)
+                self._last = Recording(spans, begin, self._watch.waited)
             except PipelineTaskError as error:
                 self._report_failure(args, error)
                 raise
@@ -411,6 +419,13 @@ def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
     """0, 1, ...: which microbatch a task computes, on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+
+
+def _lines_of(task: StageTask) -> str:
+    """The user's lines that a task comes from: the first and the last."""
+    lines = [] if task.plan is None else [compat.source_line(e) for e in task.plan.boxed.jaxpr.eqns]
+    lines = [line for line in lines if line]
+    return "" if not lines else lines[0] if lines[0] == lines[-1] else f"{lines[0]} to {lines[-1]}"
 
 
 def _stay(values: Any) -> Any:

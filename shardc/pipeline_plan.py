@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from shardc import compat
+from shardc.auto_stages import Wanted, mark_automatically
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
@@ -25,12 +26,13 @@ from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
+from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.pipeline_memory import pipeline_memory
-from shardc.rank_memory import PipelineMemory
+from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -47,12 +49,13 @@ class Pipeline:
     Attributes:
       axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
       schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
-        (ranks, microbatches, chunks) that gives one.
+        (ranks, microbatches, chunks, costs) that gives one.
       chunks: stages for each rank; None: what the schedule wants.
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
         a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
-      stages: `"marked"`: at `shardc.stage_boundary`; `"auto"`: cut by cost.
+      stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
+        by the cost model; the function must have no `shardc.stage_boundary` then.
       meshes: for ranks of unequal size their meshes, instead of `axis`.
     """
 
@@ -124,7 +127,7 @@ class PipelinePlan:
         notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.pipeline, self.stages, self.cut = program, pipeline, tuple(stages), cut
-        self.mesh = view(mesh)
+        self.mesh, self._mesh = view(mesh), mesh
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
@@ -269,6 +272,39 @@ class PipelinePlan:
         """Time that the busiest rank computes in one call."""
         return max(self.simulate().busy)
 
+    def with_schedule(self, schedule: Any) -> PipelinePlan:
+        """The same tasks in another order: nothing is cut or placed anew.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this plan's schedule does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
+        """
+        name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
+        _refuse_fresh_weights(self.program, pipeline, name)
+        found = _schedule(self.stages, self.cut, self.schedule.ranks, pipeline)
+        if found.rank_of != self.schedule.rank_of:
+            raise PipelineError(
+                f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
+                f"{_numbers(self.schedule.rank_of)}; plan the function anew with it."
+            )
+        if self.cut.body.backward and found.splits_backward != self.schedule.splits_backward:
+            has, wants = ("two tasks", "one") if self.schedule.splits_backward else ("one task", "two")
+            raise PipelineError(
+                f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
+                "function anew with it."
+            )
+        plan = _under_schedule(
+            self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
+            name,
+        )  # fmt: skip
+        if any(r.peak > r.capacity for r in plan.memory.ranks):
+            raise PipelineError(f"{name}: {too_large(plan.memory)}")
+        plan._in_tree = self._in_tree
+        return plan
+
     def explain(self) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles."""
         from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
@@ -307,6 +343,10 @@ class PipelinePlan:
         )
 
 
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
     size = itemsize_of(aval)
     for n in local_shape(aval.shape, placement, mesh.sizes):
@@ -318,7 +358,9 @@ def make_pipeline_plan(
     program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str] = (),
 ) -> PipelinePlan:  # fmt: skip
-    """Cuts, places and schedules a program.
+    """Cuts, places and schedules a program, so that it fits.
+
+    Stages whose recompute is "auto" compute their forward again if the devices of their rank are too small without.
 
     Args:
       program: traced with its marks.
@@ -329,17 +371,47 @@ def make_pipeline_plan(
       where: the function, for errors.
 
     Raises:
-      PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
+      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
+        small.
     """
+    again: set[int] = set()
+    while True:
+        plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        over = {r.rank for r in plan.memory.ranks if r.peak > r.capacity}
+        if not over:
+            return plan
+        more = {s.number for s in plan.stages if s.rank in over and _may_recompute(pipeline, s.number)} - again
+        if not more:
+            raise PipelineError(f"{where}: {too_large(plan.memory)}")
+        again |= more
+
+
+def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
+    given = pipeline.recompute
+    return (given if isinstance(given, str) else given[stage]) == "auto"
+
+
+def _plan_once(
+    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+) -> PipelinePlan:  # fmt: skip
+    """The same for one choice of stages that compute their forward `again`, whether it fits or not."""
     ranks = len(meshes)
     microbatches = find_loop(program, where).microbatches
     draft = _draft(pipeline, ranks, microbatches, where)
     rank_of = draft.rank_of
     count = len(rank_of)
-    recompute = _recomputed(pipeline, count, where)
+    recompute = {*_recomputed(pipeline, count, where), *again}
     _refuse_fresh_weights(program, pipeline, where)
-    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    if pipeline.stages == "auto":
+        program = _marked(program, [view(meshes[r]) for r in rank_of], arguments, pipeline, ranks, where)
+        pipeline = replace(pipeline, stages="marked")
+    elif pipeline.stages != "marked":
+        raise PipelineError(
+            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
+        )
+    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
@@ -361,7 +433,16 @@ def make_pipeline_plan(
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
+        return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
+    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
+    return _under_schedule(program, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
+
+
+def _under_schedule(
+    program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut, schedule: Schedule,
+    arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
+) -> PipelinePlan:  # fmt: skip
+    """The plan of placed stages in the order of a schedule."""
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -377,10 +458,25 @@ def make_pipeline_plan(
     return plan
 
 
+def _marked(
+    program: Program, views: Sequence[MeshView], arguments: Sequence[Argument], pipeline: Pipeline, ranks: int,
+    where: str,
+) -> Program:  # fmt: skip
+    """The program with boundaries for stages on the meshes `views`."""
+    chunks = len(views) // ranks
+    given = _stand_in(chunks) if pipeline.schedule == "auto" else pipeline.schedule
+
+    def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+        return _ordered(given, ranks, microbatches, chunks, costs, backward)
+
+    recomputed = _recomputed(pipeline, len(views), where)
+    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, HOST_SECONDS, where))
+
+
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
     """The stages that compute their forward again."""
     given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given)
+    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
         raise PipelineError(
             f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
@@ -419,11 +515,16 @@ def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Sch
     """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
     chunks = pipeline.chunks
     if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
-        return make_schedule("zb-h1" if (chunks or 1) == 1 else "interleaved", ranks, microbatches, chunks)
+        return make_schedule(_stand_in(chunks or 1), ranks, microbatches, chunks)
     try:
         return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
     except PipelineError as error:
         raise PipelineError(f"{where}: {error}") from None
+
+
+def _stand_in(chunks: int) -> str:
+    """The method that stands for the one that a search will find."""
+    return "zb-h1" if chunks == 1 else "interleaved"
 
 
 def _known(stage: Stage) -> dict[Var, Placement]:
@@ -443,11 +544,18 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
         return 0.0 if task is None or task.plan is None else max(task.plan.seconds, HOST_SECONDS)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
-    chunks = count // ranks
-    given = pipeline.schedule
     latency = stages[0].mesh.topology.link.latency
-    found = make_schedule(given, ranks, cut.loop.microbatches, chunks, costs=costs, latency=latency)
-    if cut.body.backward or count == 1:
+    backward = cut.body.backward or count == 1
+    costs = Costs.read(costs)
+    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
+
+
+def _ordered(
+    given: Any, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool, latency: float = 0.0
+) -> Schedule:
+    """The schedule for tasks of given costs; without a backward pass its forwards alone."""
+    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
+    if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
     return replace(found, rows=forward)
@@ -456,7 +564,10 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
 def _with_credits(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Network:
     net = plan.network
     if pipeline.credits == "auto":
-        return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        try:
+            return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        except PipelineError as error:
+            raise PipelineError(f"{where}: {error}") from None
     if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
         return net.with_registers([pipeline.credits] * len(net.channels))
     raise PipelineError(

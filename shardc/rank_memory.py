@@ -8,6 +8,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
+from shardc.errors import all_offenders
+
 KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "arguments": "what the call is given, on the stage where it lives",
@@ -60,9 +62,9 @@ class RankMemory:
 
     rank: int
     capacity: int
-    times: tuple[float, ...]
-    parts: Mapping[str, tuple[int, ...]]
-    labels: tuple[object, ...]
+    times: tuple[float, ...] = field(repr=False)
+    parts: Mapping[str, tuple[int, ...]] = field(repr=False)
+    labels: tuple[object, ...] = field(repr=False)
     arguments: int
     results: int
     holdings: tuple[Holding, ...] = field(repr=False)
@@ -129,3 +131,40 @@ class PipelineMemory:
     def too_full(self) -> tuple[RankMemory, ...]:
         """The ranks that want more than their devices have."""
         return tuple(r for r in self.ranks if r.peak > r.capacity)
+
+
+LARGEST: Final = 5
+"""How many of the largest values an error names."""
+
+
+def too_large(memory: PipelineMemory) -> str:
+    """What does not fit, what it is made of, and what would make it smaller."""
+    lines: list[str] = []
+    for r in memory.too_full:
+        parts = ", ".join(f"{_mib(b)} {kind}" for kind, b in sorted(r.peak_parts.items(), key=lambda p: -p[1]) if b)
+        lines.append(
+            f"rank {r.rank}: {_mib(r.peak)} at {r.peak_label}, its devices have {_mib(r.capacity)} "
+            f"({r.peak / max(r.capacity, 1):.2f} times as much): {parts}"
+        )
+        lines += [
+            f"    {_mib(h.bytes)}  {h.kind}: {h.name or 'made by shardc'} {h.value}{times} (stage {h.stage})"
+            for h in r.holdings[:LARGEST]
+            for times in [f" x {h.count}" if h.count > 1 else ""]
+        ]
+    worst = memory.worst.peak_parts
+    fixes: list[str] = []
+    if worst["working"] >= worst["arguments"]:
+        fixes.append("smaller microbatches: a larger `microbatches` in shardc.accumulate")
+    if worst["stash"] + worst["registers"] >= worst["arguments"]:
+        fixes.append('a schedule with fewer microbatches in flight ("1f1b", "v-min"), or recompute="full"')
+    if worst["results"]:
+        fixes.append("donate_argnames for what the step replaces")
+    fixes.append("more ranks, or an axis within the stages that splits what they hold")
+    return all_offenders(
+        "the pipeline does not fit; bytes on each device at the worst time of a call:",
+        [*lines, "What would help: " + "; ".join(fixes) + "."],
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -138,7 +138,7 @@ class _Builder:
             found[label] = stage, t.load
             actors[self.rank[stage]].append(Step(label))
         for rank, row in enumerate(self.schedule.rows):
-            for action in row:
+            for action in (part for whole in row for part in self.parts(whole)):
                 position = position_of(action, self.cut.body.stages)
                 actors[rank].append(self.step(action, ("loop", action.stage, position), action.microbatch))
                 task = self.tasks[action.stage].loop.get(position)
@@ -163,6 +163,13 @@ class _Builder:
             actors[r].append(Step(Once("idle", r), tuple(waits)))
         net = Network(tuple(map(tuple, actors)), tuple(self.channels))
         return StageNetwork(net, tuple(self.routes), found, tuple(self.rank), tuple(self.placements))
+
+    def parts(self, action: Action) -> list[Action]:
+        """Itself; but where the stage has its backward in two tasks, a full backward is both, one after the other."""
+        weight = weight_position(action.stage, self.cut.body.stages)
+        if action.kind != "B" or weight not in self.tasks[action.stage].loop:
+            return [action]
+        return [action._replace(kind="I"), action._replace(kind="W")]
 
     def step(self, label: Action | Once, place: tuple[str, int, int], key: int) -> Step:
         return Step(

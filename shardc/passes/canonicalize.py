@@ -44,7 +44,9 @@ class _Inliner:
         self.eqns: list[Eqn] = []
         self.marks = marks
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None) -> list[Atom]:
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None, inlined: bool = False
+    ) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
@@ -53,7 +55,7 @@ class _Inliner:
 
         for inner in jaxpr.eqns:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
-            eqn = _with_one_condition(eqn)
+            eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
             invars = [read(a) for a in eqn.invars]
             if eqn.primitive in MARKS and not self.marks:
                 env[eqn.outvars[0]] = invars[0]
@@ -61,7 +63,7 @@ class _Inliner:
             body = INLINED.get(eqn.primitive.name)
             if body is not None:
                 closed = eqn.params[body]
-                results = self.run(closed.jaxpr, _as_literals(closed), invars, eqn)
+                results = self.run(closed.jaxpr, _as_literals(closed), invars, eqn, inlined=True)
                 env |= dict(zip(eqn.outvars, results, strict=True))
                 continue
             outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]

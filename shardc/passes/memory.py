@@ -6,6 +6,7 @@ An estimate from above in the order of the program: XLA may reorder, fuse and re
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from shardc import compat
 from shardc.compat import Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.problem import itemsize_of
-from shardc.sbp.placement import AxisSizes, Placement, local_shape
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class Memory:
     @property
     def peak(self) -> int:
         return self.arguments + self.temporaries
+
+
+def bytes_of(var: Var) -> int:
+    """Bytes of a whole value."""
+    return math.prod(var.aval.shape) * itemsize_of(var.aval)
 
 
 def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
@@ -65,6 +71,13 @@ def estimate_memory(
     arguments = sum(size(v) for v in jaxpr.invars)
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     return Memory(arguments, results, peak(jaxpr))
+
+
+def working_bytes(eqn: compat.Eqn) -> int:
+    """Bytes of what an equation makes, and of the most that lives in its bodies, on one device that holds all."""
+    whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
+    inside = max((estimate_memory(body, whole, {}).temporaries for body in bodies_of(eqn)), default=0)
+    return sum(bytes_of(v) for v in eqn.outvars) + inside
 
 
 def bodies_of(eqn: compat.Eqn) -> list[Jaxpr]:

@@ -42,11 +42,13 @@ def reassociate(
       readers: how often each variable is read; only what the sum alone reads is taken apart.
       stage_of: of a term; None: it can be had everywhere, and goes with the first.
     """
-    terms = _terms(atom, base, made, readers)
+    terms = sum_terms(atom, base, made, readers)
     stages = [stage_of(t) for t, _ in terms]
     known = sorted({s for s in stages if s is not None})
     if len(known) < 2:
         return [(known[0] if known else 0, atom, [])]
+    found = base(atom)
+    like = None if compat.is_literal(found) else made.get(found)  # its line is that of the sums of its parts
     groups: list[Group] = []
     for stage in known:
         eqns: list[Eqn] = []
@@ -54,24 +56,24 @@ def reassociate(
         for (term, chain), at in zip(terms, stages, strict=True):
             if at == stage or (at is None and stage == known[0]):
                 value = _apply(term, chain, eqns)
-                total = value if total is None else _add(total, value, eqns)
+                total = value if total is None else _add(total, value, eqns, like)
         assert total is not None
         groups.append((stage, total, eqns))
     return groups
 
 
-def _terms(
+def sum_terms(
     atom: Atom, base: Callable[[Atom], Atom], made: Mapping[Var, Eqn], readers: Mapping[Var, int]
 ) -> list[tuple[Atom, list[Eqn]]]:
-    """The terms of a sum, each with the linear operations that are still to be done to it."""
+    """The terms of a sum, each with the linear operations that are still to be done to it; arguments as above."""
     found = base(atom)
     eqn = None if compat.is_literal(found) else made.get(found)
     if eqn is None or readers.get(found, 0) > 1:
         return [(atom, [])]
     if eqn.primitive.name in ADDITIONS:
-        return [t for a in eqn.invars for t in _terms(a, base, made, readers)]
+        return [t for a in eqn.invars for t in sum_terms(a, base, made, readers)]
     if eqn.primitive.name in LINEAR and len(eqn.invars) == 1 and _keeps_kind(eqn):
-        inner = _terms(eqn.invars[0], base, made, readers)
+        inner = sum_terms(eqn.invars[0], base, made, readers)
         if len(inner) > 1:
             return [(t, [*chain, eqn]) for t, chain in inner]
     return [(atom, [])]
@@ -90,7 +92,7 @@ def _apply(term: Atom, chain: list[Eqn], eqns: list[Eqn]) -> Atom:
     return term
 
 
-def _add(a: Atom, b: Atom, eqns: list[Eqn]) -> Atom:
+def _add(a: Atom, b: Atom, eqns: list[Eqn], like: Eqn | None) -> Atom:
     var = compat.fresh_var(a.aval)
-    eqns.append(compat.add_eqn(a, b, var))
+    eqns.append(compat.add_eqn(a, b, var, like))
     return var

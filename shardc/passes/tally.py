@@ -19,7 +19,7 @@ from shardc.passes.problem import itemsize_of, operation_of
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import compute_seconds
-from shardc.sbp.placement import Placement, local_shape
+from shardc.sbp.placement import REPLICATED, Placement, local_shape
 from shardc.sbp.signature import Rule, find_rule, shared_by
 
 
@@ -88,6 +88,19 @@ def equation_seconds(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshVi
     rule = find_rule(operation)
     shared = shared_by(rule.sizes(operation), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
     return compute_seconds(rule.flops / shared, memory, mesh)
+
+
+def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
+    """Seconds that one device alone computes in one execution of an equation, its bodies included."""
+    if is_transfer(eqn) or pin_of(eqn) is not None:
+        return 0.0
+    if eqn.primitive.name not in NESTED:
+        atoms = (a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
+        return equation_seconds(eqn, dict.fromkeys(atoms, REPLICATED), mesh)
+    trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return sum(
+        n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips)
+    )
 
 
 def _counts(rule: Rule, eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> dict[str, int]:
