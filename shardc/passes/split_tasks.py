@@ -20,6 +20,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.advance_sums import advance_sums
 from shardc.passes.cut_stages import StageProgram
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.memory import local_bytes
@@ -182,7 +183,7 @@ class _Splitter:
             read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
             takes = [e for v, stack in stacks.items() if v in read for e in self._take(v, stack)]
             ties = {after: total for total, after in kept.get(p, ())}
-            eqns = added_at_once(takes + [_renamed(e, names) for e in eqns], set(ties))
+            eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
             tasks[p] = self._task(
                 f"task{p}", p, eqns, outputs.get(p, {}), received=received.get(p, ()), sent=sent.get(p, ()),
                 kept=kept.get(p, ()), ties=ties,
@@ -346,7 +347,6 @@ class _Splitter:
             )  # fmt: skip
         return tasks
 
-
     def _reused(self, outputs: Sequence[Var], spare: Sequence[Var]) -> dict[Var, Var]:
         """For outputs of an update the sums whose buffers they can take, which nobody reads any more."""
         left: dict[tuple[tuple[int, ...], np.dtype, Placement], list[Var]] = {}
@@ -357,37 +357,6 @@ class _Splitter:
             if alike := left.get((out.aval.shape, out.aval.dtype, self.placements[out])):
                 found[out] = alike.pop(0)
         return found
-
-
-def added_at_once(eqns: Sequence[Eqn], sums: Collection[Var]) -> list[Eqn]:
-    """The same equations, what is added to a sum right behind where it is made: it need not live until the end.
-
-        g = f x; h = f y; s' = s + g; t' = t + h   -->   g = f x; s' = s + g; h = f y; t' = t + h
-    """
-    makers = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-    waits = [{makers[a] for a in e.invars if not compat.is_literal(a) and a in makers} for e in eqns]
-    readers = Counter(j for w in waits for j in w)
-    early: set[int] = set()
-    pending = [makers[v] for v in sums if v in makers]
-    while pending:  # an addition, and what only turns its term into shape
-        i = pending.pop()
-        early.add(i)
-        pending += [j for j in waits[i] if readers[j] == 1 and len(waits[j]) == 1 and j not in early]
-    missing = {i: len(waits[i]) for i in early}
-    behind: dict[int, list[int]] = {}
-    for i in sorted(early):
-        for j in waits[i]:
-            behind.setdefault(j, []).append(i)
-    order: list[Eqn] = []
-    ready = [i for i in range(len(eqns)) if i not in early or not waits[i]][::-1]
-    while ready:
-        i = ready.pop()
-        order.append(eqns[i])
-        for j in reversed(behind.get(i, ())):
-            missing[j] -= 1
-            if not missing[j]:
-                ready.append(j)
-    return order
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
