@@ -34,7 +34,7 @@ class Executable:
     """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
     def __init__(self, plan: Plan, mesh: AnyMesh, token: bool = False) -> None:
-        """`token`: whether `run` gives one result more, which nobody donates: it is there when the program has run."""
+        """`token`: whether `run` gives one result more, of no bytes, which nobody donates: it is there when all is."""
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -95,7 +95,7 @@ class Executable:
 
         def ordered(*args: Any) -> list[Any]:
             out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
-            return [*(out[i] for i in self._out_order), *[jax.numpy.int32(0)] * self._token]
+            return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._token]
 
         ordered.__name__ = plan.program.name
         return ordered

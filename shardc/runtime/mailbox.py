@@ -38,27 +38,30 @@ class Mailbox:
     """The port of an actor of this process, and the end from which its thread reads."""
 
     def __init__(self) -> None:
-        self._posted: SimpleQueue[Posted] = SimpleQueue()
+        self._posted: SimpleQueue[list[Posted]] = SimpleQueue()
+        """Lists of one, which the reader empties: the thread that posts keeps nothing alive, however slow it is."""
         self._later: list[Posted] = []
         self.stopped = 0
         """The last run that is to be abandoned."""
 
     def message(self, run: int, message: Message, value: Any) -> None:
-        self._posted.put((run, message, value))
+        posted: list[Posted] = [(run, message, value)]
+        del value
+        self._posted.put(posted)
 
     def credit(self, run: int, channel: int) -> None:
-        self._posted.put((run, channel, None))
+        self._posted.put([(run, channel, None)])
 
     def stop(self, run: int) -> None:
         self.stopped = max(self.stopped, run)
-        self._posted.put((run, None, None))
+        self._posted.put([(run, None, None)])
 
     def open(self, run: int, actor: Actor[Any]) -> None:
         """Begins a run: drops what is left of those before it, hands on what came early."""
         early, self._later = self._later, []
         try:
             while True:
-                early.append(self._posted.get_nowait())
+                early.append(self._posted.get_nowait().pop())
         except Empty:
             pass
         for posted in early:
@@ -66,7 +69,7 @@ class Mailbox:
 
     def feed(self, run: int, actor: Actor[Any]) -> None:
         """Waits for one thing that is posted and hands it on to the actor."""
-        self._hand_on(self._posted.get(), run, actor)
+        self._hand_on(self._posted.get().pop(), run, actor)
 
     def _hand_on(self, posted: Posted, run: int, actor: Actor[Any]) -> None:
         of, what, value = posted
@@ -84,7 +87,7 @@ class Mailbox:
         later = self._later
         try:
             while True:
-                later.append(self._posted.get_nowait())
+                later.append(self._posted.get_nowait().pop())
         except Empty:
             pass
         self._later = [p for p in later if p[0] > run]

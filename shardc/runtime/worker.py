@@ -131,16 +131,19 @@ class Worker:
         count = len(step.gives)
         if len(given) < count:
             raise ValueError(f"the task returned {len(given)} values; the step gives {count}.")
-        for i, message in enumerate(step.gives):
-            channel = message[0]
+        for i, (channel, _) in enumerate(step.gives):
             move = self._moves[channel]
             if move is not None:
                 given[i] = move(given[i])
-            port = self._to[channel]
+        if self._window is not None:
+            self._window.add((step.label, task.source), given[:count], given[count:])
+        given = given[:count][::-1]
+        for message in step.gives:  # nothing of it is kept: its taker may be through before this thread goes on
+            port = self._to[message[0]]
             if port is None:
-                actor.deliver(message, given[i])
+                actor.deliver(message, given.pop())
             else:
-                port.message(run, message, given[i])
+                port.message(run, message, given.pop())
         end = perf_counter()
         for channel, _ in step.takes:
             if self._bounded[channel]:
@@ -149,8 +152,6 @@ class Worker:
                     actor.credit(channel, None)
                 else:
                     port.credit(run, channel)
-        if self._window is not None:
-            self._window.add((step.label, task.source), given[:count], given[count:])
         return end
 
 
