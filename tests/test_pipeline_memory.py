@@ -1,6 +1,6 @@
 """What lives on each device while a pipeline runs is never more than its plan says, and the plan says little more.
 
-`jax.live_arrays` is asked before and after every launch and after every copy. The ranks are slowed down one after the
+`jax.live_arrays` is asked before and after every launch, and after every copy. The ranks are slowed down one after the
 other, so that the others run as far ahead of each as they can.
 """
 
@@ -39,25 +39,23 @@ class Watched(PipelineExecutable):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.most, self.slow, self.looking = Counter(), None, threading.Lock()
+        self.most, self.looking = Counter(), threading.Lock()
+        self.slow = set()
+        """Stages that wait before each launch."""
+        self._watch.run = self._launch
         _ = self.compiled
 
     def look(self):
         with self.looking:
             self.most |= bytes_of(jax.live_arrays())
 
-    def _runner(self, label, step):
-        run, rank = super()._runner(label, step), self.plan.stages[step.stage].rank
-
-        def watched(values):
-            if rank == self.slow:
-                time.sleep(SLOW)
-            self.look()
-            out = run(values)
-            self.look()
-            return out
-
-        return watched
+    def _launch(self, label, executable, given):
+        if self.plan.built.tasks[label][0] in self.slow:
+            time.sleep(SLOW)
+        self.look()
+        made = executable.run(given)
+        self.look()
+        return made
 
     def _transport(self, channel):
         move = super()._transport(channel)
@@ -80,7 +78,7 @@ class Watched(PipelineExecutable):
 
     def measure(self, leaves, slow):
         """Bytes of each rank that live at most in one call, beside what others hold."""
-        self.slow = slow
+        self.slow = {s.number for s in self.plan.stages if s.rank == slow}
         given = jax.block_until_ready(self.placed(leaves))
         gc.collect()
         before = bytes_of(jax.live_arrays())

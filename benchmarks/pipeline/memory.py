@@ -18,6 +18,7 @@ import jax
 import shardc
 from benchmarks.measure import report
 from benchmarks.pipeline.models import STAGES, WORKLOADS
+from shardc.executable import Executable
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.runtime.actor import Channel
 
@@ -40,20 +41,22 @@ class Watched(PipelineExecutable):
         super().__init__(plan, meshes)
         self.most: Counter[Any] = Counter()
         self.looking = threading.Lock()
+        self._watch.run = self._launch
 
     def look(self) -> None:
         with self.looking:
             self.most |= live()  # the greater of both, device by device
 
-    def _runner(self, *args: Any) -> Callable[[list[Any]], list[Any]]:
-        return self._then_look(super()._runner(*args))
+    def _launch(self, _: Any, executable: Executable, given: list[Any]) -> list[Any]:
+        made = executable.run(given)
+        self.look()
+        return made
 
     def _transport(self, channel: Channel) -> Callable[[Any], Any]:
-        return self._then_look(super()._transport(channel))
+        move = super()._transport(channel)
 
-    def _then_look(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(values: Any) -> Any:
-            out = fn(values)
+            out = move(values)
             self.look()
             return out
 
