@@ -24,8 +24,10 @@ from shardc.passes.trace import settings
 from shardc.pipeline.action import Action
 from shardc.pipeline.recorded import recorded
 from shardc.pipeline.simulate import Timeline
+from shardc.pipeline_memory import working_bytes
 from shardc.pipeline_plan import PipelinePlan, Stage
 from shardc.placed import PlacedArray, is_placed, narrow
+from shardc.rank_memory import PipelineMemory
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
@@ -409,6 +411,15 @@ class PipelineExecutable:
     def memory_stats(self) -> Any:
         """XLA's memory analysis of each task, by its name."""
         return {e.plan.program.name: e.memory_stats() for e in self._task_executables()}
+
+    @property
+    def memory(self) -> PipelineMemory:
+        """`plan.memory`, with what XLA says of the inside of each task in place of the planner's estimate."""
+        return self.plan.memory_with(self._working)
+
+    def _working(self, task: StageTask) -> int:
+        found = self._executables[id(task)].memory_stats() if task.plan is not None else None
+        return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
         """Compares the collectives in the compiled HLO of every task with the plan's."""

@@ -3,7 +3,8 @@
 A device's memory is taken when a task is launched and given back when the last reference goes, so what a rank holds
 depends on its own steps, whose order is fixed, and on how far the others run ahead of it, which registers bound. The
 account has each message there as early as any timing can bring it (`earliest_arrivals`): it holds for every run, and
-the simulated times only say when.
+the simulated times only say when. The one thing that follows them is `leaving`: how long a value that was sent stays
+for the link's sake, as long as the link is as fast as the topology says.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ def pipeline_memory(
 
 
 def working_bytes(task: StageTask) -> int:
-    """Bytes that live inside a task besides its inputs and outputs: an estimate from above, in program order."""
+    """Bytes that live inside a task besides its inputs and outputs: an estimate, in program order and nothing fused.
+
+    Of the tasks of the zoo XLA:CPU wants less for nine in ten, often far less, and for the largest of the rest 3% more
+    (copies into other layouts). The exception are tasks of many independent products, such as W: its scheduler begins
+    them all at once, and that took up to 6 times the estimate. `PipelineExecutable.memory` has XLA's own figures.
+    """
     if task.plan is None:
         return 0
     boxed = task.plan.boxed

@@ -110,6 +110,7 @@ def check(step, args, mesh, schedules, **options):
             assert all(m <= p for m, p in zip(measured, planned, strict=True)), (schedule, slow, measured, planned)
             most = list(map(max, most, measured))
         watched.close()
+        assert [r.live_peak for r in watched.memory.ranks] == planned, "XLA's figures are of the inside of tasks only"
         held = [without_links(r) for r in ranks]
         assert all(h <= 1.1 * m for h, m in zip(held, most, strict=True)), (schedule, most, held)
     first.close()
