@@ -31,7 +31,7 @@ from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
-from shardc.pipeline_memory import pipeline_memory
+from shardc.pipeline_memory import pipeline_memory, working_bytes
 from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
@@ -51,7 +51,8 @@ class Pipeline:
       schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
         (ranks, microbatches, chunks, costs) that gives one.
       chunks: stages for each rank; None: what the schedule wants.
-      credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
+      credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or where memory has
+        no room for these those that cost the least time; or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
         a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
       stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
@@ -117,6 +118,7 @@ class PipelinePlan:
       network: the actors and their channels, with registers.
       transfers: what goes from stage to stage.
       homes: the stage on which each argument lives between calls.
+      squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
     """
 
     gap = None
@@ -131,6 +133,7 @@ class PipelinePlan:
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
+        self.squeezed: tuple[int, ...] = ()
         self.ties = tuple(match_donated(program, arguments))
         self.inputs = tuple(self._inputs())
         self.outputs = tuple(self._outputs())
@@ -272,6 +275,16 @@ class PipelinePlan:
         """Time that the busiest rank computes in one call."""
         return max(self.simulate().busy)
 
+    def with_registers(self, registers: Sequence[int | None]) -> PipelinePlan:
+        """The same plan with so many registers for each channel."""
+        built = replace(self.built, network=self.network.with_registers(registers))
+        found = PipelinePlan(
+            self.program, self._mesh, self.pipeline, self.stages, self.cut, self.schedule, built, self.arguments,
+            self.results, self.notes,
+        )  # fmt: skip
+        found._in_tree = self._in_tree
+        return found
+
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """The same tasks in another order: nothing is cut or placed anew.
 
@@ -360,7 +373,8 @@ def make_pipeline_plan(
 ) -> PipelinePlan:  # fmt: skip
     """Cuts, places and schedules a program, so that it fits.
 
-    Stages whose recompute is "auto" compute their forward again if the devices of their rank are too small without.
+    Where the devices of a rank are too small its channels get fewer registers, or its stages, if their recompute is
+    "auto", compute their forward again: whatever is faster of what fits.
 
     Args:
       program: traced with its marks.
@@ -375,14 +389,18 @@ def make_pipeline_plan(
         small.
     """
     again: set[int] = set()
+    best: PipelinePlan | None = None
     while True:
         plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
-        over = {r.rank for r in plan.memory.ranks if r.peak > r.capacity}
-        if not over:
-            return plan
-        more = {s.number for s in plan.stages if s.rank in over and _may_recompute(pipeline, s.number)} - again
-        if not more:
+        full = {r.rank for r in plan.memory.too_full}
+        if not full and (best is None or plan.seconds < best.seconds):
+            best = plan
+        short = full or set(plan.squeezed)
+        more = {s.number for s in plan.stages if s.rank in short and _may_recompute(pipeline, s.number)} - again
+        if not more and best is None:
             raise PipelineError(f"{where}: {too_large(plan.memory)}")
+        if not more and best is not None:
+            return best
         again |= more
 
 
@@ -449,13 +467,11 @@ def _under_schedule(
         cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
     )
     plan = PipelinePlan(program, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
-    network = _with_credits(plan, pipeline, where)
-    deadlock = find_deadlock(network)
+    plan = plan.with_registers(_registers(plan, pipeline, where))
+    deadlock = find_deadlock(plan.network)
     if deadlock is not None:
         raise PipelineError(f"{where}: {deadlock}")
-    plan.built = replace(built, network=network)
-    plan.network = network
-    return plan
+    return _squeezed(plan, built.network) if pipeline.credits == "auto" else plan
 
 
 def _marked(
@@ -561,18 +577,43 @@ def _ordered(
     return replace(found, rows=forward)
 
 
-def _with_credits(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Network:
+def _registers(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Sequence[int]:
+    """Of each channel, whatever the memory."""
     net = plan.network
     if pipeline.credits == "auto":
         try:
-            return net.with_registers(auto_credits(net, plan.cost, plan.link))
+            return auto_credits(net, plan.cost, plan.link)
         except PipelineError as error:
             raise PipelineError(f"{where}: {error}") from None
     if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
-        return net.with_registers([pipeline.credits] * len(net.channels))
+        return [pipeline.credits] * len(net.channels)
     raise PipelineError(
         f'{where}: credits={pipeline.credits!r}; write "auto", or a number of registers for each channel, 1 or more.'
     )
+
+
+def _squeezed(plan: PipelinePlan, net: Network) -> PipelinePlan:
+    """The plan with fewer registers, and slower, if that makes it fit; else the plan as it is.
+
+    Args:
+      plan: with the registers that are best for time.
+      net: its network without registers.
+    """
+    full = plan.memory.too_full
+    if not full or any(r.peak_without("registers") > r.capacity for r in full):
+        return plan
+    working = {id(t): working_bytes(t) for _, t in plan.built.tasks.values()}
+
+    def too_full(registers: Sequence[int]) -> list[int]:
+        memory = plan.with_registers(registers).memory_with(lambda task: working[id(task)])
+        return [r.rank for r in memory.too_full]
+
+    try:
+        found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
+    except PipelineError:
+        return plan
+    found.squeezed = tuple(r.rank for r in full)
+    return found
 
 
 def _pinned(program: Program, pins: dict[int, Pin]) -> Program:

@@ -97,7 +97,11 @@ class RankMemory:
     @property
     def live_peak(self) -> int:
         """The most that is there at once of whole arrays: without what lives inside a task."""
-        return max((b - w for b, w in zip(self.bytes, self.parts["working"], strict=True)), default=0)
+        return self.peak_without("working")
+
+    def peak_without(self, kind: str) -> int:
+        """The most that is there at once besides what is taken for `kind`."""
+        return max((b - w for b, w in zip(self.bytes, self.parts[kind], strict=True)), default=0)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,50 @@ def test_stages_recompute_where_they_would_not_fit():
     assert tight.memory.peak <= (least + free.memory.peak) // 2
 
 
+def wide(params, x):
+    """Little is computed, and much is sent."""
+    x = x @ jnp.ones((8, 4096))
+    for i, (down, up) in enumerate(params):
+        x = jnp.tanh(x @ down) @ up
+        x = shardc.stage_boundary(x) if i < len(params) - 1 else x
+    return jnp.mean(x**2)
+
+
+def wide_plan(hbm, **options):
+    def step(params, x):
+        value, grads = shardc.accumulate(jax.value_and_grad(wide), microbatches=8)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, np.float32)  # noqa: E731
+    mesh = shardc.make_mesh(topology="v5p", pipe=4, hbm=hbm)
+    pipeline = shardc.Pipeline(schedule="eager-1f1b", **options)
+    step_ = shardc.function(step, mesh=mesh, donate_argnames=("params",), pipeline=pipeline)
+    return step_.plan([(shape(4096, 64), shape(64, 4096))] * 4, shape(8 * 1024, 8))
+
+
+def registers(plan):
+    return sum(c.registers for c in plan.network.channels if c.source != c.target and c.bytes)
+
+
+def test_registers_are_given_up_where_memory_has_no_room_for_them():
+    free = wide_plan("64GB", recompute="none")
+    assert free.squeezed == ()
+    room = int(0.9 * free.memory.peak)
+    tight = wide_plan(room, recompute="none")
+    assert tight.memory.peak <= room and tight.squeezed == (0, 1)
+    assert registers(tight) < registers(free) and tight.seconds > free.seconds
+    assert "as the memory of ranks 0-1 is small" in tight.explain() and "small" not in free.explain()
+
+
+def test_recompute_or_fewer_registers_whatever_is_faster():
+    free = wide_plan("64GB", recompute="none")
+    room = int(0.99 * free.memory.peak)  # so little is missing that the recompute of one stage gives it
+    assert wide_plan(room).squeezed == ()
+    assert wide_plan(room).seconds < wide_plan(room, recompute="none").seconds
+    both = wide_plan(int(0.8 * free.memory.peak))
+    assert both.squeezed and "full" in both.pipeline.recompute
+
+
 def test_what_does_not_fit_is_named():
     with pytest.raises(PipelineError, match=r"does not fit") as caught:
         plan("100KB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from shardc.errors import PipelineError, all_offenders
 from shardc.pipeline.action import Action
@@ -16,8 +17,12 @@ _SAME = 1 + 1e-9
 """Times that differ by less are the same: sums of costs in another order."""
 
 
+TooFull: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""The actors that hold too much, if the channels have so many registers."""
+
+
 def auto_credits(
-    net: Network, cost: Cost, link: Link | None = None, bound: int | Sequence[int] | None = None
+    net: Network, cost: Cost, link: Link | None = None, bound: int | Sequence[int] | TooFull | None = None
 ) -> tuple[int, ...]:
     """Registers for each channel: few that keep the best time, or a good time within a bound on memory.
 
@@ -40,7 +45,7 @@ def auto_credits(
       net: actors and channels; `Channel.bytes` says what a register holds.
       cost, link: as for `simulate`.
       bound: bytes for the registers of each actor, one number for all or one each. A register lies at the channel's
-        target, as messages move when they are made.
+        target, as messages move when they are made. Or a function that says who holds too much.
 
     Raises:
       PipelineError: the network deadlocks whatever the registers, or the bound cannot be kept; the message has the
@@ -56,8 +61,8 @@ def auto_credits(
     floor = _fewest(unbounded, link)
     _lower(free, floor, chosen, unbounded.makespan * _SAME, makespan)
     if bound is not None:
-        limits = [bound] * len(net.actors) if isinstance(bound, int) else list(bound)
-        reached = _fit(free, limits, chosen, makespan)
+        too_full = bound if callable(bound) else _Limits(net, bound)
+        reached = _fit(free, too_full, chosen, makespan)
         _lower(free, [1] * len(floor), chosen, reached * _SAME, makespan)
     return tuple(chosen)
 
@@ -143,17 +148,25 @@ def _tails(timeline: Timeline, link: Link | None) -> list[list[float]]:
     return tails
 
 
-def _fit(free: Sequence[int], limits: Sequence[int], chosen: list[int], makespan: _Makespan) -> float:
-    """Takes registers away until no actor holds more bytes than its limit; gives the makespan that is left."""
+class _Limits:
+    """The actors whose registers have more bytes than their limits."""
+
+    def __init__(self, net: Network, bound: int | Sequence[int]) -> None:
+        self.channels = net.channels
+        self.limits = [bound] * len(net.actors) if isinstance(bound, int) else list(bound)
+
+    def __call__(self, registers: Sequence[int]) -> list[int]:
+        held = [0] * len(self.limits)
+        for c, n in zip(self.channels, registers, strict=True):
+            held[c.target] += n * c.bytes
+        return [a for a, h in enumerate(held) if h > self.limits[a]]
+
+
+def _fit(free: Sequence[int], too_full: TooFull, chosen: list[int], makespan: _Makespan) -> float:
+    """Takes registers away until no actor holds too much; gives the makespan that is left."""
     channels = makespan.net.channels
     best = makespan(chosen)
-    while True:
-        held = [0] * len(limits)
-        for c, n in zip(channels, chosen, strict=True):
-            held[c.target] += n * c.bytes
-        over = [a for a, h in enumerate(held) if h > limits[a]]
-        if not over:
-            return best
+    while over := too_full(chosen):
         trials: list[tuple[float, int, int]] = []
         for i in free:
             if channels[i].target == over[0] and chosen[i] > 1 and channels[i].bytes:
@@ -162,19 +175,20 @@ def _fit(free: Sequence[int], limits: Sequence[int], chosen: list[int], makespan
                 chosen[i] += 1
         best, _, channel = min(trials, default=(float("inf"), 0, 0))
         if best == float("inf"):
-            raise PipelineError(_too_large(makespan.net, over, limits, chosen))
+            raise PipelineError(_too_large(makespan.net, over, too_full, chosen))
         chosen[channel] -= 1
+    return best
 
 
-def _too_large(net: Network, over: Sequence[int], limits: Sequence[int], chosen: Sequence[int]) -> str:
+def _too_large(net: Network, over: Sequence[int], too_full: TooFull, chosen: Sequence[int]) -> str:
     blocks: list[str] = []
     for a in over:
         held = [(n * c.bytes, n, c) for c, n in zip(net.channels, chosen, strict=True) if c.target == a and c.bytes]
         held.sort(key=lambda part: -part[0])
+        limit = f"; the bound is {too_full.limits[a]}" if isinstance(too_full, _Limits) else ""
         blocks.append(
             f"actor {a}: {' + '.join(f'{n} x {c.bytes} ({c.name})' for _, n, c in held)} = "
-            f"{sum(b for b, _, _ in held)} bytes; "
-            f"the bound is {limits[a]}."
+            f"{sum(b for b, _, _ in held)} bytes{limit}."
         )
     return (
         all_offenders(

@@ -352,6 +352,8 @@ def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
         table.add_row(word, stages, credits, str(peak), size, at_most)
     others = len(plan.network.channels) - len(given)
     more = f"; {number_text(others, 'other')} carry what is sent once a call" if others else ""
+    few = f"; fewer than would be fastest, as the memory of ranks {ranges_text(plan.squeezed)} is small"
+    more += few if plan.squeezed else ""
     return section(f"Channels: registers for what is sent for each microbatch{more}", table)
 
 
