@@ -11,7 +11,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.errors import PipelineError, all_offenders
+from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import MeshView
 from shardc.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
 from shardc.passes.boundary import END, stage_boundary_p
@@ -39,6 +39,7 @@ class Wanted:
       ordered: the order of the actions, for the costs of the stages, so many microbatches, and with or without a
         backward pass.
       recomputed: the stages that keep their inputs only.
+      memory_scale: of each stage what its memory is, to the estimate of it.
       least: seconds that any task costs.
       where: the function, for errors.
     """
@@ -47,27 +48,37 @@ class Wanted:
     arguments: Sequence[Argument]
     ordered: Callable[[Costs, int, bool], Schedule]
     recomputed: Collection[int]
+    memory_scale: Sequence[float]
     least: float
     where: str
 
 
-def mark_automatically(program: Program, wanted: Wanted) -> Program:
+def mark_automatically(program: Program, wanted: Wanted) -> tuple[Program, Sequence[float]]:
     """The program with the boundaries under which a call is fastest and every stage fits its memory.
 
     What is not pinned, and all activations, count as split over all devices of a stage's mesh.
 
+    Returns:
+      the program, and for each stage the estimate of the bytes on each of its devices; unknown, 0, for a single stage.
+
     Raises:
-      PipelineError: there are boundaries already, too little work for so many stages, or too little memory.
+      PipelineError: there are boundaries already, or too little work for so many stages.
+      StageMemoryError: no cuts fit the memory.
     """
     loop = find_loop(program, wanted.where)
     _refuse_marks(loop, wanted.where)
     if len(wanted.views) == 1:
-        return program
+        return program, (0.0,)
     measured = _Measured(program, loop, wanted)
     cuts = choose_cuts(measured.chain, measured.schedule)
     if cuts is None:
-        raise PipelineError(_why_not(measured))
-    return mark_stages(program, measured.body, measured.points, cuts)
+        raise _why_not(measured)
+    ends = [0, *cuts, len(measured.points.ahead) - 1]
+    estimates = [
+        measured.chain.memory[s, i, j] / scale
+        for s, ((i, j), scale) in enumerate(zip(pairwise(ends), wanted.memory_scale, strict=True))
+    ]
+    return mark_stages(program, measured.body, measured.points, cuts), estimates
 
 
 def _refuse_marks(loop: Loop, where: str) -> None:
@@ -130,7 +141,9 @@ class _Measured:
             np.stack([work[v][0] for v in views]),
             np.stack([work[v][1] + (work[v][0] if self.again(s) else 0) for s, v in enumerate(views)]),
             points.activation / size, points.gradient / size, points.once / size, points.back,
-            np.stack([memory[v].needed(self.holds[s], self.again(s)) for s, v in enumerate(views)]),
+            np.stack([
+                self.wanted.memory_scale[s] * memory[v].needed(self.holds[s], self.late(s)) for s, v in enumerate(views)
+            ]),
             np.asarray([float(v.topology.hbm) for v in views]),
             self.fused, link.latency, link.bandwidth, self.wanted.least,
         )  # fmt: skip
@@ -143,6 +156,11 @@ class _Measured:
     def again(self, stage: int) -> bool:
         """Whether a stage computes its forward again."""
         return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
+
+    def late(self, stage: int) -> bool:
+        """Whether a stage computes what its backward reads in its backward, and leaves nothing of it."""
+        last = self.fused and stage == len(self.wanted.views) - 1
+        return self.again(stage) or (last and not self.schedule(Costs()).splits_backward)
 
     def _seconds(self, view: MeshView) -> Floats:
         """Of each equation, its work shared by all devices of a mesh."""
@@ -178,20 +196,21 @@ def _local_bytes(v: Var, argument: Argument, view: MeshView) -> float:
     return local_bytes(v, argument.pin.placement, view.sizes)
 
 
-def _why_not(measured: _Measured) -> str:
+def _why_not(measured: _Measured) -> PipelineError:
     """Why there are no cuts: what each stage would hold, in the cuts that come nearest."""
     wanted, chain = measured.wanted, measured.chain
     cuts = tightest_cuts(chain)
     if cuts is None:
-        return (
+        return PipelineError(
             f"{wanted.where}: {chain.stages} stages want {chain.stages - 1} cuts; the loop's body has "
             f"{len(measured.points.ahead) - 2} places between operations that take time. Take fewer stages."
         )
-    return all_offenders(
-        f"{wanted.where}: no {chain.stages} stages fit the memory. Those that come nearest hold, per device,",
-        _breakdown(measured, cuts),
-    ) + (
-        "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
+    return StageMemoryError(
+        all_offenders(
+            f"{wanted.where}: no {chain.stages} stages fit the memory. Those that come nearest hold, per device,",
+            _breakdown(measured, cuts),
+        )
+        + "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
         'recompute activations (recompute="full"), take a schedule that holds fewer microbatches, or smaller ones.'
     )
 
@@ -200,12 +219,12 @@ def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:
     chain, lines = measured.chain, list[str]()
     ends = [0, *cuts, len(measured.points.ahead) - 1]
     for s, (i, j) in enumerate(pairwise(ends)):
-        memory, held, again = measured.memory(measured.wanted.views[s]), measured.holds[s], measured.again(s)
+        memory, held, late = measured.memory(measured.wanted.views[s]), measured.holds[s], measured.late(s)
         total, room = chain.memory[s, i, j], chain.room[s]
         lines.append(
             f"stage {s}: {_text(total)} of {_text(room)}{'' if total <= room else ', too much'}: parameters, their "
             f"gradients and optimizer state {_text(memory.state[i, j])}, activations of {held} microbatches "
-            f"{_text(memory.activations(held, again)[i, j])}, the largest operation {_text(memory.working[i, j])}"
+            f"{_text(memory.activations(held, late)[i, j])}, while it computes {_text(memory.working[i, j])}"
         )
     return lines
 

@@ -34,6 +34,10 @@ class PipelineError(ShardcError, ValueError):
     """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
 
 
+class StageMemoryError(PipelineError):
+    """No cuts into so many stages fit the memory, by the estimate that cutting goes by."""
+
+
 class StepFailedError(ShardcError, RuntimeError):
     """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
 

@@ -14,7 +14,7 @@ import jax
 from shardc import compat
 from shardc.auto_stages import Wanted, mark_automatically
 from shardc.compat import Eqn, Var
-from shardc.errors import PipelineError, all_offenders
+from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
@@ -40,6 +40,8 @@ from shardc.stage_network import StageNetwork, position_of, stage_network
 
 HOST_SECONDS = 5e-5
 """What the host needs to launch a task: the least that a task costs."""
+CUTS = 5
+"""How often stages are cut, if what the cuts go by turns out to be too low."""
 
 
 @dataclass(frozen=True)
@@ -391,11 +393,17 @@ def make_pipeline_plan(
     again: set[int] = set()
     best: PipelinePlan | None = None
     while True:
-        plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        try:
+            plan = _plan_cut(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        except StageMemoryError:
+            if best is None:
+                raise
+            return best
         full = {r.rank for r in plan.memory.too_full}
         if not full and (best is None or plan.seconds < best.seconds):
             best = plan
         short = full or set(plan.squeezed)
+        again = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and _may_recompute(pipeline, s.number)} - again
         if not more and best is None:
             raise PipelineError(f"{where}: {too_large(plan.memory)}")
@@ -407,6 +415,49 @@ def make_pipeline_plan(
 def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
     given = pipeline.recompute
     return (given if isinstance(given, str) else given[stage]) == "auto"
+
+
+def _plan_cut(
+    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+) -> PipelinePlan:  # fmt: skip
+    """The plan for stages that compute their forward `again`, whether it fits or not, cut here if nobody marked them.
+
+    Cutting goes by an estimate. Where the account of the plan has more than fits, it is cut anew with that in mind.
+
+    Raises:
+      StageMemoryError: no cuts fit, nor do they if all stages compute their forward again that may.
+    """
+    if pipeline.stages not in ("marked", "auto"):
+        raise PipelineError(
+            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
+        )
+    if pipeline.stages == "marked":
+        return _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+    rank_of = _draft(pipeline, len(meshes), find_loop(program, where).microbatches, where).rank_of
+    scale = [1.0] * len(rank_of)
+    may = {s for s in range(len(rank_of)) if _may_recompute(pipeline, s)}
+    plan: PipelinePlan | None = None
+    for _ in range(CUTS):
+        try:
+            found, estimates = _marked(program, meshes, rank_of, arguments, pipeline, again, scale, where)
+        except StageMemoryError:
+            if plan is not None:
+                return plan
+            if may <= set(again):
+                raise
+            again = {*again, *may}
+            continue
+        marked = replace(pipeline, stages="marked")
+        plan = _plan_once(found, mesh, meshes, arguments, results, marked, where, notes, again)
+        peak = {r.rank: r.peak for r in plan.memory.too_full}
+        if not peak:
+            return plan
+        for s, rank in enumerate(rank_of):
+            if rank in peak and estimates[s]:
+                scale[s] = peak[rank] / estimates[s]
+    assert plan is not None
+    return plan
 
 
 def _plan_once(
@@ -422,13 +473,6 @@ def _plan_once(
     recompute = {*_recomputed(pipeline, count, where), *again}
     _refuse_fresh_weights(program, pipeline, where)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
-    if pipeline.stages == "auto":
-        program = _marked(program, [view(meshes[r]) for r in rank_of], arguments, pipeline, ranks, where)
-        pipeline = replace(pipeline, stages="marked")
-    elif pipeline.stages != "marked":
-        raise PipelineError(
-            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
-        )
     cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
     readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
@@ -475,18 +519,21 @@ def _under_schedule(
 
 
 def _marked(
-    program: Program, views: Sequence[MeshView], arguments: Sequence[Argument], pipeline: Pipeline, ranks: int,
-    where: str,
-) -> Program:  # fmt: skip
-    """The program with boundaries for stages on the meshes `views`."""
-    chunks = len(views) // ranks
+    program: Program, meshes: Sequence[AnyMesh], rank_of: Sequence[int], arguments: Sequence[Argument],
+    pipeline: Pipeline, again: Collection[int], scale: Sequence[float], where: str,
+) -> tuple[Program, Sequence[float]]:  # fmt: skip
+    """The program with boundaries for stages on ranks `rank_of`, and the estimated bytes of each stage."""
+    ranks = len(meshes)
+    chunks = len(rank_of) // ranks
     given = _stand_in(chunks) if pipeline.schedule == "auto" else pipeline.schedule
 
     def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
         return _ordered(given, ranks, microbatches, chunks, costs, backward)
 
-    recomputed = _recomputed(pipeline, len(views), where)
-    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, HOST_SECONDS, where))
+    recomputed = {*_recomputed(pipeline, len(rank_of), where), *again}
+    arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    views = [view(meshes[r]) for r in rank_of]
+    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, where))
 
 
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:

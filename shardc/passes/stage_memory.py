@@ -21,7 +21,7 @@ class StageMemory:
       state: its parameters and what is kept with them.
       stash: what one microbatch leaves for the backward pass, its inputs included.
       inputs: these alone; (n, 1).
-      working: the most that one operation makes.
+      working: the most that lives while it computes besides these.
     """
 
     state: Floats
@@ -30,7 +30,7 @@ class StageMemory:
     working: Floats
 
     def activations(self, held: int, again: bool) -> Floats:
-        """Of so many microbatches; a stage that computes its forward again keeps inputs, and all of one."""
+        """Of so many microbatches; a stage whose forward lies in its backward keeps inputs, and all of one."""
         return held * self.inputs + self.stash if again else held * self.stash
 
     def needed(self, held: int, again: bool) -> Floats:
@@ -54,7 +54,7 @@ def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]
             held[before + 1, place + 1] += size  # end behind `place`, but those that begin behind `place`
             held[place + 1, place + 1] -= size
     left, inputs = _stash(body, points, where)
-    return StageMemory(held.cumsum(0).cumsum(1)[:n, :n], left, inputs, _working(body, where, n))
+    return StageMemory(held.cumsum(0).cumsum(1)[:n, :n], left, inputs, _working(body, points, where))
 
 
 def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> tuple[Floats, Floats]:
@@ -72,10 +72,18 @@ def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> tuple[Floats,
     return total[None, :] - total[:, None] + received[:, None], received[:, None]
 
 
-def _working(body: FoldedBody, where: np.ndarray, n: int) -> Floats:
+def _working(body: FoldedBody, points: Points, where: np.ndarray) -> Floats:
+    """The largest operation of each stage's forward, or the most that lives at once of what its backward makes."""
+    n, count = len(points.ahead), len(body.eqns)
+    inside = np.asarray([working_bytes(e) - sum(map(bytes_of, e.outvars)) for e in body.eqns])
+    change = np.zeros(count + 1)
+    for v, t in body.made.items():
+        until = max(body.reads.get(v, ()), default=t) if t >= body.fold else t  # a term of a sum is added at once
+        change[t] += bytes_of(v)
+        change[until + 1] -= bytes_of(v)
+    back = (points.back[None, :] > np.arange(body.fold, count)[:, None]).sum(1) - 1
     most = np.zeros(n)
-    for eqn, place in zip(body.eqns, where, strict=False):
-        most[place] = max(most[place], working_bytes(eqn))
+    np.maximum.at(most, np.concatenate([where, back]), change.cumsum()[:count] + inside)
     found = np.zeros((n, n))
     for i in range(n - 1):
         found[i, i + 1 :] = np.maximum.accumulate(most[i : n - 1])
