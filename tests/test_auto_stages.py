@@ -184,7 +184,7 @@ def state_bytes(plan):
 
 
 def test_memory_bounds_the_cut():
-    """Late layers hold most parameters: what no cut makes fit is an error, by the estimate or by the whole account."""
+    """Late layers hold most parameters: a cut that is slower but fits, or an error, by estimate or by the account."""
 
     def wide(params, batch):
         x = params["table"][batch["x"]]
@@ -206,15 +206,41 @@ def test_memory_bounds_the_cut():
         step_ = shardc.function(step, mesh=mesh, pipeline=AUTO, donate_argnames=("params", "opt_state"))
         return step_.plan(params, OPTIMIZER.init(params), batch)
 
-    assert max(state_bytes(plan("4GB"))) > 20e6
+    free, tight = plan("4GB"), plan("30MB")
+    assert max(state_bytes(free)) > 20e6 and free.memory.peak > 40e6
+    assert tight.memory.peak < 30e6 and tight.seconds > free.seconds
     with pytest.raises(shardc.errors.PipelineError, match="the pipeline does not fit"):
-        plan("30MB")
+        plan("24MB")
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan("8MB")
     text = str(error.value)
     assert "no 2 stages fit the memory" in text
     assert "stage 1: " in text and " of 8 MB, too much: parameters, their gradients and optimizer state" in text
     assert "activations of 1 microbatches" in text
+
+
+def test_where_no_cut_fits_stages_recompute():
+    def deep(params, x):
+        for w in params:
+            x = jnp.sin(jnp.cos(jnp.tanh(x @ w)) ** 2) + x
+        return (x**2).mean()
+
+    def step(params, x):
+        value, grads = shardc.accumulate(jax.value_and_grad(deep), microbatches=8)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    def plan(hbm, **kwargs):
+        mesh = shardc.make_mesh(pipe=2, topology="cpu", hbm=hbm)
+        pipeline = shardc.Pipeline(stages="auto", schedule="gpipe", **kwargs)
+        return shardc.function(step, mesh=mesh, pipeline=pipeline).plan([np.zeros((16, 16))] * 8, np.zeros((4096, 16)))
+
+    free = plan("1GB")
+    room = free.memory.peak // 4
+    with pytest.raises(shardc.errors.StageMemoryError, match="no 2 stages fit the memory"):
+        plan(room, recompute="none")
+    tight = plan(room)
+    assert "full" in tight.pipeline.recompute and "full" not in free.pipeline.recompute
+    assert tight.memory.peak <= room
 
 
 # -- against hand cuts: the slowest stage and the simulated call are at least as fast as in the best of them
