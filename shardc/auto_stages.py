@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -134,7 +134,7 @@ class _Measured:
     def chain(self) -> Chain:
         views = self.wanted.views
         work = {v: self._work(v) for v in set(views)}
-        memory = {v: self.memory(v) for v in set(views)}
+        memory = [self.memory(s) for s in range(len(views))]
         link, size = views[0].topology.link, min(v.size for v in views)
         points = self.points
         return Chain(
@@ -142,7 +142,7 @@ class _Measured:
             np.stack([work[v][1] + (work[v][0] if self.again(s) else 0) for s, v in enumerate(views)]),
             points.activation / size, points.gradient / size, points.once / size, points.back,
             np.stack([
-                self.wanted.memory_scale[s] * memory[v].needed(self.holds[s], self.late(s)) for s, v in enumerate(views)
+                m.needed(self.holds[s], self.again(s)) * self.wanted.memory_scale[s] for s, m in enumerate(memory)
             ]),
             np.asarray([float(v.topology.hbm) for v in views]),
             self.fused, link.latency, link.bandwidth, self.wanted.least,
@@ -157,11 +157,6 @@ class _Measured:
         """Whether a stage computes its forward again."""
         return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
 
-    def late(self, stage: int) -> bool:
-        """Whether a stage computes what its backward reads in its backward, and leaves nothing of it."""
-        last = self.fused and stage == len(self.wanted.views) - 1
-        return self.again(stage) or (last and not self.schedule(Costs()).splits_backward)
-
     def _seconds(self, view: MeshView) -> Floats:
         """Of each equation, its work shared by all devices of a mesh."""
         return np.asarray([whole_seconds(e, view) for e in self.body.eqns]) / view.size
@@ -171,12 +166,22 @@ class _Measured:
         total = np.concatenate([[0.0], self._seconds(view).cumsum()])
         return total[self.points.ahead], total[-1] - total[self.points.back]
 
-    def memory(self, view: MeshView) -> StageMemory:
-        """Bytes per device of a mesh."""
-        whole = stage_memory(self.body, self.points, lambda v: self._state(v, view))
-        return replace(
-            whole, stash=whole.stash / view.size, inputs=whole.inputs / view.size, working=whole.working / view.size
-        )
+    def memory(self, stage: int) -> StageMemory:
+        """Bytes per device of a stage's mesh."""
+        view = self.wanted.views[stage]
+        found = self._whole_memory(view).share(view.size)
+        last = self.fused and stage == len(self.wanted.views) - 1
+        return found.at_once() if last and not self.schedule(Costs()).splits_backward else found
+
+    def _whole_memory(self, view: MeshView) -> StageMemory:
+        """The same on a device that holds all that the loop makes, but of its state only its part."""
+        if view not in self._memories:
+            self._memories[view] = stage_memory(self.body, self.points, lambda v: self._state(v, view))
+        return self._memories[view]
+
+    @cached_property
+    def _memories(self) -> dict[MeshView, StageMemory]:
+        return {}
 
     def _state(self, v: Var, view: MeshView) -> float:
         """Bytes per device that are kept with an input of the body."""
@@ -219,12 +224,12 @@ def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:
     chain, lines = measured.chain, list[str]()
     ends = [0, *cuts, len(measured.points.ahead) - 1]
     for s, (i, j) in enumerate(pairwise(ends)):
-        memory, held, late = measured.memory(measured.wanted.views[s]), measured.holds[s], measured.late(s)
+        memory, held, again = measured.memory(s), measured.holds[s], measured.again(s)
         total, room = chain.memory[s, i, j], chain.room[s]
         lines.append(
             f"stage {s}: {_text(total)} of {_text(room)}{'' if total <= room else ', too much'}: parameters, their "
             f"gradients and optimizer state {_text(memory.state[i, j])}, activations of {held} microbatches "
-            f"{_text(memory.activations(held, late)[i, j])}, while it computes {_text(memory.working[i, j])}"
+            f"{_text(memory.activations(held, again)[i, j])}, while it computes {_text(memory.working[i, j])}"
         )
     return lines
 

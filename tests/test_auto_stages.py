@@ -11,8 +11,10 @@ import optax
 import pytest
 
 import shardc
+import shardc.pipeline_plan
 from examples.zoo import MODELS
 from shardc import S
+from shardc.auto_stages import mark_automatically
 from tests.test_parity import assert_close
 
 ROWS = 24
@@ -285,3 +287,18 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
     ]
     assert slowest(auto) <= min(map(slowest, hands)) * 1.06  # of so much the search gives up for fewer transfers
     assert auto.simulate().makespan <= min(h.simulate().makespan for h in hands) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"),
+    [("gpt2", 2, "1f1b")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", 2, "gpipe"), ("t5", 3, "zb-h1")]],
+)
+def test_the_estimate_that_cuts_go_by_is_near_the_account(name, ranks, schedule, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        shardc.pipeline_plan, "mark_automatically", lambda *a: found.append(mark_automatically(*a)) or found[-1]
+    )
+    plan = zoo_plan(name, {}, ranks, 4, schedule=schedule, recompute="none")
+    for estimate, rank in zip(found[-1][1], plan.memory.ranks, strict=True):
+        assert 0.8 < estimate / rank.peak < 1.25
