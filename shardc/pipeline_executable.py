@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -182,7 +183,9 @@ class PipelineExecutable:
                 lambda label: self._task(label, steps.get(label), tokens[label]),
                 transports=self._transport,
                 wait=jax.block_until_ready,
+                finished=_is_ready,
                 window=window,
+                threads=max(1, (os.cpu_count() or 1) // 2),
                 name=plan.program.name,
             )
         return self._executor
@@ -437,6 +440,10 @@ def _lines_of(task: StageTask) -> str:
     lines = [] if task.plan is None else [compat.source_line(e) for e in task.plan.boxed.jaxpr.eqns]
     lines = [line for line in lines if line]
     return "" if not lines else lines[0] if lines[0] == lines[-1] else f"{lines[0]} to {lines[-1]}"
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()
 
 
 def _stay(values: Any) -> Any:

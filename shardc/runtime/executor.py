@@ -1,8 +1,9 @@
-"""The actors of a network under the real clock: one thread for each, which runs Python callables.
+"""The actors of a network under the real clock: threads that run Python callables.
 
-A thread runs its actor's steps in their order. It prepares a step (host work that needs no inputs), waits for the
-inputs, runs the task, which on an asynchronous device only launches it, and posts the results. So the host work of all
-actors overlaps, and actors run ahead of the device as far as registers and window allow.
+A thread runs its actors' steps in their order. It prepares a step (host work that needs no inputs), waits for the
+inputs, runs the task, which on an asynchronous device only launches it, and posts the results. With a thread for each
+actor the host work of all overlaps; where launching is all that tasks do, fewer threads spend less on waking each
+other. Actors run ahead of the device as far as registers and window allow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -35,6 +37,8 @@ class Executor:
         the value is there, so that the move overlaps with what comes next (`jax.device_put`). Not given: values stay.
       wait, window: at most `window` launched, unfinished steps for each actor; `wait` blocks until the values that it
         is given are there (`jax.block_until_ready`). Not given: no bound.
+      finished: whether a token is there; saves waiting for those that are.
+      threads: how many the actors of this process are dealt out to; not given: each has its own.
       mine: the actors that this process runs; all, if not given.
       ports: for each actor that runs elsewhere how to post to it. What comes back goes to `mailboxes`.
       name: of the threads.
@@ -60,7 +64,9 @@ class Executor:
         *,
         transports: Callable[[Channel], Transport] | None = None,
         wait: Callable[[list[Any]], object] | None = None,
+        finished: Callable[[Any], bool] | None = None,
         window: int | None = None,
+        threads: int | None = None,
         mine: Iterable[int] | None = None,
         ports: Mapping[int, Port] | None = None,
         name: str = "pipeline",
@@ -73,23 +79,26 @@ class Executor:
         if (window is None) != (wait is None) or (window is not None and window < 1):
             raise PipelineError(f"Executor: window={window} and wait={wait}: give both, and a window of 1 or more.")
         found = _resolve(net, here, tasks)
-        self.mailboxes: dict[int, Mailbox] = {a: Mailbox() for a in here}
+        shares = _shares(here, len(here) if threads is None else max(1, threads))
+        boxes = [Mailbox() for _ in shares]
+        self.mailboxes: dict[int, Mailbox] = {a: box for share, box in zip(shares, boxes, strict=True) for a in share}
         """Where messages and credits from elsewhere are to be posted, by actor."""
         self._ports: dict[int, Port] = {**(ports or {}), **self.mailboxes}
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
+        windows = {a: Window(window, wait, finished) for a in here if window is not None and wait is not None}
         self._workers = [
             Worker(
-                net, a, found[a], self.mailboxes[a], self._ports, moves, self._reports,
-                None if window is None or wait is None else Window(window, wait),
+                net, {a: found[a] for a in share}, windows, box, self._ports, moves, self._reports,
             )
-            for a in here
+            for share, box in zip(shares, boxes, strict=True)
         ]  # fmt: skip
         self._net = net
         self._runs = 0
         self._running = threading.Lock()
-        for w in self._workers:
-            w.thread = threading.Thread(target=w.loop, name=f"{name}: actor {w.number}", daemon=True)
+        for w, share in zip(self._workers, shares, strict=True):
+            who = f"actor{'s' if len(share) > 1 else ''} {', '.join(map(str, share))}"
+            w.thread = threading.Thread(target=w.loop, name=f"{name}: {who}", daemon=True)
             w.thread.start()
         self._finalizer = weakref.finalize(self, _close, self._workers)
 
@@ -166,6 +175,13 @@ class Executor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _shares(actors: Sequence[int], threads: int) -> list[list[int]]:
+    """The actors of each thread: neighbours, which exchange most."""
+    count = min(threads, len(actors))
+    ends = [i * len(actors) // count for i in range(count + 1)] if count else [0]
+    return [list(actors[a:b]) for a, b in pairwise(ends)]
 
 
 def _close(workers: Sequence[Worker]) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
-from shardc.runtime.actor import Actor, Message
+from shardc.runtime.actor import Message
 
 Posted: TypeAlias = tuple[int, Message | int | None, Any]
 """Number of the run; a message with its value, or the channel of a credit, or None: stop."""
@@ -34,8 +34,15 @@ class Port(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Whom a mailbox hands on to what is posted: an actor, or all that run in one thread."""
+
+    def deliver(self, message: Message, value: Any) -> None: ...
+    def credit(self, channel: int, value: Any) -> None: ...
+
+
 class Mailbox:
-    """The port of an actor of this process, and the end from which its thread reads."""
+    """The port of the actors of one thread of this process, and the end from which that thread reads."""
 
     def __init__(self) -> None:
         self._posted: SimpleQueue[list[Posted]] = SimpleQueue()
@@ -56,7 +63,7 @@ class Mailbox:
         self.stopped = max(self.stopped, run)
         self._posted.put([(run, None, None)])
 
-    def open(self, run: int, actor: Actor[Any]) -> None:
+    def open(self, run: int, reader: Reader) -> None:
         """Begins a run: drops what is left of those before it, hands on what came early."""
         early, self._later = self._later, []
         try:
@@ -65,22 +72,26 @@ class Mailbox:
         except Empty:
             pass
         for posted in early:
-            self._hand_on(posted, run, actor)
+            self._hand_on(posted, run, reader)
 
-    def feed(self, run: int, actor: Actor[Any]) -> None:
-        """Waits for one thing that is posted and hands it on to the actor."""
-        self._hand_on(self._posted.get().pop(), run, actor)
+    @property
+    def empty(self) -> bool:
+        return self._posted.empty()
 
-    def _hand_on(self, posted: Posted, run: int, actor: Actor[Any]) -> None:
+    def feed(self, run: int, reader: Reader) -> None:
+        """Waits for one thing that is posted and hands it on."""
+        self._hand_on(self._posted.get().pop(), run, reader)
+
+    def _hand_on(self, posted: Posted, run: int, reader: Reader) -> None:
         of, what, value = posted
         if of > run:
             self._later.append(posted)
         elif of < run or what is None:
             return
         elif isinstance(what, int):
-            actor.credit(what, None)
+            reader.credit(what, None)
         else:
-            actor.deliver(what, value)
+            reader.deliver(what, value)
 
     def clear(self, run: int) -> None:
         """Drops what is left of a run and those before it."""

@@ -1,4 +1,4 @@
-"""One actor's thread: what it does for each step, and what it tells about a run."""
+"""A thread of actors: what it does for each step, and what it tells about a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import PipelineTaskError
-from shardc.runtime.actor import Actor, Network, Span, Step
+from shardc.runtime.actor import Actor, Message, Network, Span, Step
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
 from shardc.runtime.window import Window
 
@@ -38,21 +38,42 @@ class Task:
     settled: bool = False
 
 
+class _Part:
+    """An actor in its thread: what it runs, and how far it is."""
+
+    def __init__(self, net: Network, number: int, tasks: Sequence[Task], window: Window | None) -> None:
+        self.net, self.number, self.tasks, self.window = net, number, tasks, window
+        self.rewind()
+
+    def rewind(self) -> None:
+        self.actor: Actor[Any] = Actor(self.net, self.number, None)
+        self.prepared = False
+        self.changed = True
+        """Whether anything has happened since it could not go on."""
+
+    def must_wait(self, task: Task) -> bool:
+        """Whether steps that it launched have to finish before the next one, which is this."""
+        w = self.window
+        return w is not None and (w.full or (task.settled and len(w) > 0))
+
+
 class Worker:
-    """One actor's thread and what it needs: nothing of the executor, so that dropping that ends the thread."""
+    """The thread of one actor or several, and what it needs: nothing of the executor, so that dropping that ends it.
+
+    A thread with several actors runs a step of each in turn. It waits for what was launched, or for mail, only where
+    none of them could go on.
+    """
 
     def __init__(
         self,
         net: Network,
-        number: int,
-        tasks: Sequence[Task],
+        tasks: Mapping[int, Sequence[Task]],
+        windows: Mapping[int, Window],
         mailbox: Mailbox,
         ports: Mapping[int, Port],
         moves: Sequence[Transport | None],
         reports: SimpleQueue[None],
-        window: Window | None,
     ) -> None:
-        self.number = number
         self.mailbox = mailbox
         self.orders: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
         self.thread = threading.Thread()
@@ -64,17 +85,29 @@ class Worker:
         self.abandoned = False
         """Nobody waits for what it does now."""
         self._net = net
-        self._tasks = tasks
+        self._parts = [_Part(net, a, mine, windows.get(a)) for a, mine in tasks.items()]
+        part_of = {p.number: p for p in self._parts}
+        self._takers = {i: part_of[c.target] for i, c in enumerate(net.channels) if c.target in tasks}
+        self._givers = {i: part_of[c.source] for i, c in enumerate(net.channels) if c.source in tasks}
         self._ports = ports
         self._moves = moves
         self._reports = reports
-        self._window = window
         ends = [(c.source, c.target) for c in net.channels]
-        self._to = [ports[t] if s == number != t else None for s, t in ends]
-        """By channel where its messages go; None: to this actor."""
-        self._back = [ports[s] if t == number != s else None for s, t in ends]
+        self._to = [ports[t] if s in tasks and t not in tasks else None for s, t in ends]
+        """By channel where its messages go; None: to an actor of this thread."""
+        self._back = [ports[s] if t in tasks and s not in tasks else None for s, t in ends]
         """By channel where its credits go."""
         self._bounded = [c.registers is not None for c in net.channels]
+
+    def deliver(self, message: Message, value: Any) -> None:
+        part = self._takers[message[0]]
+        part.actor.deliver(message, value)
+        part.changed = True
+
+    def credit(self, channel: int, value: Any) -> None:
+        part = self._givers[channel]
+        part.actor.credit(channel, value)
+        part.changed = True
 
     def loop(self) -> None:
         """The thread: runs what is ordered, until None is."""
@@ -92,40 +125,79 @@ class Worker:
         self._reports.put(None)
 
     def _run(self, run: int, record: bool) -> None:
-        actor: Actor[None] = Actor(self._net, self.number, None)
         self.spans, self.failures, self.stopped = [], [], False
-        self.mailbox.open(run, actor)
-        for step, task in zip(self._net.actors[self.number], self._tasks, strict=True):
-            label, source = step.label, task.source
-            try:
+        self.mailbox.open(run, self)
+        left = [p for p in self._parts if p.actor.step is not None]
+        while left and not self.failures:
+            while not self.mailbox.empty:
+                self.mailbox.feed(run, self)
+            if self.mailbox.stopped >= run:
+                self.stopped = True
+                break
+            ran = False
+            for part in left:
+                if part.changed:
+                    ran |= self._advance(part, run, record, wait=False)
+            if not ran and not self.failures:
+                self._wait(left, run, record)
+            left = [p for p in left if p.actor.step is not None]
+        for part in self._parts:
+            if self.stopped or self.failures:
+                self._drain(part)
+            part.rewind()  # of a run that failed it may hold messages
+
+    def _wait(self, parts: Sequence[_Part], run: int, record: bool) -> None:
+        """Waits for what keeps one of these actors, none of which can go on: what it launched, or else mail."""
+        full = [p for p in parts if p.actor.ready()]
+        if full:
+            self._advance(min(full, key=_since), run, record, wait=True)
+        else:
+            self.mailbox.feed(run, self)
+
+    def _advance(self, part: _Part, run: int, record: bool, wait: bool) -> bool:
+        """Runs an actor's next step, if it can begin; `wait`: once those before it have ended. Gives whether it ran."""
+        actor = part.actor
+        step, task = actor.step, part.tasks[actor.position]
+        assert step is not None
+        label, source = step.label, task.source
+        if self.failures:
+            return False
+        try:
+            if not part.prepared:
+                part.prepared = True
                 if task.prepare is not None:
                     task.prepare(label)
-                while not actor.ready() and self.mailbox.stopped < run:
-                    self.mailbox.feed(run, actor)
-                if self.mailbox.stopped >= run:
-                    self.stopped = True
-                    break
-                while self._window is not None and (self._window.full or (task.settled and len(self._window))):
-                    label, source = self._window.oldest
-                    self._window.make_room()
-                label, source = step.label, task.source
-                begin = perf_counter()
-                end = self._launch(actor, step, task, run)
-                if record:
-                    self.spans.append(Span(self.number, step.label, begin, end))
-            except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
-                self.failures.append((perf_counter(), _task_error(error, self.number, label, source)))
-                stop_all(self._ports.values(), run)
-                break
-        if self._window is not None and (self.stopped or self.failures):
-            earlier = self._window.drain()  # nothing runs on; and what was launched may have failed before
-            if earlier is not None:
-                (label, source), error = earlier
-                self.failures.append((float("inf"), _task_error(error, self.number, label, source)))
+            part.changed = actor.ready()
+            while part.changed and part.must_wait(task):
+                assert part.window is not None
+                part.changed = wait or part.window.may_go_on
+                if part.changed:
+                    label, source = part.window.oldest
+                    part.window.make_room()
+            if not part.changed:
+                return False
+            label, source = step.label, task.source
+            begin = perf_counter()
+            end = self._launch(part, step, task, run)
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
+            self.failures.append((perf_counter(), _task_error(error, part.number, label, source)))
+            stop_all(self._ports.values(), run)
+            return False
+        part.prepared = False
+        if record:
+            self.spans.append(Span(part.number, step.label, begin, end))
+        return True
 
-    def _launch(self, actor: Actor[Any], step: Step, task: Task, run: int) -> float:
+    def _drain(self, part: _Part) -> None:
+        """Nothing runs on behind a run that failed; and what was launched may have failed before."""
+        earlier = None if part.window is None else part.window.drain()
+        if earlier is not None:
+            (label, source), error = earlier
+            self.failures.append((float("inf"), _task_error(error, part.number, label, source)))
+
+    def _launch(self, part: _Part, step: Step, task: Task, run: int) -> float:
         """Runs a step. Gives the time before its registers go back: what takes them next starts later."""
-        values, _ = actor.fire()
+        values, _ = part.actor.fire()
         given = list(task.run(values))
         del values  # the registers that were taken
         count = len(step.gives)
@@ -135,13 +207,13 @@ class Worker:
             move = self._moves[channel]
             if move is not None:
                 given[i] = move(given[i])
-        if self._window is not None:
-            self._window.add((step.label, task.source), given[:count], given[count:])
+        if part.window is not None:
+            part.window.add((step.label, task.source), given[:count], given[count:])
         given = given[:count][::-1]
         for message in step.gives:  # nothing of it is kept: its taker may be through before this thread goes on
             port = self._to[message[0]]
             if port is None:
-                actor.deliver(message, given.pop())
+                self.deliver(message, given.pop())
             else:
                 port.message(run, message, given.pop())
         end = perf_counter()
@@ -149,10 +221,14 @@ class Worker:
             if self._bounded[channel]:
                 port = self._back[channel]
                 if port is None:
-                    actor.credit(channel, None)
+                    self.credit(channel, None)
                 else:
                     port.credit(run, channel)
         return end
+
+
+def _since(part: _Part) -> float:
+    return 0.0 if part.window is None else part.window.since
 
 
 def _task_error(error: BaseException, actor: int, label: Hashable, source: str) -> PipelineTaskError:

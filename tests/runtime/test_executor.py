@@ -273,6 +273,89 @@ def test_values_in_lists_are_waited_for():
     assert len(waited) == 1 and waited[0][0] is first and waited[0][1] is second and len(waited[0]) == 2
 
 
+# ---- several actors in a thread
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7, None])
+def test_actors_are_dealt_out_to_threads(threads):
+    net = chain(3, 4, registers=1)
+    where = {}
+    run = lambda label, values: where.setdefault(label[0], set()).add(threading.current_thread().name)  # noqa: E731
+    with Executor(net, tasks_for(net, run), threads=threads) as executor:
+        assert len(actor_threads()) == min(threads or 3, 3)
+        for _ in range(3):
+            within(5, executor.run)
+    assert all(len(names) == 1 for names in where.values())
+    assert len(set.union(*where.values())) == min(threads or 3, 3)
+
+
+def test_what_one_actor_waits_for_holds_no_other_of_its_thread():
+    """`done` waits for what its actor has launched; meanwhile the other one launches all that it has."""
+    net = build([[("x", "", ""), ("done", "", "")], [(f"y{j}", "", "") for j in range(4)]], {})
+    device, log = Device(0.05), []
+
+    def task(label):
+        def run(_):
+            log.append(label)
+            return [device.launch()]
+
+        return Task(run, settled=label == "done")
+
+    with Executor(net, task, wait=wait_for, window=9, threads=1) as executor:
+        within(5, executor.run)
+    assert log == ["x", "y0", "y1", "y2", "y3", "done"]
+
+
+def test_the_step_that_was_launched_first_is_waited_for_first():
+    net = build([[(f"x{j}", "", "") for j in range(4)], [(f"y{j}", "", "") for j in range(4)]], {})
+    waited = []
+
+    def task(label):
+        return Task(lambda _: [label])
+
+    with Executor(net, task, wait=lambda tokens: waited.extend(tokens), window=2, threads=1) as executor:
+        within(5, executor.run)
+    assert waited == ["x0", "y0", "x1", "y1"]
+
+
+def test_what_is_there_is_not_waited_for():
+    net = build([[(f"x{j}", "", "") for j in range(6)], [("y", "", "")]], {})
+    log = []
+
+    def task(label):
+        def run(_):
+            log.append(label)
+            return [label]
+
+        return Task(run)
+
+    with Executor(
+        net, task, wait=lambda _: None, finished=lambda label: label != "x3", window=1, threads=1
+    ) as executor:
+        within(5, executor.run)
+    assert log == ["x0", "y", "x1", "x2", "x3", "x4", "x5"]
+    with Executor(net, task, wait=lambda _: None, window=1, threads=1) as executor:
+        within(5, executor.run)
+
+
+def test_a_failure_stops_the_other_actors_of_its_thread():
+    net = build([[("bad", "", "")], [("y0", "", ""), ("y1", "", "")], [("z0", "", ""), ("z1", "", "")]], {})
+    ran, failing = [], [True]
+
+    def run(label, values):
+        ran.append(label)
+        if label == "bad" and failing[0]:
+            raise ValueError("no")
+
+    with Executor(net, tasks_for(net, run), threads=1) as executor:
+        with pytest.raises(PipelineTaskError, match="actor 0 failed in bad"):
+            within(5, executor.run)
+        assert ran == ["bad"]
+        failing[0] = False
+        within(5, executor.run)
+    assert sorted(ran) == ["bad", "bad", "y0", "y1", "z0", "z1"]
+
+
 # ---- what goes wrong
 
 

@@ -40,7 +40,7 @@ def executor_of(net, log, delays):
                 return [result * (k + 1) for k in range(len(step.gives))]
 
             tasks[step.label] = Task(run)
-    return Executor(net, tasks)
+    return Executor(net, tasks, threads=delays.choice((None, 1, 2)))
 
 
 def check_threads(seed, monkeypatch):

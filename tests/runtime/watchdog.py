@@ -25,4 +25,4 @@ def within(seconds, fn, *args):
 
 def actor_threads():
     """The threads of executors."""
-    return [t for t in threading.enumerate() if ": actor " in t.name]
+    return [t for t in threading.enumerate() if ": actor" in t.name]
