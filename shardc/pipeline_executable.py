@@ -185,7 +185,7 @@ class PipelineExecutable:
                 wait=jax.block_until_ready,
                 finished=_is_ready,
                 window=window,
-                threads=max(1, (os.cpu_count() or 1) // 2),
+                threads=max(1, (os.cpu_count() or 1) // 2),  # they only launch, and XLA's own want cores too
                 name=plan.program.name,
             )
         return self._executor
