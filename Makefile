@@ -10,12 +10,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo test quick lint docs bench clean
+.PHONY: help demo demo-pipeline test quick parity lint docs bench clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
+	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
 	@echo "make test   the whole test suite"
 	@echo "make quick  the tests that are not marked slow"
+	@echo "make parity every schedule, model and mesh of the pipelines' parity, of which the suite runs a sample"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
 	@echo "make bench  the benchmarks"
@@ -25,11 +27,17 @@ help:
 demo: $(VENV)/.has-examples
 	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh data=4,model=2 --plan data_tensor --steps 400 $(ARGS)
 
+demo-pipeline: $(VENV)/.has-examples
+	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh pipe=2,data=2,model=2 --plan pipeline --steps 400 $(ARGS)
+
 test: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 quick: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+parity: $(VENV)/.has-dev
+	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_pipeline_parity.py $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
-"""Measures shardc beside jax.jit and prints the tables of benchmarks/README.md.
+"""Measures shardc beside its peers and prints the tables of benchmarks/README.md.
 
-    python -m benchmarks.run [--quick] [--only steps plan dispatch tpu gpu] [--case gpt2/fsdp]
+    python -m benchmarks.run [--quick] [--only steps plan dispatch pipeline tpu gpu] [--case gpt2/fsdp]
 
 Each row is measured in a process of its own, both sides by turns. --json keeps the figures.
 """
@@ -10,22 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cases import Case, all_cases
-from benchmarks.measure import MIB, fake_cpu, results, warn
-
-SLOW = 1.05
-"""A ratio of times above this is marked."""
+from benchmarks.measure import MIB, fake_cpu, warn
+from benchmarks.pipeline.tables import pipeline
+from benchmarks.tables import Rows, flagged, fraction, median, new_table, start, times
 
 QUICK = (
     "mlp/data/data=8",
@@ -35,16 +31,6 @@ QUICK = (
     "gpt2/fsdp/data=8",
 )
 PLANNED = (*QUICK[1:], "gpt2/data/data=8")
-
-Rows = list[dict[str, Any]]
-
-
-def start(module: str, *args: str, env: Mapping[str, str], python: str = sys.executable) -> Rows:
-    """Runs a module in a process of its own. Gives what it reported; a failure is told and left out."""
-    done = subprocess.run([python, "-m", module, *args], env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        warn(f"{module} {' '.join(args)} failed:\n{done.stderr.strip()[-2000:]}")
-    return results(done.stdout)
 
 
 # --- the sections --------------------------------------------------------------------------------------------------
@@ -154,36 +140,8 @@ def gpu(options: argparse.Namespace) -> Rows:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
-    "steps": steps, "plan": plan, "dispatch": dispatch, "tpu": tpu, "gpu": gpu,
+    "steps": steps, "plan": plan, "dispatch": dispatch, "pipeline": pipeline, "tpu": tpu, "gpu": gpu,
 }  # fmt: skip
-
-
-# --- cells ---------------------------------------------------------------------------------------------------------
-
-
-def new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        words = column in ("example", "plan", "mesh", "audit")
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
-    return table
-
-
-def times(pair: Mapping[str, float], scale: float) -> list[str]:
-    spread = f"({pair['low']:.2f}-{pair['high']:.2f})"
-    return [f"{scale * pair['ours']:.1f}", f"{scale * pair['peer']:.1f}", flagged(pair["ratio"]), spread]
-
-
-def flagged(ratio: float) -> str:
-    return f"{ratio:.2f}{' !' if ratio > SLOW else '  '}"
-
-
-def fraction(ours: float, peer: float) -> str:
-    return f"{ours / peer:.2f}{' !' if ours > peer else '  '}" if peer else ("-  " if not ours else "inf !")
-
-
-def median(rows: Rows, of: Callable[[dict[str, Any]], float]) -> float:
-    return statistics.median(map(of, rows))
 
 
 def chosen(cases: Iterable[Case], options: argparse.Namespace, quick: Sequence[str]) -> list[Case]:
@@ -201,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=15, help="of both sides, for each row")
     parser.add_argument("--case", default="", help="only rows that start so, as in gpt2/fsdp")
     parser.add_argument("--tpu-python", help="a Python with jax[tpu], if this one has none")
+    parser.add_argument("--torch-python", help="a Python with torch, if this one has none")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(argv)
     options.console = Console() if sys.stdout.isatty() else Console(width=180)

@@ -42,25 +42,32 @@ def staging(
     """What the options ask for. `pipeline` is the plan's; on one device the mesh keeps its axes, each of size 1."""
     axes = options.mesh or {"data": options.devices or jax.device_count()}
     if pipeline is None:
-        if options.schedule or options.chunks:
-            raise SystemExit(f"--schedule and --chunks are for --plan pipeline, not for {options.plan}.")
+        if options.schedule or options.chunks or options.stages:
+            raise SystemExit(f"--schedule, --chunks and --stages are for --plan pipeline, not for {options.plan}.")
         parts = options.microbatches or 1
         hooks = (partial(shardc.accumulate, microbatches=parts),) if parts > 1 else ()
         return Staging(None, on_one(axes, options), hooks)
     if pipeline.axis not in axes:
         raise SystemExit(f"--plan {options.plan} wants an axis {pipeline.axis} in --mesh: pipe=2,data=2,model=2.")
-    if options.scan:
-        raise SystemExit("--scan leaves no place between blocks where a stage could end: leave it out.")
-    pipeline = replace(pipeline, schedule=schedule_of(options.schedule or pipeline.schedule), chunks=options.chunks)
-    axes = {"data": 1, "model": 1} | axes
+    if options.scan and options.stages != "auto":
+        raise SystemExit("--scan leaves no place between blocks to mark where a stage ends: add --stages auto.")
+    pipeline = replace(
+        pipeline,
+        schedule=schedule_of(options.schedule or pipeline.schedule),
+        chunks=options.chunks,
+        stages=options.stages or pipeline.stages,
+    )
+    axes = {**axes, "data": axes.get("data", 1), "model": axes.get("model", 1)}
     parts = options.microbatches or microbatches_of(pipeline, rows, axes)
     axes = on_one(axes, options)
-    assert model.blocks is not None
-    try:
-        hook = between(model.blocks(cfg), axes[pipeline.axis] * chunks_of(pipeline))
-    except ValueError as error:
-        raise SystemExit(f"--plan {options.plan}: {error}. Say --layers, or take a smaller axis pipe.") from None
-    return Staging(pipeline, axes, (partial(shardc.accumulate, microbatches=parts), hook))
+    hooks = [partial(shardc.accumulate, microbatches=parts)]
+    if pipeline.stages == "marked":
+        assert model.blocks is not None
+        try:
+            hooks.append(between(model.blocks(cfg), axes[pipeline.axis] * chunks_of(pipeline)))
+        except ValueError as error:
+            raise SystemExit(f"--plan {options.plan}: {error}. Say --layers, or take a smaller axis pipe.") from None
+    return Staging(pipeline, axes, tuple(hooks))
 
 
 def on_one(axes: Mapping[str, int], options: argparse.Namespace) -> Mapping[str, int]:

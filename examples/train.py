@@ -26,6 +26,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plan", default="data", help="a plan of examples/plans/")
     add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
     add("--schedule", help="--plan pipeline: 1f1b, zb-h1, ... (python -m shardc schedule --help), or a file with one")
+    add("--stages", choices=("marked", "auto"), help="--plan pipeline: cut after every so many blocks, or by cost")
     add("--chunks", type=positive, help="--plan pipeline: stages on each rank; default: what the schedule has")
     add("--devices", type=positive, help="fake so many CPU devices; 1 gives every axis of --mesh the size 1")
     add("--steps", type=positive, default=60)

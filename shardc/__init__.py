@@ -19,6 +19,7 @@ from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.boundary import stage_boundary
 from shardc.passes.pins import rules
+from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
@@ -35,6 +36,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "S",
+    "Schedule",
     "ShardcError",
     "StepFailedError",
     "TracingError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -127,6 +128,18 @@ class Compiled:
         """
         self._pipeline.trace(path)
 
+    def with_schedule(self, schedule: Any) -> Compiled:
+        """The same pipeline under another schedule, without anything placed or compiled again.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this one's does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, or deadlocks; or this is no pipeline.
+        """
+        return Compiled(self._arguments, self._pipeline.with_schedule(schedule))
+
     @property
     def _pipeline(self) -> PipelineExecutable:
         if isinstance(self.executable, PipelineExecutable):
@@ -174,8 +187,10 @@ class Function:
             )
         self.mesh = auto_mesh(mesh)
         self._pipeline = pipeline
-        self._meshes = [] if pipeline is None else _meshes_of(pipeline, self.mesh)
-        self._view = view(mesh) if pipeline is None else view(self._meshes[0])
+        self._meshes = [] if pipeline is None else _meshes_of(pipeline, self.mesh, arguments.where)
+        self._view = view(mesh)
+        if pipeline is not None:
+            self._view = replace(view(self._meshes[0]), taken="" if pipeline.meshes else pipeline.axis)
         self._in_placements, self._out_placements = in_placements, out_placements
         self._donate = frozenset(donate)
         wrong = arguments.check(donate, "donate_argnames")
@@ -401,11 +416,35 @@ def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
     )
 
 
-def _meshes_of(pipeline: Pipeline, mesh: AnyMesh) -> list[AnyMesh]:
+def _meshes_of(pipeline: Pipeline, mesh: AnyMesh, where: str) -> list[AnyMesh]:
     """The mesh of each rank."""
     if pipeline.meshes is None:
         return meshes_along(mesh, pipeline.axis)
-    return [auto_mesh(m) for m in pipeline.meshes]
+    given = list(pipeline.meshes)
+    strange = [f"meshes[{r}] is {m!r}" for r, m in enumerate(given) if not isinstance(m, Mesh | AbstractMesh)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange or not given:
+        raise MeshError(
+            f"{where}: Pipeline(meshes=...) wants a mesh for each rank, {'; '.join(strange) or 'got none'}; write "
+            "meshes=[jax.sharding.Mesh(devices[:4], ('data',)), jax.sharding.Mesh(devices[4:6], ('data',))]."
+        )
+    axes = [", ".join(map(str, m.axis_names)) for m in given]
+    if len(set(axes)) > 1:
+        raise MeshError(
+            f"{where}: the meshes of a pipeline's ranks have the same axes, of whatever size, as one placement is for "
+            f"all of them; these have {'; '.join(axes)}. Add axes of size 1."
+        )
+    for a, b in combinations(range(len(given)), 2):
+        both = _devices(given[a]) & _devices(given[b])
+        if both and given[a].size + given[b].size > 2:
+            raise MeshError(
+                f"{where}: ranks {a} and {b} of the pipeline share {', '.join(sorted(map(str, both)))}; collectives "
+                "of two ranks on one device can wait for each other for ever; give each rank devices of its own."
+            )
+    return [auto_mesh(m) for m in given]
+
+
+def _devices(mesh: AnyMesh) -> set[Any]:
+    return set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
 
 
 def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement | str | None:
@@ -472,6 +511,9 @@ def function(
       >>> double(np.arange(3.0)).tolist()
       [0.0, 2.0, 4.0]
     """
+
+    if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule=\"1f1b\").")
 
     def decorate(fn: Callable[..., Any]) -> Any:
         over = pipeline.meshes[0] if mesh is None and pipeline is not None and pipeline.meshes else mesh

@@ -171,9 +171,9 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
 
 
 # Why: a sum that is put together anew needs an addition without an equation to copy.
-def add_eqn(a: Atom, b: Atom, out: Var) -> Eqn:
-    """`out = add a b`."""
-    return new_eqn([a, b], [out], jax.lax.add_p, {}, None)
+def add_eqn(a: Atom, b: Atom, out: Var, like: Eqn | None) -> Eqn:
+    """`out = add a b`, with the source line of `like`."""
+    return new_eqn([a, b], [out], jax.lax.add_p, {}, like)
 
 
 def full_eqn(value: Any, out: Var) -> Eqn:

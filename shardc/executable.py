@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
-from shardc.passes.plan import Plan
+from shardc.passes.plan import Plan, donations
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
@@ -33,7 +33,8 @@ class OtherCallError(ArgumentError):
 class Executable:
     """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: Plan, mesh: AnyMesh) -> None:
+    def __init__(self, plan: Plan, mesh: AnyMesh, token: bool = False) -> None:
+        """`token`: whether `run` gives one result more, which nobody donates: it is there when the program has run."""
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -48,37 +49,26 @@ class Executable:
         self._shapes_out = shapes_out
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
-        taken = self._donations()
+        # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
+        # inputs and results are the first of the jitted function, in one order.
+        taken = donations(plan)
         self._in_order = _first(taken.values(), len(plan.inputs))
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
+        self._token = token
         self.settings = settings()
+        whole = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(
             self._sharded(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
-            out_shardings=[self._out_shardings[i] for i in self._out_order],
+            out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
             donate_argnums=tuple(range(len(taken))),
         )
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
         self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
-
-    def _donations(self) -> dict[int, int]:
-        """For each result that can take an input's buffer, being tied to it and lying as it does, that input.
-
-        JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
-        inputs and results are the first of the jitted function, in one order.
-        """
-        plan = self.plan
-        return {
-            k: tie
-            for k, (tie, out, aval) in enumerate(zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True))
-            if tie is not None
-            and plan.inputs[tie] == out
-            and plan.program.in_avals[tie].dtype == aval.dtype
-        }
 
     def _sharded(self) -> Any:
         plan, low = self.plan, Lowering(self.plan.boxed, self.plan.mesh)
@@ -105,7 +95,7 @@ class Executable:
 
         def ordered(*args: Any) -> list[Any]:
             out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
-            return [out[i] for i in self._out_order]
+            return [*(out[i] for i in self._out_order), *[jax.numpy.int32(0)] * self._token]
 
         ordered.__name__ = plan.program.name
         return ordered
@@ -180,7 +170,7 @@ class Executable:
         if not self._reordered:
             return run(*args)
         out = run(*[args[i] for i in self._in_order])
-        return [out[i] for i in self._out_place]
+        return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [

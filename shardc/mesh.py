@@ -84,6 +84,8 @@ class MeshView:
 
     axes: tuple[tuple[str, int], ...]
     topology: Topology
+    taken: str = field(default="", compare=False, repr=False)
+    """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -218,7 +220,10 @@ def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
     if axis not in mesh.axis_names:
         near = did_you_mean(axis, mesh.axis_names)
         names = ", ".join(mesh.axis_names)
-        raise MeshError(f'The mesh has no axis "{axis}" to run a pipeline along; it has {names}.{near}')
+        raise MeshError(
+            f'The mesh has no axis "{axis}" to run a pipeline along; it has {names}.{near} Name one in '
+            f"shardc.Pipeline(axis=...), or make the mesh with one: shardc.make_mesh({axis}=4, ...)."
+        )
     at = mesh.axis_names.index(axis)
     rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh wants an axis
     auto = (AxisType.Auto,) * len(rest)

@@ -30,7 +30,8 @@ from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
-from shardc.stage_network import Once, Route
+from shardc.stage_network import Once
+from shardc.step_values import StepValues, step_values
 
 IN_FLIGHT: Final = 32
 """Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
@@ -104,10 +105,30 @@ class _StageState:
         self.exits = [_Border(tuple(a.shape), p, mesh) for a, p in left]
 
 
+class _Watch:
+    """Runs tasks; in a call that is measured, waiting for each. Apart, so that no actor's thread holds the pipeline."""
+
+    def __init__(self) -> None:
+        self.waited: dict[Any, tuple[float, float]] | None = None  # by label when the devices computed it
+
+    def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
+        waited = self.waited
+        if waited is None:
+            return executable.run(given)
+        jax.block_until_ready(given)
+        begin = perf_counter()
+        made = jax.block_until_ready(executable.run(given))
+        waited[label] = begin, perf_counter()
+        return made
+
+
 class PipelineExecutable:
     """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: PipelinePlan, meshes: Sequence[AnyMesh]) -> None:
+    def __init__(
+        self, plan: PipelinePlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+    ) -> None:
+        """`known`: what is there of its tasks' executables, by the identity of the task."""
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -115,12 +136,14 @@ class PipelineExecutable:
             )
         self.plan = plan
         self.settings = settings()
+        self._ranks = tuple(meshes)
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         self._states = [
             _StageState(s, m, plan.cut.loop.microbatches) for s, m in zip(plan.stages, self.meshes, strict=True)
         ]
+        known = known or {}
         self._executables: dict[int, Executable] = {
-            id(task): Executable(task.plan, self.meshes[s.number])
+            id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
             for s in plan.stages
             for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
             if task.plan is not None
@@ -128,9 +151,13 @@ class PipelineExecutable:
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
-        self._waited: dict[Any, tuple[float, float]] | None = None  # in a call that is measured, by label
+        self._watch = _Watch()
         self._executor: Executor | None = None
         self._updating = False
+
+    def with_schedule(self, schedule: Any) -> PipelineExecutable:
+        """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
+        return PipelineExecutable(self.plan.with_schedule(schedule), self._ranks, self._executables)
 
     # -- compiled programs
 
@@ -147,11 +174,12 @@ class PipelineExecutable:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda e: e.compiled, executables))
             plan = self.plan
-            bodies = {label: self._body(*found) for label, found in plan.built.tasks.items()}
+            steps = step_values(plan.built, [s.tasks for s in plan.stages])
+            tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
             window = max(1, IN_FLIGHT // plan.schedule.ranks)
             self._executor = Executor(
                 plan.network,
-                lambda label: self._task(label, bodies),
+                lambda label: self._task(label, steps.get(label), tokens[label]),
                 transports=self._transport,
                 wait=jax.block_until_ready,
                 window=window,
@@ -159,71 +187,47 @@ class PipelineExecutable:
             )
         return self._executor
 
-    def _body(self, number: int, task: StageTask) -> tuple[int, StageTask]:
-        return number, task
+    def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
+        if step is not None:
+            return Task(self._runner(label, step), source=_lines_of(step.task))
+        return Task(lambda _: tokens, settled=isinstance(label, Once) and label.kind == "done")
 
-    def _task(self, label: Any, bodies: Mapping[Any, tuple[int, StageTask]]) -> Task:
-        found = bodies.get(label)
-        if found is not None:
-            return Task(self._runner(label, *found), source=self._source(*found))
-        if isinstance(label, Once) and label.kind == "done":
-            return Task(self._wait_for_sums(label.stage))
-        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
-        tokens = [None] * len(step.gives)
-        return Task(lambda _: tokens)
-
-    def _source(self, number: int, task: StageTask) -> str:
-        stage = self.plan.stages[number]
-        lines = [c.line for c in self.plan.cut.crossings if c.source == number and c.line]
-        del stage, task
-        return lines[0] if lines else ""
-
-    def _wait_for_sums(self, rank: int) -> Callable[[list[Any]], list[Any]]:
-        """Blocks until what a rank's last backward made is there."""
-        mine = [s for s in self.plan.stages if s.rank == rank]
-        names = [(s.number, v) for s in mine for t in s.tasks.loop.values() for v, _ in t.kept]
-
-        def wait(_: list[Any]) -> list[Any]:
-            jax.block_until_ready([self._states[n].residents[v] for n, v in names])
-            return [None]
-
-        return wait
-
-    def _runner(self, label: Any, number: int, task: StageTask) -> Callable[[list[Any]], list[Any]]:
+    def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
         """What a step runs: picks the task's inputs, launches it, hands out its results."""
-        state = self._states[number]
+        state = self._states[step.stage]
         residents = state.residents
-        step = next(s for row in self.plan.network.actors for s in row if s.label == label)
-        routes = self.plan.built.routes
-        where: dict[Var, tuple[int, int]] = {}
-        for i, (channel, _) in enumerate(step.takes):
-            route = routes[channel]
-            for j, v in enumerate(route.taken if route is not None else ()):
-                where[v] = i, j
         index = state.index[label.microbatch] if isinstance(label, Action) else None
-        executable = self._executables.get(id(task))
-        inputs = [(v, where.get(v)) for v in task.inputs]
-        outputs = {v: i for i, v in enumerate(task.outputs)}
-        kept = [(resident, outputs.get(v), v) for resident, v in task.kept]
-        incoming = [(v, where[v]) for _, v in task.received if v in where and isinstance(label, Once)]
-        gives = [_outgoing(routes[c], outputs, where) for c, _ in step.gives]
+        executable, watch = self._executables.get(id(step.task)), self._watch
+        inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
+        wide = bool(settings()[0])  # the actor's thread does not have it, and callbacks into Python look at it
 
         def run(values: list[Any]) -> list[Any]:
             for v, (i, j) in incoming:
                 residents[v] = values[i][j]
             made: Sequence[Any] = ()
+            token: Sequence[Any] = ()
             if executable is not None:
                 given = [
                     index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
                     for v, at in inputs
                 ]
-                made = executable.run(given) if self._waited is None else self._wait_for(label, executable, given)
+                with jax.enable_x64(wide):
+                    *made, last = watch.run(label, executable, given)
+                token = (last,)
                 for resident, i, v in kept:
                     residents[resident] = residents[v] if i is None else made[i]
-            return [
-                tuple(made[i] if i >= 0 else residents[v] if at is None else values[at[0]][at[1]] for v, i, at in give)
+            sent = [
+                tuple(
+                    made[g.output] if g.output is not None
+                    else residents[g.var] if g.place is None
+                    else values[g.place[0]][g.place[1]]
+                    for g in give
+                )
                 for give in gives
-            ]
+            ]  # fmt: skip
+            for v in drops:
+                residents.pop(v, None)
+            return [*sent, *token]
 
         return run
 
@@ -244,10 +248,12 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
+        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
-            return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
+            with jax.enable_x64(wide):
+                return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
 
         return move
 
@@ -293,20 +299,11 @@ class PipelineExecutable:
 
     def measure(self, leaves: Sequence[Any]) -> list[Any]:
         """The same, waiting for every task: `trace`, `draw` and `timeline` then show when the devices computed."""
-        self._waited = {}
+        self._watch.waited = {}
         try:
             return self.launch(leaves)
         finally:
-            self._waited = None
-
-    def _wait_for(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
-        """Runs a task from when its inputs are on the devices until its results are."""
-        assert self._waited is not None
-        jax.block_until_ready(given)
-        begin = perf_counter()
-        made = jax.block_until_ready(executable.run(given))
-        self._waited[label] = begin, perf_counter()
-        return made
+            self._watch.waited = None
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of the arguments of the flat call."""
@@ -323,7 +320,7 @@ class PipelineExecutable:
                     state.residents[v] = border.enter(whole[i])
             try:
                 spans = executor.run(record=True)
-                self._last = Recording(spans, begin, self._waited)
+                self._last = Recording(spans, begin, self._watch.waited)
             except PipelineTaskError as error:
                 self._report_failure(args, error)
                 raise
@@ -415,15 +412,15 @@ class PipelineExecutable:
         return audit_all([e.audit() for e in self._task_executables()])
 
 
+def _lines_of(task: StageTask) -> str:
+    """The user's lines that a task comes from: the first and the last."""
+    lines = [] if task.plan is None else [compat.source_line(e) for e in task.plan.boxed.jaxpr.eqns]
+    lines = [line for line in lines if line]
+    return "" if not lines else lines[0] if lines[0] == lines[-1] else f"{lines[0]} to {lines[-1]}"
+
+
 def _stay(values: Any) -> Any:
     return values
-
-
-def _outgoing(
-    route: Route | None, outputs: Mapping[Var, int], where: Mapping[Var, tuple[int, int]]
-) -> list[tuple[Var, int, tuple[int, int] | None]]:
-    """Where each value of a message comes from: an output of the task, what it took itself, or a resident."""
-    return [(v, outputs.get(v, -1), where.get(v)) for v in (route.given if route is not None else ())]
 
 
 def _placement_of(stage: Stage, v: Var) -> Placement:

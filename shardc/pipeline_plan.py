@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,10 @@ from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
-from shardc.passes.memory import Memory
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
-from shardc.passes.split_tasks import StageTasks, split_tasks
+from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
@@ -32,6 +31,8 @@ from shardc.pipeline.credits import auto_credits
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
+from shardc.pipeline_memory import pipeline_memory
+from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -48,7 +49,7 @@ class Pipeline:
     Attributes:
       axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
       schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
-        (ranks, microbatches, chunks) that gives one.
+        (ranks, microbatches, chunks, costs) that gives one.
       chunks: stages for each rank; None: what the schedule wants.
       credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or a number for all.
       recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
@@ -126,7 +127,7 @@ class PipelinePlan:
         notes: Sequence[str],
     ) -> None:  # fmt: skip
         self.program, self.pipeline, self.stages, self.cut = program, pipeline, tuple(stages), cut
-        self.mesh = view(mesh)
+        self.mesh, self._mesh = view(mesh), mesh
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
@@ -226,9 +227,23 @@ class PipelinePlan:
     _in_tree: Any = None
 
     @cached_property
-    def memory(self) -> Memory:
-        """Bytes per device of the stage that needs most."""
-        return max((s.plan.memory for s in self.stages), key=lambda m: m.peak)
+    def memory(self) -> PipelineMemory:
+        """Bytes per device: over the time of the call for each rank, and in all for the rank that is fullest."""
+        return self.memory_with(None)
+
+    def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
+        """The same, given what lives inside each task besides its inputs and outputs."""
+        return pipeline_memory(
+            self.built, [s.program for s in self.stages], [s.tasks for s in self.stages], [s.mesh for s in self.stages],
+            self.homes, self.capacities, self.simulate(), self.link, working,
+        )  # fmt: skip
+
+    @cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Bytes that a device of each rank has."""
+        if self.pipeline.meshes is not None:
+            return tuple(view(m).topology.hbm for m in self.pipeline.meshes)
+        return (self.mesh.topology.hbm,) * self.schedule.ranks
 
     # -- time
 
@@ -256,6 +271,39 @@ class PipelinePlan:
     def compute_seconds(self) -> float:
         """Time that the busiest rank computes in one call."""
         return max(self.simulate().busy)
+
+    def with_schedule(self, schedule: Any) -> PipelinePlan:
+        """The same tasks in another order: nothing is cut or placed anew.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this plan's schedule does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
+        """
+        name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
+        _refuse_fresh_weights(self.program, pipeline, name)
+        found = _schedule(self.stages, self.cut, self.schedule.ranks, pipeline)
+        if found.rank_of != self.schedule.rank_of:
+            raise PipelineError(
+                f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
+                f"{_numbers(self.schedule.rank_of)}; plan the function anew with it."
+            )
+        if self.cut.body.backward and found.splits_backward != self.schedule.splits_backward:
+            has, wants = ("two tasks", "one") if self.schedule.splits_backward else ("one task", "two")
+            raise PipelineError(
+                f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
+                "function anew with it."
+            )
+        plan = _under_schedule(
+            self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
+            name,
+        )  # fmt: skip
+        if any(r.peak > r.capacity for r in plan.memory.ranks):
+            raise PipelineError(f"{name}: {too_large(plan.memory)}")
+        plan._in_tree = self._in_tree
+        return plan
 
     def explain(self) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles."""
@@ -295,6 +343,10 @@ class PipelinePlan:
         )
 
 
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
     size = itemsize_of(aval)
     for n in local_shape(aval.shape, placement, mesh.sizes):
@@ -306,7 +358,9 @@ def make_pipeline_plan(
     program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str] = (),
 ) -> PipelinePlan:  # fmt: skip
-    """Cuts, places and schedules a program.
+    """Cuts, places and schedules a program, so that it fits.
+
+    Stages whose recompute is "auto" compute their forward again if the devices of their rank are too small without.
 
     Args:
       program: traced with its marks.
@@ -317,14 +371,37 @@ def make_pipeline_plan(
       where: the function, for errors.
 
     Raises:
-      PipelineError: the program cannot be cut so, or the schedule cannot be or can deadlock.
+      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
+        small.
     """
+    again: set[int] = set()
+    while True:
+        plan = _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+        over = {r.rank for r in plan.memory.ranks if r.peak > r.capacity}
+        if not over:
+            return plan
+        more = {s.number for s in plan.stages if s.rank in over and _may_recompute(pipeline, s.number)} - again
+        if not more:
+            raise PipelineError(f"{where}: {too_large(plan.memory)}")
+        again |= more
+
+
+def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
+    given = pipeline.recompute
+    return (given if isinstance(given, str) else given[stage]) == "auto"
+
+
+def _plan_once(
+    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+) -> PipelinePlan:  # fmt: skip
+    """The same for one choice of stages that compute their forward `again`, whether it fits or not."""
     ranks = len(meshes)
     microbatches = find_loop(program, where).microbatches
     draft = _draft(pipeline, ranks, microbatches, where)
     rank_of = draft.rank_of
     count = len(rank_of)
-    recompute = _recomputed(pipeline, count, where)
+    recompute = {*_recomputed(pipeline, count, where), *again}
     _refuse_fresh_weights(program, pipeline, where)
     arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     if pipeline.stages == "auto":
@@ -356,7 +433,16 @@ def make_pipeline_plan(
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return make_pipeline_plan(program, mesh, meshes, arguments, results, found, where, notes)
+        return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
+    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
+    return _under_schedule(program, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
+
+
+def _under_schedule(
+    program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut, schedule: Schedule,
+    arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
+) -> PipelinePlan:  # fmt: skip
+    """The plan of placed stages in the order of a schedule."""
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -390,7 +476,7 @@ def _marked(
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
     """The stages that compute their forward again."""
     given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given)
+    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
     if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
         raise PipelineError(
             f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
@@ -478,7 +564,10 @@ def _ordered(
 def _with_credits(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Network:
     net = plan.network
     if pipeline.credits == "auto":
-        return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        try:
+            return net.with_registers(auto_credits(net, plan.cost, plan.link))
+        except PipelineError as error:
+            raise PipelineError(f"{where}: {error}") from None
     if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
         return net.with_registers([pipeline.credits] * len(net.channels))
     raise PipelineError(

@@ -56,12 +56,16 @@ class StageNetwork:
     Attributes:
       network: for the simulator and the executor.
       routes: of each channel; None: a token without a value.
-      steps: for each label of a task the task and its stage.
+      tasks: for each label of a task the task and its stage.
+      rank_of: the actor of each stage.
+      placements: of each stage's values.
     """
 
     network: Network
     routes: tuple[Route | None, ...]
     tasks: Mapping[Action | Once, tuple[int, StageTask]]
+    rank_of: tuple[int, ...]
+    placements: tuple[Mapping[Var, Placement], ...]
 
 
 def position_of(action: Action, stages: int) -> int:
@@ -134,7 +138,7 @@ class _Builder:
             found[label] = stage, t.load
             actors[self.rank[stage]].append(Step(label))
         for rank, row in enumerate(self.schedule.rows):
-            for action in row:
+            for action in (part for whole in row for part in self.parts(whole)):
                 position = position_of(action, self.cut.body.stages)
                 actors[rank].append(self.step(action, ("loop", action.stage, position), action.microbatch))
                 task = self.tasks[action.stage].loop.get(position)
@@ -158,7 +162,14 @@ class _Builder:
         for r, waits in first.items():  # an actor without updates
             actors[r].append(Step(Once("idle", r), tuple(waits)))
         net = Network(tuple(map(tuple, actors)), tuple(self.channels))
-        return StageNetwork(net, tuple(self.routes), found)
+        return StageNetwork(net, tuple(self.routes), found, tuple(self.rank), tuple(self.placements))
+
+    def parts(self, action: Action) -> list[Action]:
+        """Itself; but where the stage has its backward in two tasks, a full backward is both, one after the other."""
+        weight = weight_position(action.stage, self.cut.body.stages)
+        if action.kind != "B" or weight not in self.tasks[action.stage].loop:
+            return [action]
+        return [action._replace(kind="I"), action._replace(kind="W")]
 
     def step(self, label: Action | Once, place: tuple[str, int, int], key: int) -> Step:
         return Step(

@@ -15,6 +15,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
+    parser.addoption("--every-case", action="store_true", help="all cases of the pipelines' parity, not a sample")
 
 
 @pytest.fixture

@@ -183,8 +183,8 @@ def state_bytes(plan):
     return [s.plan.memory.arguments for s in plan.stages]
 
 
-def test_memory_moves_the_cut():
-    """Late layers hold most parameters; a bound makes the last stage smaller than its time alone would."""
+def test_memory_bounds_the_cut():
+    """Late layers hold most parameters: what no cut makes fit is an error, by the estimate or by the whole account."""
 
     def wide(params, batch):
         x = params["table"][batch["x"]]
@@ -203,11 +203,12 @@ def test_memory_moves_the_cut():
 
     def plan(hbm):
         mesh = shardc.make_mesh(pipe=2, topology="cpu", hbm=hbm)
-        return shardc.function(step, mesh=mesh, pipeline=AUTO).plan(params, OPTIMIZER.init(params), batch)
+        step_ = shardc.function(step, mesh=mesh, pipeline=AUTO, donate_argnames=("params", "opt_state"))
+        return step_.plan(params, OPTIMIZER.init(params), batch)
 
-    free, bound = plan("4GB"), plan("20MB")
-    assert max(state_bytes(free)) > 20e6
-    assert max(state_bytes(bound)) < 20e6
+    assert max(state_bytes(plan("4GB"))) > 20e6
+    with pytest.raises(shardc.errors.PipelineError, match="the pipeline does not fit"):
+        plan("30MB")
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan("8MB")
     text = str(error.value)
@@ -256,5 +257,5 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
     hands = [
         zoo_plan(name, changes, ranks, m, cuts, **kwargs) for cuts in combinations(range(places), len(auto.stages) - 1)
     ]
-    assert slowest(auto) <= min(map(slowest, hands)) * (1 + 1e-5)
+    assert slowest(auto) <= min(map(slowest, hands)) * 1.06  # of so much the search gives up for fewer transfers
     assert auto.simulate().makespan <= min(h.simulate().makespan for h in hands) * (1 + 1e-5)

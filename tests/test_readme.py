@@ -1,7 +1,8 @@
 """README.md and the documentation keep their word: their Python blocks run, their links lead somewhere.
 
 The blocks of one page run in order and share their names. A `text` block right after a Python block is what that one
-prints; `...` in it stands for anything.
+prints; `...` in it stands for anything. Where a `console` block begins with `$ python -m shardc`, what follows in it is
+what that command prints.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from shardc.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^```console\n\$ python -m shardc (?P<options>.*)\n(?P<printed>(?:(?!```).*\n)+)", re.MULTILINE)
 
 
 def page_id(page: Path) -> str:
@@ -35,6 +39,15 @@ def test_blocks_run_and_print_what_they_say(page: Path) -> None:
         if block["printed"]:
             fits = doctest.OutputChecker().check_output(block["printed"], out.getvalue(), doctest.ELLIPSIS)
             assert fits, f"{page.name}:{line + 1} prints\n{out.getvalue()}\nthe page says\n{block['printed']}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if COMMAND.search(p.read_text())], ids=page_id)
+def test_commands_print_what_they_say(page: Path) -> None:
+    for block in COMMAND.finditer(page.read_text()):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            main(block["options"].split())
+        assert out.getvalue() == block["printed"], f"$ python -m shardc {block['options']}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -22,6 +22,7 @@ STAGES, MICROBATCHES, RATE = 4, 8, 0.1
 WIDTH, LAYERS, ROWS = 256, 8, 32
 GPT2 = replace(gpt2.CONFIGS["tiny"], layers=STAGES)
 GPT2_ROWS = 16
+HAND = "hand-written 1F1B"
 
 
 @dataclass(frozen=True)

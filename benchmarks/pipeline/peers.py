@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardc
-from benchmarks.measure import report, seconds, warn
+from benchmarks.measure import report, seconds
 from benchmarks.pipeline.by_hand import ByHand
-from benchmarks.pipeline.models import MICROBATCHES, STAGES, WORKLOADS, Workload
-from benchmarks.pipeline.torch_peer import TorchPeer, flat, torch_of
+from benchmarks.pipeline.models import HAND, MICROBATCHES, STAGES, WORKLOADS, Workload
+from benchmarks.pipeline.torch_peer import TorchPeer, flat
 from shardc.pipeline.simulate import peak_activations
 
 SCHEDULES = ("1f1b", "zb-h1", "gpipe")
-HAND = "hand-written 1F1B"
 
 
 @dataclass
@@ -100,17 +99,14 @@ def by_jit(work: Workload, microbatches: int) -> Side:
 
 @contextmanager
 def by_torch(work: Workload, model: str, python: str | None) -> Iterator[list[Side]]:
-    version = torch_of(python) if python else None
-    if version is None:
-        warn("torch is not here, so its rows are left out: pip install 'shardc[peers]', or --torch-python.")
+    if python is None:
         yield []
         return
     with tempfile.TemporaryDirectory() as folder:
-        assert python is not None
         peer = TorchPeer(python, model, work, Path(folder))
         try:
             first, params, loss = peer.first()
-            yield [Side(f"torch {version} gloo 1F1B", peer.run, first, params, loss, peer.peak())]
+            yield [Side("torch 1F1B", peer.run, first, params, loss, peer.peak())]
         finally:
             peer.close()
 

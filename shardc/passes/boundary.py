@@ -14,6 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from shardc.errors import ArgumentError
+
 T = TypeVar("T")
 
 END: Final = -1
@@ -56,7 +58,15 @@ def stage_boundary(x: T) -> T:
 
     Returns:
       `x`.
+
+    Raises:
+      ArgumentError: there is no array in `x`.
     """
+    if not jax.tree.leaves(x):
+        raise ArgumentError(
+            f"stage_boundary: there is no array in {x!r}; pass what the next stage reads, and go on with what comes "
+            "back: x = shardc.stage_boundary(x)."
+        )
     return mark_cut(x, next(_numbers))
 
 

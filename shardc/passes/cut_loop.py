@@ -33,6 +33,10 @@ CHEAP: Final = LINEAR | frozenset(
 """Operations that are repeated rather than sent or kept, where they depend on nothing but the loop's inputs."""
 CHEAP_DEPTH: Final = 24
 """Equations of such a computation, at most."""
+_TRACED_ONCE: Final = (
+    "a boundary in a function that JAX traces once and that is called several times (jax.jit, jax.checkpoint) is one "
+    "boundary. Call shardc.stage_boundary outside of that function, on what it gives."
+)
 
 
 def forward_position(stage: int) -> int:
@@ -114,19 +118,9 @@ def find_loop(program: Program, where: str) -> Loop:
     Raises:
       PipelineError: there is none, or more than one, or a stage boundary stands where none can be cut.
     """
-    marked = {e.outvars[0] for e in program.jaxpr.eqns if e.primitive is microbatches_p}
-    loops = [
-        Loop(e, i)
-        for i, e in enumerate(program.jaxpr.eqns)
-        if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
-    ]
+    loops = _loops(program.jaxpr)
     if len(loops) != 1:
-        found = "none" if not loops else f"{len(loops)}: {'; '.join(compat.source_line(x.eqn) for x in loops)}"
-        raise PipelineError(
-            f"{where}: a pipeline runs over one loop of microbatches, found {found}. Write the gradient as "
-            "shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
-            "accumulate of the loss."
-        )
+        raise PipelineError(f"{where}: a pipeline runs over one loop of microbatches, {_not_one(program, loops)}")
     (loop,) = loops
     outside = [e for i, e in enumerate(program.jaxpr.eqns) if i != loop.index for e in (e, *_inside(e))]
     wrong = [
@@ -140,6 +134,38 @@ def find_loop(program: Program, where: str) -> Loop:
     if wrong:
         raise PipelineError(all_offenders(f"{where}: stage boundaries that nothing can be cut at", _unique(wrong)))
     return loop
+
+
+def _loops(jaxpr: Jaxpr) -> list[Loop]:
+    marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is microbatches_p}
+    return [
+        Loop(e, i)
+        for i, e in enumerate(jaxpr.eqns)
+        if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
+    ]
+
+
+def _not_one(program: Program, loops: Sequence[Loop]) -> str:
+    """What was found instead of one loop, and what to do."""
+    if not loops:
+        for eqn in program.jaxpr.eqns:
+            if any(e.primitive is microbatches_p for e in _inside(eqn)):
+                return (
+                    f"found it inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}). Take it out: let "
+                    "the function be one step, and call it again and again."
+                )
+        return (
+            "found none. Write the gradient as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, "
+            "batch), or jax.grad of an accumulate of the loss."
+        )
+    lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
+    if any(x.eqn.params["reverse"] for x in loops):
+        return (
+            f"and the gradient is taken of that loop as a whole ({lines}), which is a second one. Take it inside, "
+            "as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
+            "accumulate of a function that gives one float."
+        )
+    return f"found {len(loops)} ({lines}). Make each a function of its own, or put what they compute into one loop."
 
 
 def _inside(eqn: Eqn) -> list[Eqn]:
@@ -159,6 +185,15 @@ def _in_loops(eqn: Eqn) -> list[str]:
 
 def _unique(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(lines))
+
+
+def boundary_lines(loop: Loop) -> list[str]:
+    """Of each boundary of the loop's forward pass the line that it stands in, in their order."""
+    found: dict[int, str] = {}
+    for eqn in all_eqns(loop.body):
+        if eqn.primitive is stage_boundary_p and not eqn.params["backward"] and eqn.params["cut"] != END:
+            found.setdefault(eqn.params["cut"], compat.source_line(eqn))
+    return list(found.values())
 
 
 def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
@@ -233,14 +268,26 @@ class _Placer:
             self.order[last] = END
             cuts -= 1
         if cuts != self.stages - 1:
-            lines = _unique(compat.source_line(e) for e in first)
-            raise PipelineError(
-                f"{self.where}: {self.stages} stages want {self.stages - 1} stage boundaries, the loop has {cuts}"
-                f"{' (' + ', '.join(lines) + ')' if lines else ''}. Call shardc.stage_boundary between the stages, or "
-                'write stages="auto".'
-            )
+            raise PipelineError(f"{self.where}: {self._miscount(cuts, first)}")
         ends = any(self._number(e) == END and e.params["backward"] for e in marks)
         self.fused = (self.backward or self.stages == 1) and not ends
+
+    def _miscount(self, cuts: int, marks: Sequence[Eqn]) -> str:
+        lines = _unique(compat.source_line(e) for e in marks)
+        has = f"{cuts} ({', '.join(lines)})" if lines else "none"
+        rule = f"{_count(self.stages, 'stage')} want {_count(self.stages - 1, 'stage boundary')}, the loop has {has}"
+        passed = [(e.params["cut"], e.params["leaf"]) for e in marks]
+        if len(set(passed)) < len(passed):
+            return f"{rule}; {_TRACED_ONCE}"
+        if cuts < self.stages - 1:
+            return (
+                f"{rule}. Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write "
+                'stages="auto".'
+            )
+        return (
+            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as parts: a longer pipe axis, "
+            "or more chunks. (One more than stages - 1 may stand where the loss is known.)"
+        )
 
     def _number(self, eqn: Eqn) -> int:
         cut = eqn.params["cut"]
@@ -278,8 +325,7 @@ class _Placer:
                 if before is not None and before >= behind:
                     wrong.append(
                         f"{compat.source_line(eqn)}: boundary {k} takes a value that is made behind it "
-                        f"(by stage {stage_of(before, self.stages)}); pass the boundaries in the order in which the "
-                        "values are computed."
+                        f"(by stage {stage_of(before, self.stages)}): {_TRACED_ONCE}"
                     )
                 self.floor[y] = behind
         if wrong:
@@ -376,8 +422,8 @@ class _Placer:
             if not read and not root and not eqn.effects:
                 continue
             low = None
-            for v in eqn.outvars:
-                low = _latest(low, self.low[v])
+            for found in map(self.low.__getitem__, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
+                low = _latest(low, found)
             if low is not None and not (id(eqn) in self.late and read):
                 positions = {self._fuse(low)}
             elif not read:
@@ -400,6 +446,11 @@ class _Placer:
             ),
             tuple((y, alone if compat.is_literal(y) else where.get(y, alone)) for y in ys),
         )  # fmt: skip
+
+
+def _count(n: int, thing: str) -> str:
+    many = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
+    return f"{n} {thing if n == 1 else many}"
 
 
 def _latest(a: int | None, b: int | None) -> int | None:

@@ -21,7 +21,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import MARKS
-from shardc.passes.cut_loop import Loop, PlacedBody, find_loop, place_body, stage_of, with_atoms
+from shardc.passes.cut_loop import Loop, PlacedBody, boundary_lines, find_loop, place_body, stage_of, with_atoms
 from shardc.passes.memory import bytes_of
 from shardc.passes.program import Program
 from shardc.passes.reassociate import ADDITIONS, reassociate
@@ -108,19 +108,39 @@ def cut_stages(
     """
     loop = find_loop(program, where)
     body = place_body(loop, stages, where)
-    working = {stage_of(p, stages) for p, _ in body.eqns}
-    idle = [s for s in range(stages) if s not in working]
+    idle = _idle(body)
     if idle:
+        lines = boundary_lines(loop)
         raise PipelineError(
             all_offenders(
                 f"{where}: stages without work",
-                [f"stage {s}: nothing is computed between its boundaries; take one of them out." for s in idle],
+                [f"stage {s}: nothing is computed {_between(s, stages, lines)}; take one out." for s in idle],
             )
         )
     body = recompute_forward(body, recompute)
     if split:
         body = split_backward(body)
     return _Assembler(program, loop, body).run()
+
+
+def _idle(body: PlacedBody) -> list[int]:
+    """The stages that compute nothing but sums over microbatches of what others made, or of zeros."""
+    sums = {c.after for c in body.carries}
+    working = {
+        stage_of(p, body.stages)
+        for p, e in body.eqns
+        if not sums.issuperset(e.outvars) and not all(compat.is_literal(a) for a in e.invars)
+    }
+    return [s for s in range(body.stages) if s not in working]
+
+
+def _between(stage: int, stages: int, lines: Sequence[str]) -> str:
+    """The boundaries of a stage, for people."""
+    if stage == 0:
+        return f"in front of the boundary at {lines[0]}" if lines else "there"
+    if stage == stages - 1:
+        return f"behind the boundary at {lines[stage - 1]}"
+    return f"between the boundaries at {lines[stage - 1]} and {lines[stage]}"
 
 
 @dataclass
@@ -207,7 +227,7 @@ class _Assembler:
             so_far: Var = outs[j][0]
             for i, part in enumerate(outs[j][1:], 2):
                 after = total if i == len(parts) else compat.fresh_var(total.aval)
-                self.sums.append(compat.add_eqn(so_far, part, after))
+                self.sums.append(compat.add_eqn(so_far, part, after, self.loop.eqn))
                 so_far = after
         return outs
 
@@ -422,7 +442,7 @@ def _regroup(outer: Sequence[Eqn], loop: Eqn, anchors: Mapping[Var, int], outvar
                 found += [e for _, _, eqns in groups for e in eqns]
                 for i, (_, part, _) in enumerate(groups[1:], 2):
                     after = eqn.outvars[0] if i == len(groups) else compat.fresh_var(eqn.outvars[0].aval)
-                    found.append(compat.add_eqn(total, part, after))
+                    found.append(compat.add_eqn(total, part, after, eqn))
                     total = after
                 continue
         found.append(eqn)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardc import compat
@@ -39,11 +39,20 @@ def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
     return math.prod(local_shape(var.aval.shape, placement, sizes)) * itemsize_of(var.aval)
 
 
-def estimate_memory(jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Memory:
-    """Peak by liveness: every value lives from its equation to its last reader."""
+def estimate_memory(
+    jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes, aside: Collection[Var] = ()
+) -> Memory:
+    """Peak by liveness: every value lives from its equation to its last reader.
+
+    Args:
+      jaxpr: boxed.
+      placements: of its values.
+      sizes: of the mesh's axes.
+      aside: values that are counted elsewhere.
+    """
 
     def size(var: Var) -> int:
-        return local_bytes(var, placements[var], sizes)
+        return 0 if var in aside else local_bytes(var, placements[var], sizes)
 
     def peak(body: Jaxpr) -> int:
         last: dict[Var, int] = {}

@@ -296,6 +296,12 @@ def _same_axes(sharding: NamedSharding, mesh: MeshView) -> None:
 
 
 def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
+    if mesh.taken in said:
+        rest = {a: s for a, s in said.items() if a != mesh.taken}
+        raise PlacementError(
+            f"{code_text(said)}: axis {mesh.taken!r} is the pipeline's and stands in no placement: a value lives on "
+            f"the stages that use it; write {code_text(rest)}."
+        )
     unknown = [a for a in said if a not in mesh.sizes]
     if not unknown:
         return

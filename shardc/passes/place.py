@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardc.mesh import MeshView
 from shardc.passes.eliminate import FORBIDDEN, Memo, elimination_order, minimize
 from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of, operation_of
+from shardc.passes.transfer import is_transfer
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
@@ -169,6 +170,8 @@ class Solver:
                 cost += NEVER * self._off_granule(factor, granule, state, axis)
         elif ports:
             cost += 1e-3 * memory / self.mesh.topology.memory_bandwidth
+            if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
+                cost += n.weight * memory / len(ports) / self.mesh.topology.link.bandwidth
         return cost
 
     def _shares(self, n: Node, axis: int) -> list[float]:

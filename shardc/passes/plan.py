@@ -148,6 +148,15 @@ def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int |
     return ties
 
 
+def donations(plan: Plan) -> dict[int, int]:
+    """For each result that can take an input's buffer, being tied to it and lying as it does, that input."""
+    return {
+        k: tie
+        for k, (tie, out, aval) in enumerate(zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True))
+        if tie is not None and plan.inputs[tie] == out and plan.program.in_avals[tie].dtype == aval.dtype
+    }
+
+
 def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     """Arguments that arrive elsewhere than they are pinned: `f x --> f constrain[pin] x`."""
     moved: dict[compat.Var, compat.Var] = {}

@@ -218,7 +218,7 @@ class Builder:
             aval = eqn.outvars[0].aval
             node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=eqn.params["pin"])
             node.options = tuple(s for s in node.options if not isinstance(s.results[0], P))
-            node.eqn, node.path = eqn, eqn.primitive.name
+            node.eqn, node.path, node.weight = eqn, eqn.primitive.name, weight
         elif pin is not None:
             aval = eqn.outvars[0].aval
             op = pin.placement.partial_op or "sum"

@@ -47,6 +47,8 @@ def reassociate(
     known = sorted({s for s in stages if s is not None})
     if len(known) < 2:
         return [(known[0] if known else 0, atom, [])]
+    found = base(atom)
+    like = None if compat.is_literal(found) else made.get(found)  # its line is that of the sums of its parts
     groups: list[Group] = []
     for stage in known:
         eqns: list[Eqn] = []
@@ -54,7 +56,7 @@ def reassociate(
         for (term, chain), at in zip(terms, stages, strict=True):
             if at == stage or (at is None and stage == known[0]):
                 value = _apply(term, chain, eqns)
-                total = value if total is None else _add(total, value, eqns)
+                total = value if total is None else _add(total, value, eqns, like)
         assert total is not None
         groups.append((stage, total, eqns))
     return groups
@@ -90,7 +92,7 @@ def _apply(term: Atom, chain: list[Eqn], eqns: list[Eqn]) -> Atom:
     return term
 
 
-def _add(a: Atom, b: Atom, eqns: list[Eqn]) -> Atom:
+def _add(a: Atom, b: Atom, eqns: list[Eqn], like: Eqn | None) -> Atom:
     var = compat.fresh_var(a.aval)
-    eqns.append(compat.add_eqn(a, b, var))
+    eqns.append(compat.add_eqn(a, b, var, like))
     return var

@@ -201,7 +201,7 @@ class _Splitter:
             if p is not None:
                 made |= dict.fromkeys(eqn.outvars, p)
         for eqn in reversed(body.eqns):
-            at = made.get(eqn.outvars[0])
+            at = made.get(eqn.outvars[0]) if eqn.outvars else self._effect(eqn, made)
             read = readers.get(eqn.outvars[0], set()) if eqn.primitive is box_p else set[int]()
             if eqn.primitive is not box_p:
                 assert at is not None, eqn
@@ -220,6 +220,11 @@ class _Splitter:
             found.append(positions)
         found.reverse()
         return found
+
+    def _effect(self, eqn: Eqn, made: Mapping[Var, int]) -> int:
+        """The position of an equation that makes nothing, such as a print: when the last of what it reads is there."""
+        known = [made[a] for a in eqn.invars if not compat.is_literal(a) and a in made]
+        return max(known, default=min(made.values()))
 
     def _bytes(self, v: Var) -> int:
         return local_bytes(v, self.placements[v], self.mesh.sizes)
@@ -286,7 +291,8 @@ class _Splitter:
         readers: dict[Var, int] = {}
         found: list[tuple[Eqn, int]] = []
         for eqn in reversed(eqns):
-            at = level[eqn.outvars[0]] if eqn.outvars else 0
+            made = eqn.outvars[:1] or [a for a in eqn.invars if not compat.is_literal(a)]
+            at = max((level.get(v, 0) for v in made), default=0)
             if eqn.primitive not in (receive_p, send_p):
                 at = min((readers[v] for v in eqn.outvars if v in readers), default=at)
             for a in eqn.invars:

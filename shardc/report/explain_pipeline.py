@@ -61,7 +61,11 @@ def explain_pipeline(plan: PipelinePlan) -> str:
 
 def _head(plan: PipelinePlan, timeline: Timeline) -> str:
     mesh, schedule = plan.mesh, plan.schedule
-    axes = " x ".join(f"{a}={n}" for a, n in mesh.axes)
+    axes, size = " x ".join(f"{a}={n}" for a, n in mesh.axes), mesh.size
+    if plan.pipeline.meshes is not None:
+        ranks = {s.rank: s.mesh for s in plan.stages}
+        axes = " | ".join(" x ".join(f"{a}={n}" for a, n in ranks[r].axes) for r in sorted(ranks))
+        size = sum(m.size for m in ranks.values())
     shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
     chunks = f", {number_text(schedule.chunks, 'stage')} on each" if schedule.chunks > 1 else ""
     moves = moving(plan.collectives)
@@ -70,7 +74,7 @@ def _head(plan: PipelinePlan, timeline: Timeline) -> str:
         f"{number_text(len(moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}."
     )
     return (
-        f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
+        f"{plan.program.name} on {axes}: {number_text(size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
     )
@@ -352,11 +356,11 @@ def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
 
 
 def _memory(plan: PipelinePlan) -> str:
-    most = max(plan.stages, key=lambda s: s.plan.memory.peak)
-    memory, hbm = most.plan.memory, most.mesh.topology.hbm
+    memory = plan.memory
+    most = memory.worst
+    parts = sorted(((size, kind) for kind, size in most.peak_parts.items() if size), reverse=True)
     return (
-        f"Memory: at most {bytes_text(memory.peak)} on each device of stage {most.number}, "
-        f"{_share(memory.peak, hbm)} of its {bytes_text(hbm)}, registers not counted\n"
-        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
-        f"{bytes_text(memory.results)} results"
+        f"Memory: at most {bytes_text(most.peak)} on each device of rank {most.rank}, "
+        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, while it runs {most.peak_label}\n  "
+        + ", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from shardc.errors import PipelineError, all_offenders
+from shardc.errors import PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
@@ -85,6 +85,7 @@ class Executor:
             )
             for a in here
         ]  # fmt: skip
+        self._net = net
         self._runs = 0
         self._running = threading.Lock()
         for w in self._workers:
@@ -133,19 +134,19 @@ class Executor:
                 interrupt = error
                 stop_all(self._ports.values(), run)
         spans = [span for w in self._workers for span in w.spans]
-        failed = sorted((w.failure for w in self._workers if w.failure is not None), key=lambda f: f[0])
+        failed = _first_cause(self._net, sorted((f for w in self._workers for f in w.failures), key=lambda f: f[0]))
         stopped = any(w.stopped for w in self._workers)
         for w in self._workers:
-            w.spans, w.failure = [], None
+            w.spans, w.failures = [], []
             if failed or stopped:
                 w.mailbox.clear(run)
         try:
             if interrupt is not None:
                 raise interrupt
             if failed:
-                for _, later in failed[1:]:
-                    failed[0][1].add_note(f"After it {later}".partition("\n")[0])
-                raise failed[0][1]
+                for later in failed[1:]:
+                    failed[0].add_note(f"After it {later}".partition("\n")[0])
+                raise failed[0]
             if stopped and not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor was closed while it ran.")
             if stopped:
@@ -174,6 +175,40 @@ def _close(workers: Sequence[Worker]) -> None:
     for w in workers:
         if w.thread is not threading.current_thread() and not w.abandoned:
             w.thread.join()
+
+
+def _first_cause(net: Network, failed: Sequence[tuple[float, PipelineTaskError]]) -> list[PipelineTaskError]:
+    """The failures, before all others one that none of them comes before in the network.
+
+    Where tasks are only launched, a step that reads what a failed one made can fail, and be heard of, before that one.
+    """
+    errors = [error for _, error in failed]
+    for _ in failed:
+        earlier = [e for e in errors[1:] if _is_before(net, e, errors[0])]
+        if not earlier:
+            break
+        errors.remove(earlier[0])
+        errors.insert(0, earlier[0])
+    return errors
+
+
+def _is_before(net: Network, one: PipelineTaskError, other: PipelineTaskError) -> bool:
+    """Whether the step of one failure has to end before that of another begins."""
+    place = {e: next(i for i, s in enumerate(net.actors[e.actor]) if s.label == e.label) for e in (one, other)}
+    giver = {m: (a, i) for a, steps in enumerate(net.actors) for i, s in enumerate(steps) for m in s.gives}
+    needed = [0] * len(net.actors)  # of each actor's steps, before the other
+    looked = [0] * len(net.actors)
+    needed[other.actor] = place[other]
+    takes = [giver[m] for m in net.actors[other.actor][place[other]].takes]
+    while True:
+        for a, i in takes:
+            needed[a] = max(needed[a], i + 1)
+        takes = [
+            giver[m] for a, steps in enumerate(net.actors) for s in steps[looked[a] : needed[a]] for m in s.takes
+        ]
+        if looked == needed:
+            return place[one] < needed[one.actor]
+        looked = list(needed)
 
 
 def _check_places(net: Network, here: Sequence[int], ports: Mapping[int, Port]) -> None:

@@ -25,6 +25,9 @@ class Window:
         """Label and source of the step that `make_room` waits for."""
         return self._launched[0][0]
 
+    def __len__(self) -> int:
+        return len(self._launched)
+
     @property
     def full(self) -> bool:
         return len(self._launched) >= self._size
@@ -37,11 +40,20 @@ class Window:
             self._wait(alive)
         self._launched.popleft()
 
+    def drain(self) -> tuple[tuple[Hashable, str], BaseException] | None:
+        """Waits for all steps, however they end. Gives the first that failed, and its error."""
+        first: tuple[tuple[Hashable, str], BaseException] | None = None
+        while self._launched:
+            who = self.oldest
+            try:
+                self.make_room()
+            except BaseException as error:  # noqa: BLE001 - those after it are waited for all the same
+                self._launched.popleft()
+                first = first or (who, error)
+        return first
+
     def add(self, who: tuple[Hashable, str], values: Iterable[Any], tokens: list[Any]) -> None:
         self._launched.append((who, [] if tokens else list(_weak(values)), tokens))
-
-    def clear(self) -> None:
-        self._launched.clear()
 
 
 def _weak(values: Iterable[Any]) -> Iterator[weakref.ref[Any]]:

@@ -29,11 +29,13 @@ class Task:
         waited for them; a task whose results may be donated by others before they are finished gives one.
       prepare: host work that needs no inputs; called with the label before the inputs are waited for.
       source: where the task comes from, for errors: `model.py:41`.
+      settled: it begins when all steps that its actor launched before have finished, not only been launched.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
     prepare: Callable[[Hashable], object] | None = None
     source: str = ""
+    settled: bool = False
 
 
 class Worker:
@@ -55,9 +57,9 @@ class Worker:
         self.orders: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
         self.thread = threading.Thread()
         self.done = 0
-        """The last run that ended; then `spans`, `failure` (with its time) and `stopped` say how."""
+        """The last run that ended; then `spans`, `failures` (with their times) and `stopped` say how."""
         self.spans: list[Span] = []
-        self.failure: tuple[float, PipelineTaskError] | None = None
+        self.failures: list[tuple[float, PipelineTaskError]] = []
         self.stopped = False
         self.abandoned = False
         """Nobody waits for what it does now."""
@@ -91,7 +93,7 @@ class Worker:
 
     def _run(self, run: int, record: bool) -> None:
         actor: Actor[None] = Actor(self._net, self.number, None)
-        self.spans, self.failure, self.stopped = [], None, False
+        self.spans, self.failures, self.stopped = [], [], False
         self.mailbox.open(run, actor)
         for step, task in zip(self._net.actors[self.number], self._tasks, strict=True):
             label, source = step.label, task.source
@@ -103,20 +105,23 @@ class Worker:
                 if self.mailbox.stopped >= run:
                     self.stopped = True
                     break
-                if self._window is not None and self._window.full:
+                while self._window is not None and (self._window.full or (task.settled and len(self._window))):
                     label, source = self._window.oldest
                     self._window.make_room()
-                    label, source = step.label, task.source
+                label, source = step.label, task.source
                 begin = perf_counter()
                 end = self._launch(actor, step, task, run)
                 if record:
                     self.spans.append(Span(self.number, step.label, begin, end))
             except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
-                self.failure = perf_counter(), _task_error(error, self.number, label, source)
+                self.failures.append((perf_counter(), _task_error(error, self.number, label, source)))
                 stop_all(self._ports.values(), run)
                 break
-        if self._window is not None and (self.stopped or self.failure):
-            self._window.clear()
+        if self._window is not None and (self.stopped or self.failures):
+            earlier = self._window.drain()  # nothing runs on; and what was launched may have failed before
+            if earlier is not None:
+                (label, source), error = earlier
+                self.failures.append((float("inf"), _task_error(error, self.number, label, source)))
 
     def _launch(self, actor: Actor[Any], step: Step, task: Task, run: int) -> float:
         """Runs a step. Gives the time before its registers go back: what takes them next starts later."""

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 import shardc
-from examples import gpt2, llama, mlp, moe, resnet, t5, unet, zoo
+from examples import gpt2, llama, mlp, moe, plans, resnet, t5, unet, zoo
+from shardc.passes.boundary import stage_boundary_p
 from shardc.sbp.placement import S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"
@@ -59,7 +60,8 @@ def test_plans_fit_their_model(model, plans_of):
     wrong = []
     for name, plan in plans_of(model.split()[0]).items():
         keywords = plan()
-        assert keywords.keys() == {"in_placements", "donate_argnames"}, name
+        assert keywords.keys() - {"pipeline"} == {"in_placements", "donate_argnames"}, name
+        assert ("pipeline" in keywords) == (name == "pipeline")
         assert keywords["in_placements"].keys() == arguments.keys(), name
         assert set(keywords["donate_argnames"]) == arguments.keys() - {"batch"}, name
         for argument, rules in keywords["in_placements"].items():
@@ -92,3 +94,19 @@ def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plan
 def test_a_plan_is_short(model, plans_of):
     lines = {name: len(inspect.getsource(plan).splitlines()) for name, plan in plans_of(model).items()}
     assert max(lines.values()) <= 30, lines
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "ends"), [(2, 2, [0]), (8, 4, [1, 3, 5]), (7, 3, [2, 4]), (5, 1, []), (3, 3, [0, 1])]
+)
+def test_stages_have_as_many_blocks_as_each_other_or_one_more(blocks, stages, ends):
+    between = plans.stages.between(blocks, stages)
+    marked = jax.make_jaxpr(lambda x: [between(i, x + i) for i in range(blocks - 1)])(1.0)
+    cuts = [e.invars[0] for e in marked.eqns if e.primitive is stage_boundary_p]
+    adds = [e.outvars[0] for e in marked.eqns if e.primitive.name == "add"]
+    assert [adds.index(v) for v in cuts] == ends
+
+
+def test_more_stages_than_blocks_are_an_error():
+    with pytest.raises(ValueError, match="4 stages want 4 blocks or more, the model has 2"):
+        plans.stages.between(2, 4)

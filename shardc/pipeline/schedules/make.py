@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
@@ -51,10 +52,9 @@ def make_schedule(
       rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2
       rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2
     """
-    wrong = [f"{n}={v}" for n, v in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)) if v == 0]
-    if wrong or ranks < 0 or microbatches < 0 or (chunks or 1) < 0:
+    if not all(map(_is_count, (ranks, microbatches, 1 if chunks is None else chunks))):
         raise PipelineError(
-            f"make_schedule: ranks={ranks}, microbatches={microbatches}, chunks={chunks}; each has to be 1 or more."
+            f"make_schedule: ranks={ranks!r}, microbatches={microbatches!r}, chunks={chunks!r}; each is 1 or more."
         )
     if isinstance(schedule, str) and _LOOKS_LIKE_TEXT.search(schedule):
         schedule = Schedule.parse(schedule)
@@ -72,8 +72,34 @@ def make_schedule(
         schedule = schedule.orders
     if not isinstance(schedule, Schedule):
         chunks = chunks or 1
-        schedule = schedule(ranks, microbatches, chunks, Costs.read(costs, ranks * chunks))
+        schedule = _called(schedule, ranks, microbatches, chunks, Costs.read(costs, ranks * chunks))
     return _fitting(checked(schedule), ranks, microbatches, chunks)
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n > 0
+
+
+def _called(function: object, *args: object) -> Schedule:
+    """The schedule that a user's function gives."""
+    if not callable(function):
+        raise PipelineError(
+            f"schedule={function!r} is no schedule; write a name, as \"1f1b\", the text of a grid, a Schedule, or a "
+            "function of (ranks, microbatches, chunks, costs) that gives a Schedule."
+        )
+    name = getattr(function, "__name__", repr(function))
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        raise PipelineError(
+            f"The schedule function {name} is called with (ranks, microbatches, chunks, costs): {error}."
+        ) from None
+    found = function(*args)
+    if not isinstance(found, Schedule):
+        raise PipelineError(
+            f"The schedule function {name} gave {found!r}; it has to give a Schedule, as Schedule.parse(text) does."
+        )
+    return found
 
 
 def _chunks(method: Method, ranks: int, microbatches: int, chunks: int | None) -> int:

@@ -94,8 +94,8 @@ def test_a_schedule_of_ones_own():
             'Schedule "interleaved" has at least 2 stages on each rank, not 1: say chunks=2, or take gpipe, 1f1b, '
             "eager-1f1b, zb-h1, zb-h2, pipedream-2bw or auto.",
         ),
-        (("1f1b", 0, 8), "make_schedule: ranks=0, microbatches=8, chunks=None; each has to be 1 or more."),
-        (("auto", 4, 8, -1), "make_schedule: ranks=4, microbatches=8, chunks=-1; each has to be 1 or more."),
+        (("1f1b", 0, 8), "make_schedule: ranks=0, microbatches=8, chunks=None; each is 1 or more."),
+        (("auto", 4, 8, -1), "make_schedule: ranks=4, microbatches=8, chunks=-1; each is 1 or more."),
         (
             ("0F0 0B0", 2, 3),
             'Schedule "schedule" is for another pipeline: it has 1 ranks, not 2, 1 microbatches, not 3.',

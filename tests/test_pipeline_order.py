@@ -1,0 +1,35 @@
+"""One actor, two clocks: what runs under a real function is in the order that the simulation says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import pytest
+
+import shardc
+from shardc.pipeline.action import Action
+from shardc.pipeline.schedules import METHODS
+from tests.pipelines import batch, layers, loss, training
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.weight_versions == 1])
+def test_actions_run_in_the_order_of_the_simulation(name):
+    stages = 2 * METHODS[name].chunks
+    step = training(partial(loss, cuts=range(stages - 1)), 5)
+    compiled = shardc.function(
+        step, mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline(schedule=name), donate_argnames="params"
+    ).compile(layers(stages), batch(10))
+    simulated = compiled.plan.simulate().order()
+    schedule, network = compiled.plan.schedule, compiled.plan.network
+    for _ in range(2):
+        jax.block_until_ready(compiled(layers(stages), batch(10)))
+        spans = compiled.executable._last.spans
+        for actor, row in enumerate(schedule.rows):
+            ran = [s.label for s in spans if s.actor == actor]
+            assert ran == list(simulated[actor]) == [s.label for s in network.actors[actor]]
+            actions = [label for label in ran if isinstance(label, Action)]
+            if schedule.splits_backward:  # a full backward is both of its halves; a stage may have nothing for W
+                row = [p for a in row for p in ([a._replace(kind=k) for k in "IW"] if a.kind == "B" else [a])]
+                row = [a for a in row if a.kind != "W" or a in actions]
+            assert actions == list(row)
