@@ -23,6 +23,7 @@ from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.owners import Owned, find_owned
 from shardc.passes.plan import Argument
 from shardc.passes.program import Program
+from shardc.passes.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.passes.stage_memory import StageMemory, stage_memory
 from shardc.passes.tally import whole_seconds
 from shardc.pipeline.costs import Costs
@@ -51,23 +52,56 @@ class Wanted:
     where: str
 
 
-def mark_automatically(program: Program, wanted: Wanted) -> Program:
+def cut_automatically(program: Program, wanted: Wanted) -> Pieces:
     """The program with the boundaries under which a call is fastest and every stage fits its memory.
 
-    What is not pinned, and all activations, count as split over all devices of a stage's mesh.
+    What is not pinned, and all activations, count as split over all devices of a stage's mesh. Scans over layers are
+    split where a boundary falls between two of their layers.
 
     Raises:
       PipelineError: there are boundaries already, too little work for so many stages, or too little memory.
     """
     loop = find_loop(program, wanted.where)
     _refuse_marks(loop, wanted.where)
+    pieces = whole_program(program)
     if len(wanted.views) == 1:
-        return program
-    measured = _Measured(program, loop, wanted)
+        return pieces
+    layers = find_layers(program, loop)
+    if layers:
+        units = split_scans(program, loop, layers, [tuple(range(found.count + 1)) for found in layers])
+        measured = _measured(units, wanted)
+        cuts = _cuts(measured)
+        pieces = split_scans(program, loop, layers, _ends(layers, units, measured, cuts))
+    measured = _measured(pieces, wanted)
+    marked = mark_stages(pieces.program, measured.body, measured.points, _cuts(measured))
+    return replace(pieces, program=marked)
+
+
+def _measured(pieces: Pieces, wanted: Wanted) -> _Measured:
+    of_pieces = [wanted.arguments[p.number] for p in pieces.inputs]
+    return _Measured(pieces.program, find_loop(pieces.program, wanted.where), replace(wanted, arguments=of_pieces))
+
+
+def _cuts(measured: _Measured) -> Cuts:
     cuts = choose_cuts(measured.chain, measured.schedule)
     if cuts is None:
         raise PipelineError(_why_not(measured))
-    return mark_stages(program, measured.body, measured.points, cuts)
+    return cuts
+
+
+def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cuts) -> list[Ends]:
+    """Where each dimension of layers is to be split, given cuts between single layers."""
+    at = {id(e): t for t, e in enumerate(measured.body.eqns)}
+    found: list[Ends] = []
+    for n, dimension in enumerate(layers):
+        ends = {0, dimension.count}
+        for scan in units.scans[n]:
+            for cut in measured.points.ahead[list(cuts)]:
+                ahead = [row for row, eqn in scan if at[id(eqn)] < cut]
+                behind = [row for row, eqn in scan if cut <= at[id(eqn)] < measured.body.fold]
+                ends |= {max(min(ahead), min(behind))} if ahead and behind else set()
+        found.append(tuple(sorted(ends)))
+    return found
 
 
 def _refuse_marks(loop: Loop, where: str) -> None:

@@ -56,13 +56,14 @@ class Pieces:
     Attributes:
       program: with an input, or result, for each piece.
       inputs, outputs: what each is of the program that was split.
-      scans: for each scan that was split its pieces in the order in which they run, each with its first row.
+      scans: of each dimension of layers its scans, each the pieces in the order in which they run, with their first
+        rows.
     """
 
     program: Program
     inputs: tuple[Piece, ...]
     outputs: tuple[Piece, ...]
-    scans: tuple[tuple[tuple[int, Eqn], ...], ...] = ()
+    scans: tuple[tuple[tuple[tuple[int, Eqn], ...], ...], ...] = ()
 
 
 def whole_program(program: Program) -> Pieces:
@@ -140,8 +141,7 @@ def split_scans(program: Program, loop: Loop, layers: Sequence[Layers], ends: Se
       layers: its dimensions of layers.
       ends: for each of them where pieces begin, and its end.
     """
-    ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
-    return _Splitter(program, loop, ends_of).run()
+    return _Splitter(program, loop, layers, ends).run()
 
 
 class _Level:
@@ -151,7 +151,8 @@ class _Level:
         self.ends_of = ends_of
         self.eqns: list[Eqn] = []
         self.parts: dict[Var, list[Atom]] = {}
-        self.wholes: dict[Var, Atom] = {}
+        self.sliced: set[Var] = set()  # made whole, their parts taken from that
+        self.joined: set[Var] = set()  # made in parts, put together
 
     def receive(self, v: Var) -> list[Var]:
         """The variables that a value from outside comes in."""
@@ -165,10 +166,8 @@ class _Level:
         return self.pieces(atom) if not compat.is_literal(atom) and atom in self.ends_of else [self.whole(atom)]
 
     def whole(self, atom: Atom) -> Atom:
-        if compat.is_literal(atom) or atom not in self.parts:
-            return atom
-        if atom not in self.wholes:
-            self.wholes[atom] = atom
+        if not compat.is_literal(atom) and self._in_pieces(atom) and atom not in self.joined:
+            self.joined.add(atom)
             self.eqns.append(compat.concat_eqn(self.parts[atom], atom))
         return atom
 
@@ -178,7 +177,7 @@ class _Level:
             for a, b in pairwise(self.ends_of[v]):
                 made.append(rows_of(v, b - a))
                 self.eqns.append(compat.rows_eqn(v, a, b, made[-1]))
-            self.wholes[v] = v
+            self.sliced.add(v)
             self.parts[v] = made
         return self.parts[v]
 
@@ -208,7 +207,7 @@ class _Level:
                 self._join(out, found, use.op)
 
     def _in_pieces(self, v: Var) -> bool:
-        return v in self.parts and v not in self.wholes
+        return v in self.parts and v not in self.sliced
 
     def _join(self, out: Var, parts: Sequence[Var], op: str) -> None:
         """`out`, the reduction of its parts."""
@@ -220,9 +219,11 @@ class _Level:
 
 
 class _Splitter:
-    def __init__(self, program: Program, loop: Loop, ends_of: dict[Var, Ends]) -> None:
-        self.program, self.loop, self.ends_of = program, loop, ends_of
-        self.scans: list[tuple[tuple[int, Eqn], ...]] = []
+    def __init__(self, program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
+        self.program, self.loop = program, loop
+        self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
+        self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
+        self.scans: list[list[tuple[tuple[int, Eqn], ...]]] = [[] for _ in layers]
 
     def run(self) -> Pieces:
         jaxpr, outer = self.program.jaxpr, _Level(self.ends_of)
@@ -239,7 +240,7 @@ class _Splitter:
             in_paths=tuple(_path(self.program.in_paths[p.number], p) for p in inputs),
             out_paths=tuple(_path(self.program.out_paths[p.number], p) for p in outputs),
         )
-        return Pieces(program, inputs, outputs, tuple(self.scans))
+        return Pieces(program, inputs, outputs, tuple(map(tuple, self.scans)))
 
     def _border(
         self, atoms: Sequence[Atom], names: Callable[[Atom], Sequence[Atom]]
@@ -260,7 +261,7 @@ class _Splitter:
         carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
         stacks = old.invars[loop.consts + loop.carries :]
         for eqn in old.eqns:
-            if eqn.primitive.name == "scan" and any(v in self.ends_of for v in _stacks(eqn)):
+            if id(eqn) in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
                 self._scan(inner, eqn)
             else:
                 inner.add(eqn)
@@ -299,7 +300,7 @@ class _Splitter:
             state = after
         for i, v in enumerate(eqn.outvars[nk:]):
             level.parts[v] = [ys[k][i] for k, _ in rows]
-        self.scans.append(tuple(found))
+        self.scans[self.dimension[id(eqn)]].append(tuple(found))
 
 
 def _path(path: str, piece: Piece) -> str:
