@@ -22,6 +22,7 @@ from shardc.passes.mark_stages import mark_stages
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.owners import Owned, find_owned
 from shardc.passes.plan import Argument
+from shardc.passes.problem import REMAT
 from shardc.passes.program import Program
 from shardc.passes.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.passes.stage_memory import StageMemory, stage_memory
@@ -139,7 +140,7 @@ class _Measured:
         for v, owned in self.owned.items():
             for j in owned.sums:
                 owners.setdefault(j, []).append(v)
-        return find_points(self.body, self._seconds(self.wanted.views[0]), owners)
+        return find_points(self.body, self.body_seconds, owners)
 
     @property
     def has_backward(self) -> bool:
@@ -177,6 +178,11 @@ class _Measured:
     def again(self, stage: int) -> bool:
         """Whether a stage computes its forward again."""
         return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
+
+    @cached_property
+    def body_seconds(self) -> Floats:
+        """Of each equation, on the first stage's mesh."""
+        return self._seconds(self.wanted.views[0])
 
     def _seconds(self, view: MeshView) -> Floats:
         """Of each equation, its work shared by all devices of a mesh."""
@@ -219,7 +225,7 @@ def _why_not(measured: _Measured) -> str:
     if cuts is None:
         return (
             f"{wanted.where}: {chain.stages} stages want {chain.stages - 1} cuts; the loop's body has "
-            f"{len(measured.points.ahead) - 2} places between operations that take time. Take fewer stages."
+            f"{len(measured.points.ahead) - 2} places between operations that take time. {_instead(measured)}"
         )
     return all_offenders(
         f"{wanted.where}: no {chain.stages} stages fit the memory. Those that come nearest hold, per device,",
@@ -228,6 +234,19 @@ def _why_not(measured: _Measured) -> str:
         "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
         'recompute activations (recompute="full"), take a schedule that holds fewer microbatches, or smaller ones.'
     )
+
+
+def _instead(measured: _Measured) -> str:
+    """What to do where there are too few places."""
+    body = measured.body
+    seconds = measured.body_seconds
+    largest = body.eqns[int(seconds.argmax())]
+    if largest.primitive.name in REMAT and seconds.max() > seconds.sum() / len(measured.wanted.views):
+        return (
+            f"Most of the work is rematerialised as one block ({compat.source_line(largest)}), which runs as a whole "
+            "on one stage: put jax.checkpoint around the layers, or leave it to shardc.Pipeline(recompute=\"full\")."
+        )
+    return "Take fewer stages."
 
 
 def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:

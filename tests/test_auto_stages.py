@@ -259,3 +259,13 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
     ]
     assert slowest(auto) <= min(map(slowest, hands)) * 1.06  # of so much the search gives up for fewer transfers
     assert auto.simulate().makespan <= min(h.simulate().makespan for h in hands) * (1 + 1e-5)
+
+
+def test_one_block_around_everything_is_named():
+    whole = shardc.accumulate(jax.value_and_grad(jax.checkpoint(loss)), microbatches=2)
+    step = shardc.function(
+        partial(train_step, whole), mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline(stages="auto")
+    )
+    params = init()
+    with pytest.raises(shardc.PipelineError, match=r'as one block \(.*\).*around the layers.*recompute="full"'):
+        step.plan(params, OPTIMIZER.init(params), BATCH)
