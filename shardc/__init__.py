@@ -21,7 +21,7 @@ from shardc.passes.boundary import stage_boundary
 from shardc.passes.pins import rules
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
-from shardc.placed import PlacedArray
+from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "S",
     "Schedule",
     "ShardcError",
+    "StackedArray",
     "StepFailedError",
     "TracingError",
     "accumulate",

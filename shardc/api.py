@@ -24,7 +24,7 @@ from shardc.passes.program import Program
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
-from shardc.placed import PlacedArray, is_placed
+from shardc.placed import PlacedArray, StackedArray, is_placed
 from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
@@ -88,9 +88,7 @@ class Compiled:
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call, if it is one that the plan is for."""
         call = self._arguments.take_apart(args, kwargs)
-        program = self.plan.program
-        given = [leaf_aval(x) for x in call.leaves if is_array(x)]
-        self.executable.refuse_others(given, program.in_avals[: len(program.in_avals) - len(program.captured)])
+        self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         return call
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
@@ -392,6 +390,8 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
 
 def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
     """Where an array lives on the mesh; None if it may be put anywhere; a text if it lives elsewhere."""
+    if isinstance(x, StackedArray):
+        return "is held in pieces by a pipeline's stages; pass its value, np.asarray(x)."
     if isinstance(x, PlacedArray):
         if dict(x.mesh.shape) != dict(mesh.shape):
             return (
@@ -449,6 +449,8 @@ def _devices(mesh: AnyMesh) -> set[Any]:
 
 def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement | str | None:
     """The same for a pipeline: on one rank's mesh, or on the whole one."""
+    if isinstance(x, StackedArray):
+        return x.placement if x.mesh in meshes else None
     devices = set(x.sharding.device_set) if isinstance(x, jax.Array) else set[Any]()
     for m in meshes:
         if isinstance(m, Mesh) and (devices == set(m.devices.flat) or (isinstance(x, PlacedArray) and x.mesh == m)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -22,7 +22,9 @@ from shardc.passes.mark_stages import mark_stages
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.owners import Owned, find_owned
 from shardc.passes.plan import Argument
+from shardc.passes.problem import REMAT
 from shardc.passes.program import Program
+from shardc.passes.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.passes.stage_memory import StageMemory, stage_memory
 from shardc.passes.tally import whole_seconds
 from shardc.pipeline.costs import Costs
@@ -53,13 +55,14 @@ class Wanted:
     where: str
 
 
-def mark_automatically(program: Program, wanted: Wanted) -> tuple[Program, Sequence[float]]:
+def cut_automatically(program: Program, wanted: Wanted) -> tuple[Pieces, Sequence[float]]:
     """The program with the boundaries under which a call is fastest and every stage fits its memory.
 
-    What is not pinned, and all activations, count as split over all devices of a stage's mesh.
+    What is not pinned, and all activations, count as split over all devices of a stage's mesh. Scans over layers are
+    split where a boundary falls between two of their layers.
 
     Returns:
-      the program, and for each stage the estimate of the bytes on each of its devices; unknown, 0, for a single stage.
+      the program in pieces, and for each stage the estimated bytes on each of its devices; 0, unknown, for one stage.
 
     Raises:
       PipelineError: there are boundaries already, or too little work for so many stages.
@@ -67,18 +70,46 @@ def mark_automatically(program: Program, wanted: Wanted) -> tuple[Program, Seque
     """
     loop = find_loop(program, wanted.where)
     _refuse_marks(loop, wanted.where)
+    pieces = whole_program(program)
     if len(wanted.views) == 1:
-        return program, (0.0,)
-    measured = _Measured(program, loop, wanted)
+        return pieces, (0.0,)
+    layers = find_layers(program, loop)
+    if layers:
+        units = split_scans(program, loop, layers, [tuple(range(found.count + 1)) for found in layers])
+        measured = _measured(units, wanted)
+        cuts = _cuts(measured)
+        pieces = split_scans(program, loop, layers, _ends(layers, units, measured, cuts))
+    measured = _measured(pieces, wanted)
+    cuts = _cuts(measured)
+    marked = mark_stages(pieces.program, measured.body, measured.points, cuts)
+    return replace(pieces, program=marked), measured.estimates(cuts)
+
+
+def _measured(pieces: Pieces, wanted: Wanted) -> _Measured:
+    of_pieces = [wanted.arguments[p.number] for p in pieces.inputs]
+    return _Measured(pieces.program, find_loop(pieces.program, wanted.where), replace(wanted, arguments=of_pieces))
+
+
+def _cuts(measured: _Measured) -> Cuts:
     cuts = choose_cuts(measured.chain, measured.schedule)
     if cuts is None:
         raise _why_not(measured)
-    ends = [0, *cuts, len(measured.points.ahead) - 1]
-    estimates = [
-        measured.chain.memory[s, i, j] / scale
-        for s, ((i, j), scale) in enumerate(zip(pairwise(ends), wanted.memory_scale, strict=True))
-    ]
-    return mark_stages(program, measured.body, measured.points, cuts), estimates
+    return cuts
+
+
+def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cuts) -> list[Ends]:
+    """Where each dimension of layers is to be split, given cuts between single layers."""
+    at = {id(e): t for t, e in enumerate(measured.body.eqns)}
+    found: list[Ends] = []
+    for n, dimension in enumerate(layers):
+        ends = {0, dimension.count}
+        for scan in units.scans[n]:
+            for cut in measured.points.ahead[list(cuts)]:
+                ahead = [row for row, eqn in scan if at[id(eqn)] < cut]
+                behind = [row for row, eqn in scan if cut <= at[id(eqn)] < measured.body.fold]
+                ends |= {max(min(ahead), min(behind))} if ahead and behind else set()
+        found.append(tuple(sorted(ends)))
+    return found
 
 
 def _refuse_marks(loop: Loop, where: str) -> None:
@@ -116,7 +147,7 @@ class _Measured:
         for v, owned in self.owned.items():
             for j in owned.sums:
                 owners.setdefault(j, []).append(v)
-        return find_points(self.body, self._seconds(self.wanted.views[0]), owners)
+        return find_points(self.body, self.body_seconds, owners)
 
     @property
     def has_backward(self) -> bool:
@@ -148,6 +179,14 @@ class _Measured:
             self.fused, link.latency, link.bandwidth, self.wanted.least,
         )  # fmt: skip
 
+    def estimates(self, cuts: Cuts) -> list[float]:
+        """Bytes on each device of each stage."""
+        ends = [0, *cuts, len(self.points.ahead) - 1]
+        return [
+            self.chain.memory[s, i, j] / scale
+            for s, ((i, j), scale) in enumerate(zip(pairwise(ends), self.wanted.memory_scale, strict=True))
+        ]
+
     @cached_property
     def fused(self) -> bool:
         """Whether the last stage's forward lies inside its backward."""
@@ -156,6 +195,11 @@ class _Measured:
     def again(self, stage: int) -> bool:
         """Whether a stage computes its forward again."""
         return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
+
+    @cached_property
+    def body_seconds(self) -> Floats:
+        """Of each equation, on the first stage's mesh."""
+        return self._seconds(self.wanted.views[0])
 
     def _seconds(self, view: MeshView) -> Floats:
         """Of each equation, its work shared by all devices of a mesh."""
@@ -208,7 +252,7 @@ def _why_not(measured: _Measured) -> PipelineError:
     if cuts is None:
         return PipelineError(
             f"{wanted.where}: {chain.stages} stages want {chain.stages - 1} cuts; the loop's body has "
-            f"{len(measured.points.ahead) - 2} places between operations that take time. Take fewer stages."
+            f"{len(measured.points.ahead) - 2} places between operations that take time. {_instead(measured)}"
         )
     return StageMemoryError(
         all_offenders(
@@ -218,6 +262,19 @@ def _why_not(measured: _Measured) -> PipelineError:
         + "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
         'recompute activations (recompute="full"), take a schedule that holds fewer microbatches, or smaller ones.'
     )
+
+
+def _instead(measured: _Measured) -> str:
+    """What to do where there are too few places."""
+    body = measured.body
+    seconds = measured.body_seconds
+    largest = body.eqns[int(seconds.argmax())]
+    if largest.primitive.name in REMAT and seconds.max() > seconds.sum() / len(measured.wanted.views):
+        return (
+            f"Most of the work is rematerialised as one block ({compat.source_line(largest)}), which runs as a whole "
+            "on one stage: put jax.checkpoint around the layers, or leave it to shardc.Pipeline(recompute=\"full\")."
+        )
+    return "Take fewer stages."
 
 
 def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:

@@ -235,3 +235,24 @@ def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int) -> dict[str, A
     if "linear" in params:
         params["linear"] = (False,) * len(body.invars)
     return params
+
+
+# Why: what is stacked over layers is taken apart, and put together, in the jaxpr itself.
+def rows_eqn(x: Var, start: int, stop: int, out: Var) -> Eqn:
+    """`out = x[start:stop]`."""
+    rest = tuple(x.aval.shape[1:])
+    params = {"start_indices": (start, *(0 for _ in rest)), "limit_indices": (stop, *rest), "strides": None}
+    return new_eqn([x], [out], jax.lax.slice_p, params, None)
+
+
+def concat_eqn(parts: Sequence[Atom], out: Var) -> Eqn:
+    """`out = concatenate parts`, of rows."""
+    return new_eqn(parts, [out], jax.lax.concatenate_p, {"dimension": 0}, None)
+
+
+_JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_p}
+
+
+def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
+    """`out = a + b`, or the larger or smaller of both."""
+    return new_eqn([a, b], [out], _JOINS[op], {}, None)

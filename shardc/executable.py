@@ -100,8 +100,9 @@ class Executable:
         ordered.__name__ = plan.program.name
         return ordered
 
-    def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
+    def refuse_others(self, avals: Sequence[Any]) -> None:
         """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        wanted = self.plan.program.given_avals
         wrong = [
             f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
             for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)

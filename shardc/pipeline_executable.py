@@ -15,11 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
+from shardc.border import Border, Gate
 from shardc.compat import Var
 from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
 from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit_all
+from shardc.passes.split_scans import Piece
 from shardc.passes.split_tasks import INDEX, StageTask
 from shardc.passes.trace import settings
 from shardc.pipeline.action import Action
@@ -27,11 +29,9 @@ from shardc.pipeline.recorded import recorded
 from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_memory import working_bytes
 from shardc.pipeline_plan import PipelinePlan, Stage
-from shardc.placed import PlacedArray, is_placed, narrow
 from shardc.rank_memory import PipelineMemory
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
-from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
 from shardc.stage_network import Once
 from shardc.step_values import StepValues, step_values
@@ -65,35 +65,6 @@ class Recording:
         return recorded(net, spans, self.begin)
 
 
-class _Border:
-    """How one array comes to a stage, or leaves it."""
-
-    def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
-        self.shape, self.placement, self.mesh = shape, placement.resolve(len(shape)), mesh
-        self.sizes = dict(mesh.shape)
-        self.plain = is_plain(shape, self.placement, self.sizes)
-        self.sharding = NamedSharding(mesh, physical_spec(self.placement))
-
-    def enter(self, x: Any) -> jax.Array:
-        """The physical array of an argument on this stage."""
-        if is_placed(x):
-            if x.mesh == self.mesh and x.placement == self.placement:
-                return x.physical
-            x = np.asarray(x)
-        if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
-            return x
-        if self.plain:
-            return jax.device_put(narrow(x), self.sharding)
-        return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
-
-    def value(self, x: jax.Array) -> np.ndarray:
-        """The logical value of a physical array, on the host."""
-        return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
-
-    def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
-        return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
-
-
 class _StageState:
     """What a stage holds while a call runs: its residents, by variable."""
 
@@ -102,9 +73,7 @@ class _StageState:
         self.residents: dict[Var, Any] = {}
         program = stage.program.program
         placed = zip(program.in_avals, stage.plan.inputs, strict=True)
-        self.borders = [_Border(tuple(a.shape), p, mesh) for a, p in placed]
-        left = zip(program.out_avals, stage.plan.outputs, strict=True)
-        self.exits = [_Border(tuple(a.shape), p, mesh) for a, p in left]
+        self.borders = [Border(tuple(a.shape), p, mesh) for a, p in placed]
 
 
 class _Watch:
@@ -142,6 +111,12 @@ class PipelineExecutable:
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
+        pieces = plan.pieces
+        self._entry = self._gate(
+            pieces.inputs, self._borders(pieces.program.in_avals, plan.piece_inputs, plan.homes)
+        )
+        self._exits = self._borders(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
+        self._exit = self._gate(pieces.outputs, self._exits)
         known = known or {}
         self._executables: dict[int, Executable] = {
             id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
@@ -155,6 +130,16 @@ class PipelineExecutable:
         self._watch = _Watch()
         self._executor: Executor | None = None
         self._updating = False
+
+    def _borders(
+        self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
+    ) -> list[Border]:
+        placed = zip(avals, placements, stages, strict=True)
+        return [Border(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
+
+    def _gate(self, pieces: Sequence[Piece], borders: Sequence[Border]) -> Gate:
+        pipeline = self.plan.pipeline
+        return Gate(pieces, borders, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None)
 
     def with_schedule(self, schedule: Any) -> PipelineExecutable:
         """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
@@ -260,9 +245,9 @@ class PipelineExecutable:
 
         return move
 
-    def _border_of(self, stage: Stage, v: Var) -> _Border:
+    def _border_of(self, stage: Stage, v: Var) -> Border:
         placement = _placement_of(stage, v)
-        return _Border(tuple(v.aval.shape), placement, self.meshes[stage.number])
+        return Border(tuple(v.aval.shape), placement, self.meshes[stage.number])
 
     # -- calling it
 
@@ -276,9 +261,9 @@ class PipelineExecutable:
         del i
         return x
 
-    def refuse_others(self, avals: Sequence[Any], wanted: Sequence[Any]) -> None:
+    def refuse_others(self, avals: Sequence[Any]) -> None:
         """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
-        paths = self.plan.program.in_paths
+        paths, wanted = self.plan.program.in_paths, self.plan.program.given_avals
         wrong = [
             f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
             for path, aval, want in zip(paths, avals, wanted, strict=False)
@@ -317,15 +302,16 @@ class PipelineExecutable:
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller takes the long way
         try:
+            parts = self._entry.take_apart(whole)
             entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # what two stages of a rank read is there once
             for stage, state in zip(self.plan.stages, self._states, strict=True):
                 names = stage.tasks.arguments
                 for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
                     key = i, border.sharding
                     if key not in entered:
-                        entered[key] = border.enter(whole[i])
+                        entered[key] = border.enter(parts[i])
                     state.residents[v] = entered[key]
-            entered.clear()
+            del parts, entered
             try:
                 spans = executor.run(record=True)
                 self._last = Recording(spans, begin, self._watch.waited)
@@ -340,11 +326,9 @@ class PipelineExecutable:
     def _results(self) -> list[Any]:
         found: dict[int, Any] = {}
         for stage, state in zip(self.plan.stages, self._states, strict=True):
-            names = zip(stage.program.results, stage.tasks.results, state.exits, strict=True)
-            for i, v, border in names:
-                x = border.enter(v.val) if compat.is_literal(v) else state.residents[v]
-                found[i] = border.leave(x)
-        return [found[i] for i in range(len(found))]
+            for i, v in zip(stage.program.results, stage.tasks.results, strict=True):
+                found[i] = self._exits[i].enter(v.val) if compat.is_literal(v) else state.residents[v]
+        return self._exit.put_together([found[i] for i in range(len(found))])
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from shardc import compat
-from shardc.auto_stages import Wanted, mark_automatically
+from shardc.auto_stages import Wanted, cut_automatically
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
@@ -22,6 +22,7 @@ from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
+from shardc.passes.split_scans import Piece, Pieces, whole_program
 from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
 from shardc.passes.transfer import is_transfer, transfer_number
@@ -115,51 +116,60 @@ class PipelinePlan:
     """A program placed on the stages of a pipeline. Needs no devices. Like a `Plan`, and besides:
 
     Attributes:
+      program: as it was traced.
+      pieces: the program that is cut: what scans over layers read or make stacked is in pieces, one for each stage.
+      inputs, outputs: placements of arguments and results; of one in pieces that of the first.
       stages: what each computes, and its own plan.
       schedule: the order of every actor's actions; prints and parses as a grid.
       network: the actors and their channels, with registers.
       transfers: what goes from stage to stage.
-      homes: the stage on which each argument lives between calls.
+      whole_mesh: of all ranks together, as it was given.
+      homes: the stage on which each argument, or piece of one, lives between calls.
       squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
     """
 
     gap = None
 
     def __init__(
-        self, program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut,
+        self, program: Program, pieces: Pieces, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut,
         schedule: Schedule, built: StageNetwork, arguments: Sequence[Argument], results: Sequence[Pin | None],
         notes: Sequence[str],
     ) -> None:  # fmt: skip
-        self.program, self.pipeline, self.stages, self.cut = program, pipeline, tuple(stages), cut
-        self.mesh, self._mesh = view(mesh), mesh
+        self.program, self.pieces = program, pieces
+        self.pipeline, self.stages, self.cut = pipeline, tuple(stages), cut
+        self.mesh, self.whole_mesh = view(mesh), mesh
         self.schedule, self.built, self.network = schedule, built, built.network
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
         self.squeezed: tuple[int, ...] = ()
-        self.ties = tuple(match_donated(program, arguments))
-        self.inputs = tuple(self._inputs())
-        self.outputs = tuple(self._outputs())
+        self.ties = tuple(match_donated(pieces.program, arguments))
+        self.inputs = _of_first(self.piece_inputs, pieces.inputs)
+        self.outputs = _of_first(self.piece_outputs, pieces.outputs)
 
-    def _inputs(self) -> list[Placement]:
+    @cached_property
+    def piece_inputs(self) -> tuple[Placement, ...]:
+        """Placements of the inputs of the program in pieces, where they live."""
         at: dict[int, Placement] = {}
         for stage in self.stages:
             for i, p in zip(stage.program.arguments, stage.plan.inputs, strict=True):
                 at.setdefault(i, p)
-        return [at.get(i, Placement()) for i in range(len(self.program.in_paths))]
+        return tuple(at.get(i, Placement()) for i in range(len(self.pieces.inputs)))
 
-    def _outputs(self) -> list[Placement]:
+    @cached_property
+    def piece_outputs(self) -> tuple[Placement, ...]:
+        """Placements of the results of the program in pieces."""
         at = {
             i: p
             for stage in self.stages
             for i, p in zip(stage.program.results, stage.plan.outputs, strict=True)
         }
-        return [at[i] for i in range(len(self.program.out_paths))]
+        return tuple(at[i] for i in range(len(self.pieces.outputs)))
 
     @cached_property
     def result_stages(self) -> tuple[int, ...]:
-        """The stage that each result lives on."""
+        """The stage that each result, or piece of one, lives on."""
         at = {i: stage.number for stage in self.stages for i in stage.program.results}
-        return tuple(at[i] for i in range(len(self.program.out_paths)))
+        return tuple(at[i] for i in range(len(self.pieces.outputs)))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -187,11 +197,11 @@ class PipelinePlan:
     def transfers(self) -> tuple[Transfer, ...]:
         """What goes from stage to stage, arguments that several stages use included."""
         found: list[Transfer] = []
-        for i, path in enumerate(self.program.in_paths):
+        pieces = self.pieces.program
+        for i, (path, aval) in enumerate(zip(pieces.in_paths, pieces.in_avals, strict=True)):
             for stage in self.stages:
                 if i in stage.program.arguments and stage.number != self.homes[i]:
-                    aval = self.program.in_avals[i]
-                    size = _piece(aval, self.inputs[i], self.stages[self.homes[i]].mesh)
+                    size = _piece(aval, self.piece_inputs[i], self.stages[self.homes[i]].mesh)
                     found.append(Transfer(self.homes[i], stage.number, size, 1, f"argument {path}", short_aval(aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
@@ -281,8 +291,8 @@ class PipelinePlan:
         """The same plan with so many registers for each channel."""
         built = replace(self.built, network=self.network.with_registers(registers))
         found = PipelinePlan(
-            self.program, self._mesh, self.pipeline, self.stages, self.cut, self.schedule, built, self.arguments,
-            self.results, self.notes,
+            self.program, self.pieces, self.whole_mesh, self.pipeline, self.stages, self.cut, self.schedule, built,
+            self.arguments, self.results, self.notes,
         )  # fmt: skip
         found._in_tree = self._in_tree
         return found
@@ -312,8 +322,8 @@ class PipelinePlan:
                 "function anew with it."
             )
         plan = _under_schedule(
-            self.program, self._mesh, pipeline, self.stages, self.cut, found, self.arguments, self.results, self.notes,
-            name,
+            self.program, self.pieces, self.whole_mesh, pipeline, self.stages, self.cut, found, self.arguments,
+            self.results, self.notes, name,
         )  # fmt: skip
         if any(r.peak > r.capacity for r in plan.memory.ranks):
             raise PipelineError(f"{name}: {too_large(plan.memory)}")
@@ -356,6 +366,14 @@ class PipelinePlan:
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
             f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
         )
+
+
+def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
+    """Of each whole the placement of its first piece."""
+    found: dict[int, Placement] = {}
+    for piece, placement in zip(pieces, placements, strict=True):
+        found.setdefault(piece.number, placement)
+    return tuple(found.values())
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -428,19 +446,27 @@ def _plan_cut(
     Raises:
       StageMemoryError: no cuts fit, nor do they if all stages compute their forward again that may.
     """
-    if pipeline.stages not in ("marked", "auto"):
+    _refuse_fresh_weights(program, pipeline, where)
+    arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
+    marked = replace(pipeline, stages="marked")
+
+    def plan_of(pieces: Pieces) -> PipelinePlan:
+        of_pieces = [arguments[p.number] for p in pieces.inputs], [results[p.number] for p in pieces.outputs]
+        return _plan_pieces(program, pieces, mesh, meshes, *of_pieces, marked, where, notes, again)
+
+    if pipeline.stages == "marked":
+        return plan_of(whole_program(program))
+    if pipeline.stages != "auto":
         raise PipelineError(
             f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
         )
-    if pipeline.stages == "marked":
-        return _plan_once(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
     rank_of = _draft(pipeline, len(meshes), find_loop(program, where).microbatches, where).rank_of
     scale = [1.0] * len(rank_of)
     may = {s for s in range(len(rank_of)) if _may_recompute(pipeline, s)}
     plan: PipelinePlan | None = None
     for _ in range(CUTS):
         try:
-            found, estimates = _marked(program, meshes, rank_of, arguments, pipeline, again, scale, where)
+            pieces, estimates = _cut_automatically(program, meshes, rank_of, arguments, pipeline, again, scale, where)
         except StageMemoryError:
             if plan is not None:
                 return plan
@@ -448,8 +474,7 @@ def _plan_cut(
                 raise
             again = {*again, *may}
             continue
-        marked = replace(pipeline, stages="marked")
-        plan = _plan_once(found, mesh, meshes, arguments, results, marked, where, notes, again)
+        plan = plan_of(pieces)
         peak = {r.rank: r.peak for r in plan.memory.too_full}
         if not peak:
             return plan
@@ -460,20 +485,17 @@ def _plan_cut(
     return plan
 
 
-def _plan_once(
-    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
+def _plan_pieces(
+    program: Program, pieces: Pieces, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
 ) -> PipelinePlan:  # fmt: skip
-    """The same for one choice of stages that compute their forward `again`, whether it fits or not."""
+    """The same for a program with its marks; arguments and results are those of its pieces."""
     ranks = len(meshes)
-    microbatches = find_loop(program, where).microbatches
-    draft = _draft(pipeline, ranks, microbatches, where)
+    draft = _draft(pipeline, ranks, find_loop(program, where).microbatches, where)
     rank_of = draft.rank_of
     count = len(rank_of)
     recompute = {*_recomputed(pipeline, count, where), *again}
-    _refuse_fresh_weights(program, pipeline, where)
-    arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
-    cut = cut_stages(program, count, where, recompute=recompute, split=draft.splits_backward)
+    cut = cut_stages(pieces.program, count, where, recompute=recompute, split=draft.splits_backward)
     readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
     stages: list[Stage] = []
     ends: dict[int, Placement] = {}
@@ -495,14 +517,14 @@ def _plan_once(
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return _plan_once(program, mesh, meshes, arguments, results, found, where, notes, again)
+        return _plan_pieces(program, pieces, mesh, meshes, arguments, results, found, where, notes, again)
     chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
-    return _under_schedule(program, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
+    return _under_schedule(program, pieces, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
 
 
 def _under_schedule(
-    program: Program, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut, schedule: Schedule,
-    arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
+    program: Program, pieces: Pieces, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut,
+    schedule: Schedule, arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
 ) -> PipelinePlan:  # fmt: skip
     """The plan of placed stages in the order of a schedule."""
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
@@ -510,7 +532,7 @@ def _under_schedule(
     built = stage_network(
         cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
     )
-    plan = PipelinePlan(program, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
+    plan = PipelinePlan(program, pieces, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
     plan = plan.with_registers(_registers(plan, pipeline, where))
     deadlock = find_deadlock(plan.network)
     if deadlock is not None:
@@ -518,10 +540,10 @@ def _under_schedule(
     return _squeezed(plan, built.network) if pipeline.credits == "auto" else plan
 
 
-def _marked(
+def _cut_automatically(
     program: Program, meshes: Sequence[AnyMesh], rank_of: Sequence[int], arguments: Sequence[Argument],
     pipeline: Pipeline, again: Collection[int], scale: Sequence[float], where: str,
-) -> tuple[Program, Sequence[float]]:  # fmt: skip
+) -> tuple[Pieces, Sequence[float]]:  # fmt: skip
     """The program with boundaries for stages on ranks `rank_of`, and the estimated bytes of each stage."""
     ranks = len(meshes)
     chunks = len(rank_of) // ranks
@@ -531,9 +553,8 @@ def _marked(
         return _ordered(given, ranks, microbatches, chunks, costs, backward)
 
     recomputed = {*_recomputed(pipeline, len(rank_of), where), *again}
-    arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
     views = [view(meshes[r]) for r in rank_of]
-    return mark_automatically(program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, where))
+    return cut_automatically(program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, where))
 
 
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:

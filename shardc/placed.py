@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,12 +57,56 @@ class PlacedArray:
         dims = ",".join(map(str, self.shape))
         return f"PlacedArray({self.dtype}[{dims}], {self.placement}, {dict(self.mesh.shape)})"
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], Placement, Mesh]]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         return (self.physical,), (self.shape, self.placement, self.mesh)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[tuple[int, ...], Placement, Mesh], children: tuple[Any]) -> PlacedArray:
+    def tree_unflatten(cls, aux: Any, children: tuple[Any, ...]) -> PlacedArray:
         return cls(children[0], *aux)
+
+
+@jax.tree_util.register_pytree_node_class
+class StackedArray(PlacedArray):
+    """A logical array whose rows several meshes hold in pieces: parameters of a scan's layers, by a pipeline's stages.
+
+    A pytree node over the physical arrays of the pieces. Pipelines take it as the logical array.
+
+    Attributes:
+      pieces: the arrays that follow one another in dimension 0.
+      physical: of each piece.
+      placement, mesh: of the first.
+    """
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Sequence[PlacedArray]) -> None:
+        self.pieces = tuple(pieces)
+        first = self.pieces[0]
+        shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
+        super().__init__(tuple(p.physical for p in pieces), shape, first.placement, first.mesh)
+
+    @property
+    def dtype(self) -> Any:
+        return self.pieces[0].dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # the pieces have to be put together: always a new array
+        return np.concatenate([p.__array__(dtype) for p in self.pieces])
+
+    def __repr__(self) -> str:
+        dims, rows = ",".join(map(str, self.shape)), "+".join(str(p.shape[0]) for p in self.pieces)
+        return f"StackedArray({self.dtype}[{dims}], rows {rows}, {self.placement}, {dict(self.mesh.shape)})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self.physical, tuple((p.shape, p.placement, p.mesh) for p in self.pieces)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: tuple[Any, ...]) -> StackedArray:
+        return cls([PlacedArray(x, *known) for x, known in zip(children, aux, strict=True)])
+
+    def with_physical(self, physical: Sequence[Any]) -> StackedArray:
+        """The same pieces of other physical arrays."""
+        return self.tree_unflatten(self.tree_flatten()[1], tuple(physical))
 
 
 def is_placed(x: object) -> bool:

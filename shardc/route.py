@@ -19,7 +19,7 @@ import jax
 from shardc import compat
 from shardc.executable import looks_for_nans
 from shardc.passes.trace import Arguments, is_array, settings
-from shardc.placed import PlacedArray
+from shardc.placed import PlacedArray, StackedArray
 
 
 class Runs(Protocol):
@@ -58,10 +58,16 @@ class Route:
         self._order: list[int] = []  # in the leaves, then in the defaults
         self._defaults: list[Any] = []
         self._unlike: list[tuple[int, int]] = []  # place in the order and the leaf: pieces that JAX cannot say
+        self._stacked: list[tuple[int, StackedArray]] = []  # place in the order, and the slots of the pieces
         traced: set[int] = set()
         for slot in slots:
             placed = isinstance(slot, PlacedArray)
-            slot = slot.physical if placed else slot
+            if isinstance(slot, StackedArray):
+                self._stacked.append((len(self._order), slot))
+                traced |= {piece.index for piece in slot.physical}
+                slot = slot.physical[0]
+            elif placed:
+                slot = slot.physical
             if not isinstance(slot, _Slot):  # an argument that the call did not give
                 if is_array(slot):
                     self._order.append(len(leaves) + len(self._defaults))
@@ -87,6 +93,8 @@ class Route:
         if [_is_weak(x) for x in args] != self._weak or settings() != self.executable.settings or looks_for_nans():
             return None
         try:
+            for k, stack in self._stacked:
+                args[k] = stack.with_physical([leaves[piece.index] for piece in stack.physical])
             for k, _ in self._unlike:
                 args[k] = self.executable.enter(k, args[k])
             out = self.executable.launch(args)

@@ -14,7 +14,7 @@ import shardc
 import shardc.pipeline_plan
 from examples.zoo import MODELS
 from shardc import S
-from shardc.auto_stages import mark_automatically
+from shardc.auto_stages import cut_automatically
 from tests.test_parity import assert_close
 
 ROWS = 24
@@ -297,8 +297,18 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
 def test_the_estimate_that_cuts_go_by_is_near_the_account(name, ranks, schedule, monkeypatch):
     found = []
     monkeypatch.setattr(
-        shardc.pipeline_plan, "mark_automatically", lambda *a: found.append(mark_automatically(*a)) or found[-1]
+        shardc.pipeline_plan, "cut_automatically", lambda *a: found.append(cut_automatically(*a)) or found[-1]
     )
     plan = zoo_plan(name, {}, ranks, 4, schedule=schedule, recompute="none")
     for estimate, rank in zip(found[-1][1], plan.memory.ranks, strict=True):
         assert 0.8 < estimate / rank.peak < 1.25
+
+
+def test_one_block_around_everything_is_named():
+    whole = shardc.accumulate(jax.value_and_grad(jax.checkpoint(loss)), microbatches=2)
+    step = shardc.function(
+        partial(train_step, whole), mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline(stages="auto")
+    )
+    params = init()
+    with pytest.raises(shardc.PipelineError, match=r'as one block \(.*\).*around the layers.*recompute="full"'):
+        step.plan(params, OPTIMIZER.init(params), BATCH)

@@ -21,7 +21,7 @@ import shardc
 from shardc.pipeline_executable import PipelineExecutable
 from tests.pipelines import batch, error, even_cuts, layers, loss, training
 
-SLOW = 0.003
+SLOW = 0.005
 """Seconds that a slowed rank waits before each launch."""
 
 

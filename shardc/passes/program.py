@@ -36,3 +36,8 @@ class Program:
     @property
     def out_avals(self) -> list[Any]:
         return [v.aval for v in self.jaxpr.outvars]
+
+    @property
+    def given_avals(self) -> list[Any]:
+        """Of the arguments alone, without what was captured."""
+        return self.in_avals[: len(self.in_paths) - len(self.captured)]

@@ -140,7 +140,7 @@ class _Leaf:
 def _leaves(plan: PipelinePlan) -> list[_Leaf]:
     """Each argument on its home, in their order."""
     found = [
-        _Leaf(i, plan.program.in_paths[i], stage, var, placement)
+        _Leaf(i, plan.pieces.program.in_paths[i], stage, var, placement)
         for stage in plan.stages
         for i, var, placement in zip(
             stage.program.arguments, stage.plan.boxed.jaxpr.invars, stage.plan.inputs, strict=True
@@ -265,11 +265,11 @@ def _arguments(plan: PipelinePlan) -> str:
 
 def _results(plan: PipelinePlan) -> str:
     rows: list[tuple[Key, str, int]] = []
-    paths = plan.program.out_paths
+    paths = plan.pieces.program.out_paths
     for i, (path, aval, placement, pin, tie) in enumerate(
-        zip(paths, plan.program.out_avals, plan.outputs, plan.results, plan.ties, strict=True)
+        zip(paths, plan.pieces.program.out_avals, plan.piece_outputs, plan.results, plan.ties, strict=True)
     ):
-        if tie is None or plan.inputs[tie] != placement:
+        if tie is None or plan.piece_inputs[tie] != placement:
             key = (short_aval(aval), placement_text(placement), why_placed(pin, "chosen"))
             rows.append((key, path or "result", plan.result_stages[i]))
     head = f"Results: {number_text(len(paths), 'array')}"
