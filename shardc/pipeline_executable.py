@@ -40,6 +40,10 @@ IN_FLIGHT: Final = 32
 """Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
 
 
+THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
+"""What launches the programs, at most one for each actor: they do little else, and XLA:CPU wants cores too."""
+
+
 @dataclass(frozen=True)
 class Recording:
     """When the steps of one call ran.
@@ -170,7 +174,7 @@ class PipelineExecutable:
                 wait=jax.block_until_ready,
                 finished=_is_ready,
                 window=window,
-                threads=max(1, (os.cpu_count() or 1) // 2),  # they only launch, and XLA's own want cores too
+                threads=THREADS,
                 name=plan.program.name,
             )
         return self._executor

@@ -20,7 +20,7 @@ from benchmarks.measure import report
 from benchmarks.pipeline import models
 from benchmarks.pipeline.by_hand import ByHand
 from benchmarks.pipeline.models import HAND, MICROBATCHES, STAGES
-from shardc.pipeline_executable import PipelineExecutable
+from shardc.pipeline_executable import THREADS, PipelineExecutable
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import run_without_time
 from shardc.runtime.executor import Executor, Task
@@ -44,7 +44,8 @@ class Ready:
     def __init__(self, executable: Any) -> None:
         self.compiled = self.lowered = None
         avals, shardings = executable.plan.program.out_avals, executable._out_shardings
-        self.out = [jax.device_put(jnp.zeros(a.shape, a.dtype), s) for a, s in zip(avals, shardings, strict=True)]
+        out = [jax.device_put(jnp.zeros(a.shape, a.dtype), s) for a, s in zip(avals, shardings, strict=True)]
+        self.out = [*out, jnp.zeros(0, bool)]  # the last is the token
 
     def run(self, args: Any) -> list[Any]:
         del args
@@ -74,7 +75,7 @@ def measure(schedule: str, turns: int, calls: int) -> None:
         parts[0], loss = loop(parts[0], work.batch)
         jax.block_until_ready((parts[0], loss))
 
-    with Executor(net, lambda label: Task(lambda _: gives[label])) as nothing:
+    with Executor(net, lambda label: Task(lambda _: gives[label]), threads=THREADS) as nothing:
         parts_of = {
             "the actors' state machine": lambda: run_without_time(net),
             "threads and mailboxes": nothing.run,

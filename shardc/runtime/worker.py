@@ -41,8 +41,9 @@ class Task:
 class _Part:
     """An actor in its thread: what it runs, and how far it is."""
 
-    def __init__(self, net: Network, number: int, tasks: Sequence[Task], window: Window | None) -> None:
-        self.net, self.number, self.tasks, self.window = net, number, tasks, window
+    def __init__(self, net: Network, number: int, window: Window | None) -> None:
+        self.net, self.number, self.window = net, number, window
+        self.ways: list[_Way] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -51,10 +52,36 @@ class _Part:
         self.changed = True
         """Whether anything has happened since it could not go on."""
 
+    def deliver(self, message: Message, value: Any) -> None:
+        self.actor.deliver(message, value)
+        self.changed = True
+
+    def credit(self, channel: int, value: Any) -> None:
+        self.actor.credit(channel, value)
+        self.changed = True
+
     def must_wait(self, task: Task) -> bool:
         """Whether steps that it launched have to finish before the next one, which is this."""
         w = self.window
         return w is not None and (w.full or (task.settled and len(w) > 0))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A step, and the ways of what it gives: to actors of the same thread, or through ports.
+
+    Attributes:
+      who: label and source.
+      moves: what moves the values of its messages, by their place.
+      sends: for each message that it gives who takes it.
+      returns: for each that it takes, of a bounded channel, whom the register goes back to.
+    """
+
+    task: Task
+    who: tuple[Hashable, str]
+    moves: Sequence[tuple[int, Transport]]
+    sends: Sequence[tuple[_Part | Port, Message]]
+    returns: Sequence[tuple[_Part | Port, int]]
 
 
 class Worker:
@@ -85,29 +112,33 @@ class Worker:
         self.abandoned = False
         """Nobody waits for what it does now."""
         self._net = net
-        self._parts = [_Part(net, a, mine, windows.get(a)) for a, mine in tasks.items()]
-        part_of = {p.number: p for p in self._parts}
-        self._takers = {i: part_of[c.target] for i, c in enumerate(net.channels) if c.target in tasks}
-        self._givers = {i: part_of[c.source] for i, c in enumerate(net.channels) if c.source in tasks}
-        self._ports = ports
         self._moves = moves
+        self._parts = [_Part(net, a, windows.get(a)) for a in tasks]
+        self._ports = ports
         self._reports = reports
-        ends = [(c.source, c.target) for c in net.channels]
-        self._to = [ports[t] if s in tasks and t not in tasks else None for s, t in ends]
-        """By channel where its messages go; None: to an actor of this thread."""
-        self._back = [ports[s] if t in tasks and s not in tasks else None for s, t in ends]
-        """By channel where its credits go."""
-        self._bounded = [c.registers is not None for c in net.channels]
+        self._here = {p.number: p for p in self._parts}
+        for part in self._parts:
+            part.ways += map(self._way, net.actors[part.number], tasks[part.number])
+
+    def _way(self, step: Step, task: Task) -> _Way:
+        channels = self._net.channels
+        moves = [(i, self._moves[c]) for i, (c, _) in enumerate(step.gives)]
+        return _Way(
+            task, (step.label, task.source), [(i, move) for i, move in moves if move is not None],
+            [(self._at(channels[m[0]].target), m) for m in step.gives],
+            [(self._at(channels[c].source), c) for c, _ in step.takes if channels[c].registers is not None],
+        )  # fmt: skip
+
+    def _at(self, actor: int) -> _Part | Port:
+        return self._here.get(actor) or self._ports[actor]
 
     def deliver(self, message: Message, value: Any) -> None:
-        part = self._takers[message[0]]
-        part.actor.deliver(message, value)
-        part.changed = True
+        """Hands on a message that came by mail."""
+        self._here[self._net.channels[message[0]].target].deliver(message, value)
 
     def credit(self, channel: int, value: Any) -> None:
-        part = self._givers[channel]
-        part.actor.credit(channel, value)
-        part.changed = True
+        """Hands on a register that came back by mail."""
+        self._here[self._net.channels[channel].source].credit(channel, value)
 
     def loop(self) -> None:
         """The thread: runs what is ordered, until None is."""
@@ -157,9 +188,9 @@ class Worker:
     def _advance(self, part: _Part, run: int, record: bool, wait: bool) -> bool:
         """Runs an actor's next step, if it can begin; `wait`: once those before it have ended. Gives whether it ran."""
         actor = part.actor
-        step, task = actor.step, part.tasks[actor.position]
-        assert step is not None
-        label, source = step.label, task.source
+        way = part.ways[actor.position]
+        task = way.task
+        label, source = way.who
         if self.failures:
             return False
         try:
@@ -176,16 +207,16 @@ class Worker:
                     part.window.make_room()
             if not part.changed:
                 return False
-            label, source = step.label, task.source
+            label, source = way.who
             begin = perf_counter()
-            end = self._launch(part, step, task, run)
+            end = self._launch(part, way, run)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
             self.failures.append((perf_counter(), _task_error(error, part.number, label, source)))
             stop_all(self._ports.values(), run)
             return False
         part.prepared = False
         if record:
-            self.spans.append(Span(part.number, step.label, begin, end))
+            self.spans.append(Span(part.number, label, begin, end))
         return True
 
     def _drain(self, part: _Part) -> None:
@@ -195,35 +226,31 @@ class Worker:
             (label, source), error = earlier
             self.failures.append((float("inf"), _task_error(error, part.number, label, source)))
 
-    def _launch(self, part: _Part, step: Step, task: Task, run: int) -> float:
+    def _launch(self, part: _Part, way: _Way, run: int) -> float:
         """Runs a step. Gives the time before its registers go back: what takes them next starts later."""
         values, _ = part.actor.fire()
-        given = list(task.run(values))
+        given = way.task.run(values)
         del values  # the registers that were taken
-        count = len(step.gives)
+        count = len(way.sends)
         if len(given) < count:
             raise ValueError(f"the task returned {len(given)} values; the step gives {count}.")
-        for i, (channel, _) in enumerate(step.gives):
-            move = self._moves[channel]
-            if move is not None:
-                given[i] = move(given[i])
+        tokens, given = list(given[count:]), list(given[:count])
+        for i, move in way.moves:
+            given[i] = move(given[i])
         if part.window is not None:
-            part.window.add((step.label, task.source), given[:count], given[count:])
-        given = given[:count][::-1]
-        for message in step.gives:  # nothing of it is kept: its taker may be through before this thread goes on
-            port = self._to[message[0]]
-            if port is None:
-                self.deliver(message, given.pop())
+            part.window.add(way.who, given, tokens)
+        given.reverse()
+        for reader, message in way.sends:  # nothing of it is kept: its taker may be through before this thread goes on
+            if isinstance(reader, _Part):
+                reader.deliver(message, given.pop())
             else:
-                port.message(run, message, given.pop())
+                reader.message(run, message, given.pop())
         end = perf_counter()
-        for channel, _ in step.takes:
-            if self._bounded[channel]:
-                port = self._back[channel]
-                if port is None:
-                    self.credit(channel, None)
-                else:
-                    port.credit(run, channel)
+        for giver, channel in way.returns:
+            if isinstance(giver, _Part):
+                giver.credit(channel, None)
+            else:
+                giver.credit(run, channel)
         return end
 
 
