@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.lax import GatherScatterMode
 
 from shardc.sbp.placement import ReduceOp
@@ -106,6 +107,8 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     starts, counts = ranges_here(site, mapped, split, limits)
     here = asked - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
+    if mine.size == 1:  # XLA makes a slice of it, and of a slice of a slice one whose start is not clamped (xla#49121)
+        x = lax.optimization_barrier(x)
     return site.bind(
         x, jnp.where(mine, here, -1), updates,
         indices_are_sorted=False, unique_indices=False, mode=GatherScatterMode.FILL_OR_DROP,

@@ -1,0 +1,34 @@
+"""What the runner over JAX's own cases (tests/harnesses) found wrong, each in its smallest form."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import lax
+
+import shardc
+from shardc import P, S
+
+MESH = shardc.make_mesh(a=2)
+
+
+def test_a_single_update_leaves_the_rows_of_other_devices_alone():
+    """XLA made the piece that the scatter reads, at -1 where it drops, a slice of the whole operand at 4 - 1."""
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+
+    def put(x, u):
+        return lax.scatter(x, np.array([0]), u, numbers, unique_indices=True)
+
+    x = np.arange(8.0, dtype=np.float32)
+    f = shardc.function(put, mesh=MESH, in_placements=({}, {}), out_placements={"a": P})
+    assert [eqn.params["dst"]["a"] for eqn in f.plan(x, x[5]).boxed.jaxpr.eqns if "dst" in eqn.params] == [S(0), P()]
+    np.testing.assert_array_equal(np.asarray(f(x, x[5])), [5, 1, 2, 3, 4, 5, 6, 7])
+
+
+def test_empty_results_can_be_read():
+    for pin in ({"a": S(0)}, {"a": P}):
+        f = shardc.function(lambda x: 2 * x, mesh=MESH, out_placements=pin)
+        for shape in ((4, 0), (3, 0), (0, 3)):
+            got = f(np.ones(shape, np.float32))
+            assert np.asarray(got).shape == shape
+    assert jax.typeof(shardc.function(lambda: 2 * np.zeros((4, 0)), mesh=MESH, out_placements={"a": S(0)})()).size == 0
