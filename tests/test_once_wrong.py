@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from jax import lax
 
 import shardc
@@ -23,6 +24,25 @@ def test_a_single_update_leaves_the_rows_of_other_devices_alone():
     f = shardc.function(put, mesh=MESH, in_placements=({}, {}), out_placements={"a": P})
     assert [eqn.params["dst"]["a"] for eqn in f.plan(x, x[5]).boxed.jaxpr.eqns if "dst" in eqn.params] == [S(0), P()]
     np.testing.assert_array_equal(np.asarray(f(x, x[5])), [5, 1, 2, 3, 4, 5, 6, 7])
+
+
+STARTS = (np.array([10]), np.array([10], np.uint8), np.array([-9]))
+WINDOW = lax.GatherDimensionNumbers((0,), (), (0,))
+
+
+@pytest.mark.parametrize("start", STARTS, ids=str)
+@pytest.mark.parametrize("mode", ["dynamic_slice", "clip", "promise_in_bounds", "fill"])
+def test_a_slice_that_starts_too_late_is_moved_before_it_is_split(start, mode):
+    """XLA made one slice of the slice and of the boxing, and clamped it as if it were the boxing's."""
+
+    def cut(x, start):
+        if mode == "dynamic_slice":
+            return lax.dynamic_slice(x, start, (8,))
+        return lax.gather(x, start, WINDOW, (8,), mode=mode, fill_value=-1)
+
+    x = np.arange(13.0, dtype=np.float32)
+    f = shardc.function(cut, mesh=MESH, in_placements=({}, {}), out_placements={"a": S(0)})
+    np.testing.assert_array_equal(f(x, start), jax.jit(cut)(x, start))
 
 
 def test_empty_results_can_be_read():

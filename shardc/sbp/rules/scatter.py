@@ -94,6 +94,8 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     if loose and _COMBINES[op.name] == "sum":
         x = jnp.where(is_first(site, loose), x, jnp.zeros((), x.dtype))  # the operand counts once
     split = [d for d in _looked_up(op) if site.operands[0].axes_of(d)]
+    if np.prod(indices.shape[:-1]) == 1 and any(site.operands[0].axes_of(d) for d in mapped):
+        x = lax.optimization_barrier(x)  # XLA makes a slice of it, of a slice of a slice a wrong one (openxla/xla#49121)
     if not split:
         ordered = not site.operands[1].splits  # padding is in no order and not unique
         return site.bind(
@@ -107,8 +109,6 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     starts, counts = ranges_here(site, mapped, split, limits)
     here = asked - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
-    if mine.size == 1:  # XLA makes a slice of it, and of a slice of a slice one whose start is not clamped (xla#49121)
-        x = lax.optimization_barrier(x)
     return site.bind(
         x, jnp.where(mine, here, -1), updates,
         indices_are_sorted=False, unique_indices=False, mode=GatherScatterMode.FILL_OR_DROP,
