@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -52,3 +53,10 @@ def test_empty_results_can_be_read():
             got = f(np.ones(shape, np.float32))
             assert np.asarray(got).shape == shape
     assert jax.typeof(shardc.function(lambda: 2 * np.zeros((4, 0)), mesh=MESH, out_placements={"a": S(0)})()).size == 0
+
+
+def test_a_transform_of_rows_may_be_gathered_along_another_dimension():
+    """XLA:CPU laid the transform out as the all-gather wanted it, and its kernel failed."""
+    x = np.random.default_rng(0).normal(size=(4, 6, 5)).astype(np.complex64)
+    f = shardc.function(lambda x: jnp.fft.fft(x), mesh=MESH, in_placements=({"a": S(1)},), out_placements={})
+    np.testing.assert_allclose(f(x), jnp.fft.fft(x), rtol=1e-5, atol=1e-5)
