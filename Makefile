@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick parity lint docs bench clean
+.PHONY: help demo demo-pipeline test quick parity harnesses lint docs bench clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -18,6 +18,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make quick  the tests that are not marked slow"
 	@echo "make parity every schedule, model and mesh of the pipelines' parity, of which the suite runs a sample"
+	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
 	@echo "make bench  the benchmarks"
@@ -38,6 +39,9 @@ quick: $(VENV)/.has-dev
 
 parity: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_pipeline_parity.py $(ARGS)
+
+harnesses: $(VENV)/.has-dev
+	$(BIN)/python -m tests.harnesses $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .

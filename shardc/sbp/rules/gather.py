@@ -86,6 +86,8 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     fills = p["mode"] == GatherScatterMode.FILL_OR_DROP
     if not mapped or not (split or (fills and site.results[0].partial_op == "sum")):
         in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding is in no order
+        if mapped and not fills and np.prod(indices.shape[:-1]) == 1:  # XLA makes a slice of it: see _dynamic_piece
+            indices = jnp.clip(as_int32(indices), 0, np.asarray([x.shape[d] - sizes[d] for d in mapped], np.int32))
         return site.bind(x, indices, slice_sizes=sizes, indices_are_sorted=in_order, unique_indices=False)
 
     limits = np.asarray([shape[d] - p["slice_sizes"][d] for d in mapped], np.int32)

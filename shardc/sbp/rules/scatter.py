@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.lax import GatherScatterMode
 
 from shardc.sbp.placement import ReduceOp
@@ -93,6 +94,8 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     if loose and _COMBINES[op.name] == "sum":
         x = jnp.where(is_first(site, loose), x, jnp.zeros((), x.dtype))  # the operand counts once
     split = [d for d in _looked_up(op) if site.operands[0].axes_of(d)]
+    if np.prod(indices.shape[:-1]) == 1 and any(site.operands[0].axes_of(d) for d in mapped):
+        x = lax.optimization_barrier(x)  # else XLA slices a slice, and wrongly (openxla/xla#49121)
     if not split:
         ordered = not site.operands[1].splits  # padding is in no order and not unique
         return site.bind(

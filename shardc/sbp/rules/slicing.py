@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardc.sbp.rules.layout import local_shape_param, without
+import numpy as np
+from jax import lax
+
+from shardc.sbp.rules.layout import without
 from shardc.sbp.signature import Factors, Operation, Rule, Site, dims, passes, rule
 
 
@@ -31,8 +34,20 @@ def dynamic_slice(op: Operation) -> Rule:
     """Dimensions that are taken whole are factors: their start can only be 0."""
     names = _unchanged(op.operands[0].shape, op.results[0].shape)
     starts = ((),) * (len(op.operands) - 1)
-    local = local_shape_param("slice_sizes")
-    return Rule((names, *starts), (names,), partials=passes(1 + len(starts), (0,)), local=local)
+    return Rule((names, *starts), (names,), partials=passes(1 + len(starts), (0,)), local=_dynamic_piece)
+
+
+def _dynamic_piece(site: Site, x: Any, *starts: Any) -> Sequence[Any]:
+    """The clamp that is part of the operation, written out: XLA drops it from a slice of a slice (openxla/xla#49121),
+    and a boxing to S makes one."""
+    sizes = site.result_shape()
+    inside = [_clamped(start, n - k) for start, n, k in zip(starts, x.shape, sizes, strict=True)]
+    return site.bind(x, *inside, slice_sizes=sizes)
+
+
+def _clamped(start: Any, limit: int) -> Any:
+    dtype = np.dtype(start.dtype)
+    return lax.clamp(np.zeros((), dtype), start, np.asarray(min(limit, np.iinfo(dtype).max), dtype))
 
 
 @rule("dynamic_update_slice")

@@ -1,0 +1,62 @@
+"""What the runner over JAX's own cases (tests/harnesses) found wrong, each in its smallest form."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardc
+from shardc import P, S
+
+MESH = shardc.make_mesh(a=2)
+
+
+def test_a_single_update_leaves_the_rows_of_other_devices_alone():
+    """XLA made the piece that the scatter reads, at -1 where it drops, a slice of the whole operand at 4 - 1."""
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+
+    def put(x, u):
+        return lax.scatter(x, np.array([0]), u, numbers, unique_indices=True)
+
+    x = np.arange(8.0, dtype=np.float32)
+    f = shardc.function(put, mesh=MESH, in_placements=({}, {}), out_placements={"a": P})
+    assert [eqn.params["dst"]["a"] for eqn in f.plan(x, x[5]).boxed.jaxpr.eqns if "dst" in eqn.params] == [S(0), P()]
+    np.testing.assert_array_equal(np.asarray(f(x, x[5])), [5, 1, 2, 3, 4, 5, 6, 7])
+
+
+STARTS = (np.array([10]), np.array([10], np.uint8), np.array([-9]))
+WINDOW = lax.GatherDimensionNumbers((0,), (), (0,))
+
+
+@pytest.mark.parametrize("start", STARTS, ids=str)
+@pytest.mark.parametrize("mode", ["dynamic_slice", "clip", "promise_in_bounds", "fill"])
+def test_a_slice_that_starts_too_late_is_moved_before_it_is_split(start, mode):
+    """XLA made one slice of the slice and of the boxing, and clamped it as if it were the boxing's."""
+
+    def cut(x, start):
+        if mode == "dynamic_slice":
+            return lax.dynamic_slice(x, start, (8,))
+        return lax.gather(x, start, WINDOW, (8,), mode=mode, fill_value=-1)
+
+    x = np.arange(13.0, dtype=np.float32)
+    f = shardc.function(cut, mesh=MESH, in_placements=({}, {}), out_placements={"a": S(0)})
+    np.testing.assert_array_equal(f(x, start), jax.jit(cut)(x, start))
+
+
+def test_empty_results_can_be_read():
+    for pin in ({"a": S(0)}, {"a": P}):
+        f = shardc.function(lambda x: 2 * x, mesh=MESH, out_placements=pin)
+        for shape in ((4, 0), (3, 0), (0, 3)):
+            got = f(np.ones(shape, np.float32))
+            assert np.asarray(got).shape == shape
+    assert jax.typeof(shardc.function(lambda: 2 * np.zeros((4, 0)), mesh=MESH, out_placements={"a": S(0)})()).size == 0
+
+
+def test_a_transform_of_rows_may_be_gathered_along_another_dimension():
+    """XLA:CPU laid the transform out as the all-gather wanted it, and its kernel failed."""
+    x = np.random.default_rng(0).normal(size=(4, 6, 5)).astype(np.complex64)
+    f = shardc.function(lambda x: jnp.fft.fft(x), mesh=MESH, in_placements=({"a": S(1)},), out_placements={})
+    np.testing.assert_allclose(f(x), jnp.fft.fft(x), rtol=1e-5, atol=1e-5)
