@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import jax
@@ -33,3 +34,28 @@ def test_actions_run_in_the_order_of_the_simulation(name):
                 row = [p for a in row for p in ([a._replace(kind=k) for k in "IW"] if a.kind == "B" else [a])]
                 row = [a for a in row if a.kind != "W" or a in actions]
             assert actions == list(row)
+
+
+def test_programs_that_call_back_have_a_thread_for_each_rank():
+    """XLA:CPU runs them where they are launched: in one thread the ranks would not overlap."""
+
+    def napping(params, batch):
+        x = batch["x"]
+        for i, layer in enumerate(params):
+            x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * layer["b"].sum()
+            x = shardc.stage_boundary(x) if i < len(params) - 1 else x
+        return x.mean()
+
+    running, most = [], []
+
+    def nap(x):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return x
+
+    average = shardc.accumulate(napping, microbatches=6)
+    step = shardc.function(average, mesh=shardc.make_mesh(pipe=3), pipeline=shardc.Pipeline())
+    jax.block_until_ready(step(layers(3), batch(6)))
+    assert max(most) > 1
