@@ -157,9 +157,20 @@ case("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, i, i), (3, 2, 6)), A
      primitive="dynamic_slice")  # fmt: skip
 case("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)), A, floats(3, 2, 6),
      np.int32(1), primitive="dynamic_update_slice")  # fmt: skip
-case("split", lambda x: lax.split(x, (1, 3), 1), A)
 case("concatenate", lambda x, y: lax.concatenate([x, y, x], 1), X, floats(3, 2))
 case("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 0), (0, 1, 1))), A, np.float64(2))
+case("pad_inside", lambda x: lax.pad(x, 3.0, ((0, 0, 0), (1, -1, 1), (-2, 3, 2))), A)
+case("slice_far", lambda x: lax.slice(x, (11, 0), (29, 2), (2, 1)), floats(31, 2))
+case("slice_few", lambda x: lax.slice(x, (11, 0), (16, 2), (2, 1)), floats(31, 2))
+case("slice_few_bool", lambda x: lax.slice(x, (30,), (31,)), bools(31))
+case("concatenate_far", lambda x, y: lax.concatenate([x, y, x], 0), floats(7), floats(1))
+case("concatenate_few", lambda x, y: lax.concatenate([y, x, y, x], 0), floats(9), floats(2))
+case("dynamic_slice_bool", lambda x, i: lax.dynamic_slice(x, (i,), (3,)), bools(7), np.int32(3),
+     primitive="dynamic_slice")  # fmt: skip
+case("dynamic_slice_clamped", lambda x, i: lax.dynamic_slice(x, (i, -i), (2, 3)), X, np.int32(2),
+     primitive="dynamic_slice")  # fmt: skip
+case("dynamic_update_slice_clamped", lambda x, y, i: lax.dynamic_update_slice(x, y, (-i, i)), floats(5, 7),
+     floats(3, 4), np.int32(6), primitive="dynamic_update_slice")  # fmt: skip
 case("pad_negative", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, 0, 0))), X)
 
 # --- contractions ---
