@@ -38,7 +38,7 @@ OFFERED = [
     ("max", "P(max), B -> P(max)"), ("neg", "P(max) -> P(min)"), ("select_n", "B, P(sum), P(sum) -> P(sum)"),
     ("reshape_(4, 6)_(24,)", "S(0) -> S(0)"), ("reshape_(5, 4, 6)_(5, 24)", "S(1) -> S(1)"),
     ("broadcast_in_dim", "B -> S(1)"), ("iota_int32", " -> S(1)"), ("pad", "P(sum), P(sum) -> P(sum)"),
-    ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
+    ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("rev", "S(1) -> S(1)"), ("fft", "P(sum) -> P(sum)"),
     ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
     ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
 ]  # fmt: skip
@@ -60,7 +60,7 @@ WRONG = [
     ("scatter_apply", "P"), ("reduce_prod_float", "P"), ("reduce_max_float", "P(sum)"), ("reduce_sum_float", "P(max)"),
     ("reduce_sum_float", "P(min)"), ("reduce_and_int", "P"), ("cumprod", "P"), ("sort", "P"), ("argmax", "P"),
     ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
-    ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
+    ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"),
     ("sort", "S(1)"), ("cumsum", "S(1)"), ("gather_partial_slice", "S(0), B"), ("scatter_add_window", "S(0), B, B"),
     ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
 ]  # fmt: skip
