@@ -210,6 +210,22 @@ case("reduce", lambda x, n: lax.reduce(
     (x, n), (np.float64(0), np.int32(1)), lambda a, b: (a[0] + b[0] * b[0], a[1] * b[1]), (1,)), X, N)  # fmt: skip
 for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     case(name, lambda x, name=name: getattr(lax, name)(x, axis=1, reverse=True), X)
+    case(f"{name}_long", lambda x, name=name: getattr(lax, name)(x, axis=0), floats(13, 2))
+    case(f"{name}_bf16", lambda x, name=name: getattr(lax, name)(x, axis=0), floats(9, dtype="bfloat16"))
+    odd = np.array([-np.inf, 1, -np.inf, 2, np.inf, 3, np.nan, 4, -np.inf])
+    for i in (7, 9):
+        for back in (False, True):
+            case(f"{name}_odd_{i}_{back}",
+                 lambda x, name=name, back=back: getattr(lax, name)(x, axis=0, reverse=back), odd[i - 7 : i])
+    if name != "cumlogsumexp":
+        case(f"{name}_int8", lambda x, name=name: getattr(lax, name)(x, axis=0), ints(7, dtype=np.int8))
+        case(f"{name}_uint8", lambda x, name=name: getattr(lax, name)(x, axis=0, reverse=True),
+             ints(7, low=200, high=256, dtype=np.uint8))  # fmt: skip
+for name in ("cumsum", "cumprod", "cumlogsumexp"):
+    case(f"{name}_complex", lambda x, name=name: getattr(lax, name)(x, axis=0), cplx(7))
+case("cumlogsumexp_lowest", lambda x: lax.cumlogsumexp(x, axis=0), np.array([-np.inf] * 4 + [1.0, -np.inf, 2.0]))
+case("cumsum_empty", lambda x: lax.cumsum(x, axis=0), floats(0, 3))
+case("cummax_complex", lambda x: lax.cummax(x, axis=0), cplx(7))
 case("argmax", lambda x: lax.argmax(x, 1, np.int32), X)
 case("argmin", lambda x: lax.argmin(x, 0, np.int32), X)
 case("sort", lambda x, n: lax.sort((n, x), dimension=1, num_keys=1), X, N)
