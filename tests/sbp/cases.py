@@ -200,12 +200,18 @@ case("conv_batch_grouped", lambda x, k: conv(x, k, batch_group_count=6), floats(
 for name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
     for kind, value in (("float", A), ("int", ints(3, 4, 5))):
         case(f"{name}_{kind}", lambda x, name=name: getattr(lax, name)(x, (0, 2)), value)
+    case(f"{name}_all_int", lambda x, name=name: getattr(lax, name)(x, (0, 1)), ints(5, 4, dtype=np.uint8))
+case("reduce_prod_bf16", lambda x: lax.reduce_prod(x, (1,)), floats(3, 5, dtype="bfloat16"))
+case("reduce_prod_complex", lambda x: lax.reduce_prod(x, (1,)), cplx(3, 5))
+case("reduce_prod_odd", lambda x: lax.reduce_prod(x, (0,)), np.array([[1, 2.0, np.inf, 0, np.nan]] * 5).T)
 case("reduce_sum_all", lambda x: lax.reduce_sum(x, (0, 1)), X)
 case("reduce_sum_bf16", lambda x: lax.reduce_sum(x, (1,)), floats(3, 5, dtype="bfloat16"))
 case("reduce_max_bool", lambda x: lax.reduce_max(x, (1,)), T)
 for name in ("reduce_and", "reduce_or", "reduce_xor"):
     case(f"{name}_bool", lambda x, name=name: getattr(lax, name)(x, (1,)), bools(2, 7))
     case(f"{name}_int", lambda x, name=name: getattr(lax, name)(x, (1,)), N)
+    case(f"{name}_uint", lambda x, name=name: getattr(lax, name)(x, (0, 1)), ints(5, 3, low=200, high=256,
+                                                                                  dtype=np.uint8))  # fmt: skip
 case("reduce", lambda x, n: lax.reduce(
     (x, n), (np.float64(0), np.int32(1)), lambda a, b: (a[0] + b[0] * b[0], a[1] * b[1]), (1,)), X, N)  # fmt: skip
 for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
@@ -228,6 +234,24 @@ case("cumsum_empty", lambda x: lax.cumsum(x, axis=0), floats(0, 3))
 case("cummax_complex", lambda x: lax.cummax(x, axis=0), cplx(7))
 case("argmax", lambda x: lax.argmax(x, 1, np.int32), X)
 case("argmin", lambda x: lax.argmin(x, 0, np.int32), X)
+LOW = -np.inf
+ODD_ROWS = np.array([[3, 1, LOW, 0, 0.0, 7, LOW], [3, np.nan, LOW, 0, -0.0, 5, LOW], [1, 5, LOW, 0, 0, 7, 1],
+                     [9, np.nan, LOW, -1, 0, 7, LOW], [9, np.inf, LOW, 0, -0.0, 7, 1]])  # fmt: skip
+RANKED: dict[str, np.ndarray] = {
+    "ties": ints(9, 4, low=0, high=3), "odd": ODD_ROWS, "odd_f32": -ODD_ROWS.astype(np.float32),
+    "bf16": floats(9, 2, dtype="bfloat16"), "uint": ints(9, 3, low=0, high=3, dtype=np.uint8),
+    "least": np.full((5, 2), -128, np.int8), "minus_nan": np.copysign(ODD_ROWS, -1), "tall": floats(17, 2),
+}  # fmt: skip
+for name, value in {**RANKED, "bool": bools(9, 4)}.items():
+    for fn in (lax.argmax, lax.argmin):
+        case(f"{fn.__name__}_{name}", lambda x, fn=fn: fn(x, 0, np.int64), value)
+for k, names in ((1, ("ties",)), (2, RANKED), (4, ("ties", "odd", "minus_nan", "least"))):
+    for name in names:
+        case(f"top_{k}_{name}", lambda x, k=k: lax.top_k(x, k, axis=0), RANKED[name])
+case("argmax_uint8", lambda x: lax.argmax(x, 0, np.uint8), floats(256))
+case("argmax_wraps", lambda x: lax.argmax(x, 0, np.uint8), floats(300))
+case("top_all", lambda x: lax.top_k(x, 7), floats(2, 7))
+case("top_none", lambda x: lax.top_k(x, 0), floats(2, 7))
 case("sort", lambda x, n: lax.sort((n, x), dimension=1, num_keys=1), X, N)
 case("top_k", lambda x: lax.top_k(x, 2), X)
 

@@ -40,7 +40,8 @@ OFFERED = [
     ("broadcast_in_dim", "B -> S(1)"), ("iota_int32", " -> S(1)"), ("pad", "P(sum), P(sum) -> P(sum)"),
     ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
     ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
-    ("cumsum", "S(1) -> S(1)"), ("cumlogsumexp_lowest", "S(0) -> S(0)"), ("cummax", "P(max) -> P(max)"),
+    ("argmax", "S(1) -> B"), ("argmax", "S(0) -> S(0)"), ("top_k", "S(1) -> B, B"), ("reduce_prod_float", "S(0) -> B"),
+    ("reduce_and_int", "S(1) -> B"), ("reduce_xor_bool", "S(1) -> B"), ("cumsum", "S(1) -> S(1)"), ("cumlogsumexp_lowest", "S(0) -> S(0)"), ("cummax", "P(max) -> P(max)"),
     ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
 ]  # fmt: skip
 
@@ -62,7 +63,7 @@ WRONG = [
     ("reduce_sum_float", "P(min)"), ("reduce_and_int", "P"), ("sort", "P"), ("argmax", "P"),
     ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
     ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
-    ("sort", "S(1)"), ("cummax_complex", "S(0)"), ("gather_partial_slice", "S(0), B"),
+    ("sort", "S(1)"), ("cummax_complex", "S(0)"), ("argmax_wraps", "S"), ("gather_partial_slice", "S(0), B"),
     ("scatter_add_window", "S(0), B, B"), ("cumprod", "P"), ("cumlogsumexp", "P"), ("cummax", "P(min)"),
     ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
 ]  # fmt: skip

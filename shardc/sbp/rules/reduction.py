@@ -69,21 +69,50 @@ def reduce_min(op: Operation) -> Rule:
 
 @rule("reduce_or", "reduce_and")
 def reduce_logical(op: Operation) -> Rule:
-    """On booleans max and min; bitwise on integers they are neither."""
+    """On booleans max and min; bitwise on integers each device tells what it has."""
     if not jnp.issubdtype(op.operands[0].dtype, np.bool_):
-        return kept_only(op)
+        return _told_reduction(op)
     return reduction(op, "max" if op.name == "reduce_or" else "min")
 
 
 @rule("reduce_prod", "reduce_xor")
-def reduce_kept(op: Operation) -> Rule:
-    """Products and xors leave no partial value that a placement could name."""
-    return kept_only(op)
+def reduce_told(op: Operation) -> Rule:
+    """Products and xors leave no partial value that a placement could name: each device tells what it has."""
+    return _told_reduction(op)
+
+
+def _told_reduction(op: Operation) -> Rule:
+    names, axes = dims(len(op.operands[0].shape)), op.params["axes"]
+    kept = tuple(f for i, f in enumerate(names) if i not in axes)
+    gone = [names[a] for a in axes]
+    return Rule(
+        (names,), (kept,),
+        reduced=dict.fromkeys(gone),
+        told=dict.fromkeys(gone, _reduced_here),
+        across=_reduce_across,
+    )  # fmt: skip
+
+
+def _reduced_here(setting: Setting) -> Sequence[Aval]:
+    return [jax.ShapeDtypeStruct(setting.result_shape(), setting.op.results[0].dtype)]
+
+
+def _reduce_across(site: Site, x: Any) -> Sequence[Any]:
+    axes, kind = site.op.params["axes"], site.op.name
+    none = neutral_value("one" if kind == "reduce_prod" else "zero", x.dtype)
+    for dim in axes:
+        x = masked(site, 0, dim, x, ~none if kind == "reduce_and" else none)
+    (y,) = site.bind(x)
+    for dim in axes:
+        if split := site.operands[0].axes_of(dim):
+            (y,) = site.bind(site.wire.all_gather(y, split), axes=(0,))
+    return [y]
 
 
 @rule("reduce")
 def reduce_any(op: Operation) -> Rule:
-    """Any monoid: only the dimensions that stay; initial values are scalars."""
+    """Any monoid: only the dimensions that stay. Initial values are scalars; they need not be neutral, and parts would
+    count them more than once."""
     n = len(op.results)
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["dimensions"])
