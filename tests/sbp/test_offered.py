@@ -41,7 +41,8 @@ OFFERED = [
     ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
     ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
     ("argmax", "S(1) -> B"), ("argmax", "S(0) -> S(0)"), ("top_k", "S(1) -> B, B"), ("reduce_prod_float", "S(0) -> B"),
-    ("reduce_and_int", "S(1) -> B"), ("reduce_xor_bool", "S(1) -> B"), ("cumsum", "S(1) -> S(1)"), ("cumlogsumexp_lowest", "S(0) -> S(0)"), ("cummax", "P(max) -> P(max)"),
+    ("reduce_and_int", "S(1) -> B"), ("reduce_xor_bool", "S(1) -> B"), ("cumsum", "S(1) -> S(1)"),
+    ("cumlogsumexp_lowest", "S(0) -> S(0)"), ("cummax", "P(max) -> P(max)"),
     ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
 ]  # fmt: skip
 

@@ -18,8 +18,8 @@ from shardc.sbp.signature import Aval, Operation, Rule, Setting, Site, dims, rul
 
 @rule("argmax", "argmin")
 def arg_extremum(op: Operation) -> Rule:
-    """An index of each row. Along a split dimension each device tells its extremum and where it is; ties and NaN fall to
-    the first device, as they fall to the first element."""
+    """An index of each row. Along a split dimension each device tells its extremum and where it is; ties and NaN fall
+    to the first device, as they fall to the first element."""
     (x,), (axis,), index = op.operands, op.params["axes"], op.params["index_dtype"]
     if np.dtype(x.dtype).kind == "c" or jnp.iinfo(index).max < x.shape[axis] - 1:  # no extremum; indices that wrap
         return kept_only(op)
