@@ -146,6 +146,7 @@ def primitives_by_name(name: str) -> Any:
         "tile": lambda: jax.make_jaxpr(lambda x: lax.tile(x, (2,)))(X[0]),
         "stack": lambda: jax.make_jaxpr(lambda x: jax.numpy.stack([x, x]))(X),
         "unstack": lambda: jax.make_jaxpr(lambda x: lax.unstack(x, 0))(X),
+        "geqrf": lambda: jax.make_jaxpr(lambda x: jax.numpy.linalg.qr(x, "raw"))(X).eqns[0].params["jaxpr"],
     }
     return traces[name]().eqns[-1].primitive
 
@@ -183,6 +184,30 @@ case("dot_int8", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), pr
 case("dot_bf16", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=np.float32),
      floats(3, 5, dtype="bfloat16"), floats(5, 4, dtype="bfloat16"))  # fmt: skip
 case("dot_empty", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 0), floats(0, 4))
+
+
+RAGGED = lax.RaggedDotDimensionNumbers
+
+
+def ragged(name: str, numbers: Any, x: Any, w: Any, sizes: Any) -> None:
+    case(f"ragged_{name}", lambda x, w, n: lax.ragged_dot_general(x, w, n, numbers), x, w, np.asarray(sizes),
+         primitive="ragged_dot_general")  # fmt: skip
+
+
+PLAIN_RAGGED = RAGGED((((1,), (1,)), ((), ())), (0,), (0,))
+PER_BATCH = RAGGED((((3,), (2,)), ((0,), (1,))), (2,), (0,))
+SIZES = {"rows": (2, 0, 5, 4), "left_over": (3, 1, 0, 4), "too_many": (0, 0, 8, 7), "one": (0, 0, 0, 11)}
+for name, sizes in SIZES.items():
+    ragged(name, PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray(sizes, np.int32))
+    ragged(f"{name}_summed", RAGGED((((0,), (0,)), ((), ())), (0,), ()), floats(11, 3), floats(11, 2), sizes)
+ragged("uint", PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray((2, 0, 5, 4), np.uint32))
+ragged("narrow", PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray((2, 0, 5, 4), np.int8))
+ragged("int", PLAIN_RAGGED, ints(11, 3), ints(4, 3, 2), (2, 3, 5, 1))
+ragged("batched", PER_BATCH, floats(3, 2, 7, 3), floats(4, 3, 3, 2), (2, 0, 1, 4))
+ragged("batched_sizes", PER_BATCH, floats(3, 2, 5, 3), floats(3, 3, 3, 2), ints(3, 2, 3, low=0, high=3))
+ragged("summed_sizes", RAGGED((((1, 2), (0, 2)), ((0,), (1,))), (2,), ()), floats(2, 3, 5, 2), floats(3, 2, 5, 4),
+       ints(2, 3, 3, low=0, high=3))  # fmt: skip
+ragged("of_batch", RAGGED((((2,), (1,)), ((0,), (0,))), (0,), ()), floats(3, 4, 5), floats(3, 5, 2), (1, 2))
 
 
 def conv(x: Any, k: Any, spec: tuple[str, str, str] = ("NHC", "HIO", "NHC"), **kwargs: Any) -> Any:
@@ -251,6 +276,8 @@ for k, names in ((1, ("ties",)), (2, RANKED), (4, ("ties", "odd", "minus_nan", "
 case("argmax_uint8", lambda x: lax.argmax(x, 0, np.uint8), floats(256))
 case("argmax_wraps", lambda x: lax.argmax(x, 0, np.uint8), floats(300))
 case("top_all", lambda x: lax.top_k(x, 7), floats(2, 7))
+case("approx_top_k", lambda x: lax.approx_max_k(x, 2), floats(3, 5, dtype=np.float32))
+case("approx_top_k_loose", lambda x: lax.approx_min_k(x, 2, 0, aggregate_to_topk=False), floats(9, 3))
 case("top_none", lambda x: lax.top_k(x, 0), floats(2, 7))
 case("sort", lambda x, n: lax.sort((n, x), dimension=1, num_keys=1), X, N)
 case("top_k", lambda x: lax.top_k(x, 2), X)
@@ -285,6 +312,19 @@ case("svd", lax.linalg.svd, SPD, primitive="svd")
 case("householder_product", lax.linalg.householder_product, floats(3, 4, 2), floats(3, 2))
 case("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), SPD,
      floats(3, 4, 2), primitive="triangular_solve")  # fmt: skip
+case("triangular_solve_right", lambda a, b: lax.linalg.triangular_solve(a, b, transpose_a=True), SPD[0],
+     floats(5, 4), primitive="triangular_solve")  # fmt: skip
+for lower in (False, True):
+    case(f"tridiagonal_{lower}", lambda a, lower=lower: lax.linalg.tridiagonal(a, lower=lower), SPD,
+         primitive="tridiagonal")  # fmt: skip
+case("tridiagonal_solve", lax.linalg.tridiagonal_solve, floats(3, 4), positive(3, 4) + 5, floats(3, 4), floats(3, 4, 5),
+     primitive="tridiagonal_solve")  # fmt: skip
+case("symmetric_product", lambda a, c: lax.linalg.symmetric_product(a, c, alpha=2.0, beta=3.0), floats(2, 3, 5),
+     np.eye(3) + ROOT[:2, :3, :3] + ROOT[:2, :3, :3].swapaxes(1, 2), primitive="symmetric_product")  # fmt: skip
+case("geqrf", lambda a: primitives_by_name("geqrf").bind(a), SPD)
+for left in (False, True):
+    case(f"ormqr_{left}", lambda a, t, c, left=left: lax.linalg.ormqr(a, t, c, left=left), floats(2, 4, 3), floats(2, 3),
+         floats(2, 4, 4), primitive="ormqr")  # fmt: skip
 case("fft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.FFT, fft_lengths=(4,)), cplx(3, 2, 4))
 case("irfft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.IRFFT, fft_lengths=(2, 4)), cplx(3, 2, 3))
 

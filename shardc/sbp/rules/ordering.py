@@ -109,3 +109,11 @@ def _last_in_order(dtype: Any) -> Any:
         return np.asarray(jnp.iinfo(dtype).min, dtype)
     bits = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
     return np.asarray(np.iinfo(bits).max, bits).view(dtype)
+
+
+@rule("approx_top_k")
+def approx_top_k(op: Operation) -> Rule:
+    """Of each row. Which elements it misses depends on how many it looks at, so the dimension stays whole."""
+    rank = len(op.operands[0].shape)
+    names = without(dims(rank), [op.params["reduction_dimension"] % rank])
+    return Rule((names,), (names, names))
