@@ -364,6 +364,21 @@ for mode in MODES:
         scatter(f"scatter{suffix}_{where}", fn, TABLE, asked, floats(2, 3, 4), INTO_ROWS, mode)
 gather("gather_kept", TABLE, WILD.astype(np.int8), GatherDimensionNumbers((1, 3), (), (0,)), (1, 4), MODES[1])
 gather("gather_partial_slice", TABLE, WILD, GatherDimensionNumbers((1, 3), (), (0,)), (2, 4), MODES[0])
+BOTH = GatherDimensionNumbers((1, 3), (), (1, 0))
+for mode in MODES:
+    where = mode.name.lower()
+    asked = ints(4, 2, 2, low=0, high=4) if where == "promise_in_bounds" else ints(4, 2, 2, low=-3, high=9)
+    gather(f"gather_windows_{where}", floats(7, 6), asked, BOTH, (3, 2), mode)
+    gather(f"gather_windows_bool_{where}", bools(7, 6), asked, BOTH, (3, 1), mode)
+    for suffix, fn in SCATTERS.items():
+        scatter(f"scatter{suffix}_windows_{where}", fn, floats(7, 6), asked, floats(4, 3, 2, 2),
+                ScatterDimensionNumbers((1, 3), (), (1, 0)), mode)  # fmt: skip
+gather("gather_windows_filled", ints(7, 6), ints(4, 2, 2, low=-1, high=7), BOTH, (5, 4), MODES[1], 9)
+gather("gather_windows_batched", A, ints(3, 2, 1, low=-1, high=7), GatherDimensionNumbers((1, 3), (), (2,), (0,), (0,)),
+       (1, 4, 5), MODES[1])  # fmt: skip
+gather("gather_window_alone", floats(9), ints(1, low=2, high=3), GatherDimensionNumbers((0,), (), (0,)), (5,), MODES[2])
+scatter("scatter_window_alone", lax.scatter, floats(9), ints(1, low=2, high=3), floats(5),
+        ScatterDimensionNumbers((0,), (), (0,)), MODES[1])  # fmt: skip
 gather("gather_whole_indexed", TABLE, ints(6, 2, low=-1, high=5), GatherDimensionNumbers((1,), (0,), (1, 0)), (1, 4),
        MODES[1])  # fmt: skip
 gather("gather_two", A, ints(7, 2, low=-1, high=6), GatherDimensionNumbers((1,), (0, 2), (2, 0)), (1, 4, 1), MODES[1])
