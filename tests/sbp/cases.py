@@ -10,6 +10,7 @@ import jax.extend.core.primitives as primitives
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
 import shardc
@@ -92,6 +93,7 @@ case("clamp", lax.clamp, UNIT - 0.5, X, UNIT + 0.5)
 case("clamp_scalars", lambda x: lax.clamp(-0.5, x, 0.5), X)
 case("clamp_int", lambda x: lax.clamp(np.int32(-9), x, np.int32(9)), N)
 case("copy", primitives.copy_p.bind, X)
+case("layout_constraint", lambda x: with_layout_constraint(lax.neg(x), Layout((1, 0))), floats(3, 5))
 case("name", lambda x: checkpoint_name(x, "x"), X)
 case("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), floats(7, dtype=np.float32))
 case("threefry2x32", primitives.threefry2x32_p.bind, *(ints(4, low=0, dtype=np.uint32) for _ in range(4)))
@@ -185,6 +187,10 @@ case("dot_bf16", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), pr
 case("dot_empty", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 0), floats(0, 4))
 
 
+case("scaled_dot", lambda a, b, s, t: lax.scaled_dot(
+    a, b, lhs_scale=s, rhs_scale=t, dimension_numbers=(((2,), (1,)), ((0,), (0,))), preferred_element_type=np.float32),
+     floats(2, 3, 12, dtype="bfloat16"), floats(2, 12, 5, dtype="bfloat16"), positive(2, 3, 6).astype("bfloat16"),
+     positive(2, 3, 5).astype("bfloat16"), primitive="scaled_dot")  # fmt: skip
 RAGGED = lax.RaggedDotDimensionNumbers
 
 

@@ -20,14 +20,20 @@ def bilinear(op: Operation) -> tuple[Partials, ...]:
     return linear(len(op.operands), *((i,) for i in (0, 1) if not wraps[i]))
 
 
+def _names(op: Operation, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> list[list[str]]:
+    """Factors of the first two operands: `b*` batch, `k*` contracted, `m*` and `n*` the others."""
+    names = [list(dims(len(a.shape), side)) for side, a in zip("mn", op.operands, strict=False)]
+    for kind, pairs in (("k", contract), ("b", batch)):
+        for j, (left, right) in enumerate(zip(*pairs, strict=True)):
+            names[0][left] = names[1][right] = f"{kind}{j}"
+    return names
+
+
 @rule("dot_general")
 def dot_general(op: Operation) -> Rule:
     """Batch, left, right and contracted dimensions; a split contraction leaves P(sum)."""
     contract, batch = op.params["dimension_numbers"]
-    names = [list(dims(len(a.shape), side)) for side, a in zip("mn", op.operands, strict=True)]
-    for kind, pairs in (("k", contract), ("b", batch)):
-        for j, (left, right) in enumerate(zip(*pairs, strict=True)):
-            names[0][left] = names[1][right] = f"{kind}{j}"
+    names = _names(op, contract, batch)
     free = [f for side, kind in zip(names, "mn", strict=True) for f in side if f[0] == kind]
     sizes = {f: d for side, a in zip(names, op.operands, strict=True) for f, d in zip(side, a.shape, strict=True)}
     return Rule(
@@ -40,6 +46,24 @@ def dot_general(op: Operation) -> Rule:
     )
 
 
+@rule("scaled_dot")
+def scaled_dot(op: Operation) -> Rule:
+    """A contraction in blocks that have a scale each: contracted dimensions are cut between blocks alone. The operands
+    are rounded before they are multiplied, so it is linear in none."""
+    contract, batch = op.params["dimension_numbers"]
+    names = [tuple(side) for side in _names(op, contract, batch)]
+    free = [f for side, kind in zip(names, "mn", strict=True) for f in side if f[0] == kind]
+    a, b, *scales = op.operands
+    blocks = [math.gcd(scales[0].shape[i], scales[1].shape[j]) for i, j in zip(*contract, strict=True)]
+    sizes = dict(zip((*names[0], *names[1]), (*a.shape, *b.shape), strict=True))
+    return Rule(
+        (*names, *names), ((*(f"b{j}" for j in range(len(batch[0]))), *free),),
+        reduced={f"k{j}": "sum" for j in range(len(blocks))},
+        granule={f"k{j}": n for j, n in enumerate(blocks)},
+        flops=2.0 * math.prod(sizes.values()),
+    )  # fmt: skip
+
+
 @rule("ragged_dot_general")
 def ragged_dot_general(op: Operation) -> Rule | None:
     """A contraction of which each group of rows has its own right operand (the rows are of `m`), or its own result (of
@@ -49,16 +73,12 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     if op.params["group_offset"] is not None:
         return None
     (contract, batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions[0]
-    names: list[list[str | None]] = [list(dims(len(a.shape), s)) for s, a in zip("mn", op.operands[:2], strict=True)]
-    for kind, pairs in (("k", contract), ("b", batch)):
-        for j, (left, right) in enumerate(zip(*pairs, strict=True)):
-            names[0][left] = names[1][right] = f"{kind}{j}"
-    whole: list[str | None] = []
-    if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4:  # sizes of a narrow type wrap when they are added up
-        whole.append(names[0][ragged])
+    plain = _names(op, contract, batch)
     for d in numbers.rhs_group_dimensions:
-        names[1][d] = "g"
-    names = [[None if f in whole else f for f in side] for side in names]
+        plain[1][d] = "g"
+    # Where the groups are of a batch, all is whole; sizes of a narrow type wrap when they are added up.
+    whole = plain[0][ragged] if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4 else None
+    names = [[None if f == whole else f for f in side] for side in plain]
     free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
             for d, f in enumerate(side) if f != "g" and d not in (*over, *along)]  # fmt: skip
     result = [*(names[0][d] for d in batch[0]), *free]
