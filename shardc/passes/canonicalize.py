@@ -25,8 +25,11 @@ INLINED: Final = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "composite": "jaxpr",
 }
-"""Calls that only name their body; differentiation is over, so custom derivatives have done their work."""
+"""Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
 
 NESTED: Final = {
     "scan": ("jaxpr",),

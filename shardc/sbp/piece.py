@@ -254,9 +254,15 @@ def mask_padding(site: Site, rule: Rule, operands: Sequence[Any]) -> list[Any]:
 def _mask_operand(site: Site, rule: Rule, i: int, x: Any) -> Any:
     windowed = {w.factor for w in rule.windows if w.operand == i}  # a window brings its own `fill`
     for dim in [d for d, f in enumerate(rule.operands[i]) if f in rule.reduced and f not in windowed]:
-        axes = site.operands[i].axes_of(dim)
-        if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes):
-            _, valid = site.operand_extent(i, dim)
-            inside = jax.lax.broadcasted_iota(np.int32, x.shape, dim) < valid
-            x = jax.numpy.where(inside, x, neutral_value(rule.neutral[i], x.dtype))
+        x = masked(site, i, dim, x, neutral_value(rule.neutral[i], x.dtype))
     return x
+
+
+def masked(site: Site, i: int, dim: int, x: Any, value: Any) -> Any:
+    """Operand `i` with `value` in the padding of `dim`, if it has some."""
+    axes = site.operands[i].axes_of(dim)
+    if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes) == 0:
+        return x
+    _, valid = site.operand_extent(i, dim)
+    inside = jax.lax.broadcasted_iota(np.int32, x.shape, dim) < valid
+    return jax.numpy.where(inside, x, value)
