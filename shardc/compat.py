@@ -18,6 +18,8 @@ from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla
+from jax._src.random import core as _random
+from jax._src.random import prng as _prng
 from jax.extend import core as jex
 
 Jaxpr: TypeAlias = Any
@@ -256,3 +258,21 @@ _JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_
 def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
     """`out = a + b`, or the larger or smaller of both."""
     return new_eqn([a, b], [out], _JOINS[op], {}, None)
+
+
+# Why: which generator keys belong to is not public, nor is the sample of a gamma distribution that one key makes.
+def generator_of(dtype: Any) -> str:
+    """The name of JAX's own generator that keys of this dtype are for; empty if it is another's."""
+    impl = dtype._impl
+    return impl.name if _prng.prngs.get(impl.name) is impl else ""
+
+
+def gamma_of_each(keys: Any, alphas: Any, log_space: bool) -> Any:
+    """A sample for each key and alpha: what `random_gamma` makes of keys that are split already."""
+    one = functools.partial(_random._gamma_one, log_space=log_space)  # pyright: ignore[reportPrivateUsage]
+    pair = (keys.flatten(), alphas.flatten())
+    if generator_of(keys.dtype) == "threefry2x32":
+        samples = jax.vmap(one)(*pair)
+    else:
+        samples = jax.lax.map(lambda xs: one(*xs), pair)  # of other generators a batch of keys makes other bits
+    return samples.reshape(alphas.shape)

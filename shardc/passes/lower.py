@@ -74,9 +74,14 @@ class Lowering:
         shape = tuple(aval.shape)
         if compat.is_literal(eqn.invars[0]):
             x = jax.numpy.asarray(x, aval.dtype)
-        for step in find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps:
+        steps = find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps
+        keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
+        if keys is not None:  # their words move: one more dimension
+            x = jax.random.key_data(keys)
+            shape = (*shape, *x.shape[keys.ndim :])
+        for step in steps:
             x = emit_step(step, x, shape, self.sizes, lax.axis_index)
-        return x
+        return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
 
     def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
         """Zero in the padding of a result that leaves unevenly split."""
@@ -87,7 +92,7 @@ class Lowering:
             if axes:
                 _, valid = extent(size, axes, self.sizes, lax.axis_index)
                 at = lax.broadcasted_iota(np.int32, x.shape, dim)
-                x = lax.select(at < valid, x, jax.numpy.zeros_like(x))
+                x = lax.select(at < valid, x, lax.full_like(x, 0))
         return x
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import jax
 import jax.extend.core.primitives as primitives
+import jax.extend.random
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -299,6 +300,41 @@ scatter("scatter_add_kept", lax.scatter_add, TABLE, WILD, floats(2, 3, 1, 4), Sc
 case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO_ROWS, update_shape=(2, 2, 4),
                                                      unique_indices=True), TABLE, np.array([[[0], [4]], [[1], [7]]]),
      primitive="scatter")  # fmt: skip
+
+# --- random numbers ---
+WORDS = ints(3, 2, low=0, dtype=np.uint32)
+
+
+def keys(name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> Any:
+    words = ints(*shape, 2 if name in ("threefry2x32", "philox4x32") else 4, low=0, dtype=np.uint32)
+    return lambda: jax.random.wrap_key_data(np.asarray(words), impl=name)
+
+
+for bits in (8, 16, 32, 64):
+    case(f"random_bits_{bits}", lambda k=keys(shape=()), n=bits: jax.random.bits(k(), (3, 5, 2), f"uint{n}"),
+         primitive="random_bits")  # fmt: skip
+case("random_bits_of_keys", lambda k=keys(): jax.vmap(lambda k: jax.random.bits(k, (2, 5)))(k()),
+     primitive="random_bits")  # fmt: skip
+for name in ("rbg", "unsafe_rbg", "threefry4x32"):
+    case(f"random_bits_{name}", lambda k=keys(name): jax.vmap(lambda k: jax.random.bits(k, (2, 5)))(k()),
+         primitive="random_bits")  # fmt: skip
+for name in ("threefry2x32", "rbg", "unsafe_rbg", "threefry4x32"):
+    case(f"random_split_{name}", lambda k=keys(name): jax.vmap(lambda k: jax.random.split(k, (5, 2)))(k()),
+         primitive="random_split")  # fmt: skip
+    case(f"random_fold_in_{name}", lambda k=keys(name): jax.vmap(jax.random.fold_in)(k(), np.arange(3)),
+         primitive="random_fold_in")  # fmt: skip
+for name in ("threefry2x32", "rbg"):
+    case(f"random_gamma_{name}", lambda a, k=keys(name): primitives.random_gamma_p.bind(k(), a, log_space=False),
+         positive(3, 4) * 3)  # fmt: skip
+case("random_gamma_one_key", lambda a, k=keys(shape=()): primitives.random_gamma_p.bind(k(), a, log_space=True),
+     positive(3, 4) / 3)  # fmt: skip
+case("random_fold_in_one", lambda k=keys(): jax.vmap(jax.random.fold_in, (0, None))(k(), 7), primitive="random_fold_in")
+case("random_seed", lambda n: jax.vmap(jax.random.key)(n), ints(5), primitive="random_seed")
+case("random_clone", lambda k=keys(): jax.random.clone(k()), primitive="random_clone")
+case("random_wrap", lambda w: jax.random.wrap_key_data(w), WORDS, primitive="random_wrap")
+case("random_unwrap", lambda k=keys(): jax.random.key_data(k()), primitive="random_unwrap")
+case("iota_2x32_shape", lambda k: jax.extend.random.threefry_prng_impl.random_bits(k, 32, (3, 5)), WORDS[0],
+     primitive="iota_2x32_shape")  # fmt: skip
 
 # --- a user's own ---
 own_matmul = shardc.signature("b d, d f -> b f", linear=(0, 1))(lambda x, w: x @ w)

@@ -40,6 +40,7 @@ OFFERED = [
     ("broadcast_in_dim", "B -> S(1)"), ("iota_int32", " -> S(1)"), ("pad", "P(sum), P(sum) -> P(sum)"),
     ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
     ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
+    ("random_bits_32", "B -> S(2)"), ("random_split_rbg", "B -> S(1)"), ("random_gamma_one_key", "B, S(0) -> S(0)"),
     ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
 ]  # fmt: skip
 
@@ -62,6 +63,8 @@ WRONG = [
     ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
     ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
     ("sort", "S(1)"), ("cumsum", "S(1)"), ("gather_partial_slice", "S(0), B"), ("scatter_add_window", "S(0), B, B"),
+    ("random_bits_rbg", "S"), ("random_bits_rbg", "B -> S"), ("random_split_unsafe_rbg", "S"),
+    ("random_fold_in_unsafe_rbg", "S"), ("random_bits_threefry4x32", "B -> S"),
     ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
 ]  # fmt: skip
 
