@@ -138,6 +138,11 @@ def short_text(shape: Sequence[int], dtype: Any) -> str:
     return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
 
 
+# Why: what is called inside a trace is a part of it, also where its arguments are constants: checkify traces so.
+def inside_trace() -> bool:
+    return not _core.trace_state_clean()
+
+
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.
 def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)

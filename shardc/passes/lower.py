@@ -147,9 +147,14 @@ def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     return low.run(eqn.params["jaxpr"], operands)
 
 
+def _barrier(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    return lax.optimization_barrier(operands)
+
+
 _NESTED: Final[Mapping[str, Callable[[Lowering, Eqn, list[Any]], Sequence[Any]]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "optimization_barrier": _barrier,
     **dict.fromkeys(REMAT, _remat),
 }

@@ -330,6 +330,11 @@ def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
     return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
 
 
+def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    nodes = [b.enter(v, out.aval, weight, weight) for v, out in zip(operands, eqn.outvars, strict=True)]
+    return Nested(nodes, [], nodes, [], [])
+
+
 def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
     cond: Jaxpr = eqn.params["cond_jaxpr"].jaxpr
     body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
@@ -379,6 +384,7 @@ _NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None],
     "scan": _build_scan,
     "while": _build_while,
     "cond": _build_cond,
+    "optimization_barrier": _build_barrier,
     **dict.fromkeys(REMAT, _build_remat),
 }
 

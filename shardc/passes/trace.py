@@ -206,6 +206,15 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
             "write ordered=False."
         )
     jaxpr, captured = canonicalize(closed, marks)
+    moved = [e for e in all_eqns(jaxpr) if e.primitive.name == "device_put"]
+    if moved:
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where}: the values of a shardc function live on its mesh; leave the device_put out, or give "
+                "it a NamedSharding over the mesh",
+                list(dict.fromkeys(f"device_put to {e.params['devices'][0]} at {compat.source_line(e)}" for e in moved)),
+            )
+        )
     lines = [compat.source_line(e) for e in all_eqns(jaxpr) if e.primitive.name == "shard_map"]
     if lines:
         raise TracingError(
