@@ -559,7 +559,10 @@ def test_a_shard_map_inside(mesh):
 def test_an_ordered_effect(mesh):
     def noisy(x):
         jax.debug.print("{}", x, ordered=True)
-        return x
+        return jax.lax.fori_loop(0, 3, lambda i, c: (jax.debug.callback(print, i, ordered=True), c + i)[1], x)
 
-    with pytest.raises(shardc.TracingError, match=r"which several devices cannot keep; write ordered=False"):
+    says = r"has ordered effects, which several devices cannot keep; write ordered=False"
+    with pytest.raises(shardc.TracingError, match=says) as error:
         shardc.function(noisy, mesh=mesh)(np.ones(8, np.float32))
+    assert "  debug_print at test_errors.py:" in str(error.value)
+    assert "  debug_callback at test_errors.py:" in str(error.value)

@@ -19,6 +19,7 @@ from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lower_boxing import emit_step
 from shardc.passes.problem import REMAT, itemsize_of, operation_of
+from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import REPLICATED, Placement, is_even
@@ -26,10 +27,11 @@ from shardc.sbp.signature import Site, extent, find_rule, mask_padding
 
 
 class Lowering:
-    """Interprets a boxed jaxpr on local pieces."""
+    """Interprets a boxed jaxpr on local pieces. `raised` is what callbacks raise while it runs."""
 
     def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
         self.boxed, self.mesh = boxed, mesh
+        self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -54,6 +56,8 @@ class Lowering:
         return nested(self, eqn, operands) if nested else self.operation(eqn, operands)
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if runs_once(eqn):
+            return run_once(eqn, operands, self.sizes, self.raised)
         op = operation_of(eqn)
         rule = find_rule(op)
         site = Site(

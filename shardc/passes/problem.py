@@ -21,10 +21,11 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
+from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.transfer import is_transfer
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import B, P, Pin, ReduceOp, S
-from shardc.sbp.signature import Operation, Rule, Signature, find_rule, signatures
+from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 
 del _rules  # imported for its registrations
 
@@ -224,6 +225,10 @@ class Builder:
             op = pin.placement.partial_op or "sum"
             node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)
             node.eqn, node.path = eqn, "constrain"
+        elif runs_once(eqn):
+            rule = gathered(operation_of(eqn))
+            node = self.add(Node("operation", operands, [], (once_signature(eqn),), weight, rule, eqn=eqn))
+            node.results = [Value(v.aval, node, i, result_op(v.aval), weight) for i, v in enumerate(eqn.outvars)]
         else:
             operation = operation_of(eqn)
             rule = find_rule(operation)
