@@ -159,6 +159,13 @@ def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) ->
     return _core.ShapedArray(shape, dtype, weak_type=weak_type)
 
 
+def without_sharding(aval: Any) -> Any:
+    """An aval without shardings and without the axes along which it differs; one of other kinds as it is."""
+    if type(aval) is not _core.ShapedArray:
+        return aval
+    return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
+
+
 # Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
 def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""

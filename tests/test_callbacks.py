@@ -1,4 +1,4 @@
-"""Calls back into Python run once, with whole values, whatever the mesh; their results are brought to all as planned."""
+"""Calls back into Python run once, with whole values, whatever the mesh; their results travel as planned."""
 
 from __future__ import annotations
 
@@ -164,9 +164,10 @@ FAILING = {
 @pytest.mark.parametrize("kind", FAILING)
 def test_what_they_raise_comes_out(kind):
     """And no device waits for the one that failed; the next call finds nothing of it."""
+    says = "Incorrect output shape" if kind == "shape" else "caught"
     for mesh in MESHES[:2]:
         f = shardc.function(FAILING[kind], mesh=mesh, in_placements={"x": {"a": S(0)}})
         for _ in range(2):
-            with pytest.raises(jax.errors.JaxRuntimeError, match="Incorrect output shape" if kind == "shape" else "caught"):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=says):
                 f(X)
     jax.effects_barrier()

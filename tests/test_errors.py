@@ -546,16 +546,6 @@ def test_nans(mesh, params, rows):
     assert not gone or "gone (donated): params/w" in str(caught.value)
 
 
-def test_a_shard_map_inside(mesh):
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.sharding.PartitionSpec("data"), out_specs=jax.P()
-    )
-    f = shardc.function(lambda x: total(x) + 1, mesh=mesh)
-    with pytest.raises(shardc.TracingError, match="a shard_map inside a shardc function is not planned yet") as error:
-        f(np.ones(8, np.float32))
-    assert "shard_map at test_errors.py:" in str(error.value)
-
-
 def test_an_ordered_effect(mesh):
     def noisy(x):
         jax.debug.print("{}", x, ordered=True)

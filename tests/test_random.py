@@ -69,7 +69,8 @@ def placement(rng, mesh, rank):
 def check(fn, *args, where, mesh, exact=True):
     want = jax.tree.leaves(jax.jit(fn)(*args))
     exe = shardc.function(fn, mesh=mesh, out_placements=where).compile(*args)
-    for g, w in zip(jax.tree.leaves(exe(*args), is_leaf=lambda x: isinstance(x, shardc.PlacedArray)), want, strict=True):
+    got = jax.tree.leaves(exe(*args), is_leaf=lambda x: isinstance(x, shardc.PlacedArray))
+    for g, w in zip(got, want, strict=True):
         g, w = np.asarray(g), np.asarray(w)
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
         np.testing.assert_array_equal(g, w, str(where)) if exact else np.testing.assert_allclose(g, w, rtol=1e-5)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from shardc import compat
 from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.passes.boundary import MARKS
+from shardc.passes.unit import CAST, UNTYPED, is_unit
 
 INLINED: Final = {
     "jit": "jaxpr",
@@ -44,9 +45,14 @@ NESTED: Final = {
 
 
 class _Inliner:
-    def __init__(self, marks: bool) -> None:
+    """`marks`: those of pipelines stay. `untyped`: the body of a unit, without the types of what differs."""
+
+    def __init__(self, marks: bool, untyped: bool = False) -> None:
         self.eqns: list[Eqn] = []
-        self.marks = marks
+        self.marks, self.untyped = marks, untyped
+
+    def fresh(self, aval: Any) -> Var:
+        return compat.fresh_var(compat.without_sharding(aval) if self.untyped else aval)
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None, inlined: bool = False
@@ -73,7 +79,13 @@ class _Inliner:
             if eqn.primitive.name == "device_put":
                 env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
                 continue
-            outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
+            if eqn.primitive.name == CAST and self.untyped:
+                env[eqn.outvars[0]] = invars[0]
+                continue
+            if eqn.primitive.name in UNTYPED and self.untyped:
+                params = {**eqn.params, "axis_index_groups": None}
+                eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
+            outvars = [self.fresh(v.aval) for v in eqn.outvars]
             env |= dict(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
         return [read(a) for a in jaxpr.outvars]
@@ -95,7 +107,9 @@ class _Inliner:
         return found
 
     def params(self, eqn: Eqn) -> dict[str, Any]:
-        params = dict(eqn.params)
+        params = _without_shardings(eqn)
+        if is_unit(eqn):
+            params["jaxpr"] = canonical_jaxpr(params["jaxpr"], (), eqn, untyped=True)
         for key in NESTED.get(eqn.primitive.name, ()):
             body = params[key]
             bodies = [self._body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
@@ -104,8 +118,15 @@ class _Inliner:
 
     def _body(self, body: Any, caller: Eqn) -> Any:
         if hasattr(body, "consts"):
-            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks))
-        return canonical_jaxpr(body, (), caller, self.marks)
+            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks, self.untyped))
+        return canonical_jaxpr(body, (), caller, self.marks, self.untyped)
+
+
+def _without_shardings(eqn: Eqn) -> dict[str, Any]:
+    """The parameters without what a unit's results had JAX write into the equations after it: it says nothing."""
+    if eqn.primitive is sharding_constraint_p:
+        return dict(eqn.params)
+    return {k: None if isinstance(v, NamedSharding) else v for k, v in eqn.params.items()}
 
 
 _OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
@@ -152,14 +173,14 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
 
 
 def canonical_jaxpr(
-    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False
+    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False, untyped: bool = False
 ) -> Jaxpr:
     """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
 
     Equations without a line of the user's get that of `caller`, the equation whose body this is.
     """
-    inliner = _Inliner(marks)
-    invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
+    inliner = _Inliner(marks, untyped)
+    invars = [inliner.fresh(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 

@@ -21,6 +21,7 @@ from shardc.passes.lower_boxing import emit_step
 from shardc.passes.problem import REMAT, itemsize_of, operation_of
 from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
+from shardc.passes.unit import is_unit, run_unit
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import REPLICATED, Placement, is_even
 from shardc.sbp.signature import Site, extent, find_rule, mask_padding
@@ -58,6 +59,8 @@ class Lowering:
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if runs_once(eqn):
             return run_once(eqn, operands, self.sizes, self.raised)
+        if is_unit(eqn):
+            return run_unit(eqn, operands)
         op = operation_of(eqn)
         rule = find_rule(op)
         site = Site(

@@ -11,8 +11,8 @@ import jax
 
 from shardc import compat
 from shardc.mesh import MeshView
-from shardc.passes.collective import Collective
 from shardc.passes.canonicalize import NESTED
+from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Memory, all_eqns, estimate_memory
@@ -124,7 +124,7 @@ class Plan:
         )
 
 
-_BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", *NESTED))
+_BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_map", *NESTED))
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:

@@ -1,12 +1,12 @@
-"""Operations that run once, on the first device, with whole operands: what calls back into Python or draws from a state.
+"""Operations that run once, on the first device, on whole operands: calls back into Python, draws from a state.
 
     y = pure_callback x  -->  y = cond (every axis index is 0) (pure_callback x) 0
 
 Their results are partial: the first device has them, the others hold what a sum (or, for booleans, a maximum) does not
 notice. So bringing them to all is a planned collective like any other.
 
-A device that failed alone would leave the others waiting in a collective. So what a callback raises is kept, its results
-are zeros, and the call raises it when all devices are done.
+A device that failed alone would leave the others waiting in a collective. So what a callback raises is kept, its
+results are zeros, and the call raises it when all devices are done.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Guarded:
 
     MOST = 1000
 
-    def __init__(self, callback: Callable[..., Sequence[Any]], results: Sequence[Any], raised: list[BaseException]) -> None:
+    def __init__(
+        self, callback: Callable[..., Sequence[Any]], results: Sequence[Any], raised: list[BaseException]
+    ) -> None:
         self.callback, self.results, self.raised = callback, results, raised
 
     def __call__(self, *args: Any) -> Sequence[Any]:

@@ -216,20 +216,12 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
         )
     moved = [e for e in all_eqns(jaxpr) if e.primitive.name == "device_put"]
     if moved:
+        lines = [f"device_put to {e.params['devices'][0]} at {compat.source_line(e)}" for e in moved]
         raise TracingError(
             all_offenders(
-                f"{arguments.where}: the values of a shardc function live on its mesh; leave the device_put out, or give "
-                "it a NamedSharding over the mesh",
-                list(dict.fromkeys(f"device_put to {e.params['devices'][0]} at {compat.source_line(e)}" for e in moved)),
-            )
-        )
-    lines = [compat.source_line(e) for e in all_eqns(jaxpr) if e.primitive.name == "shard_map"]
-    if lines:
-        raise TracingError(
-            all_offenders(
-                f"{arguments.where}: a shard_map inside a shardc function is not planned yet; write what it does as "
-                "one device would, or declare it with shardc.signature",
-                [f"shard_map at {line}" for line in lines],
+                f"{arguments.where}: the values of a shardc function live on its mesh; leave the device_put out, or "
+                "give it a NamedSharding over the mesh",
+                list(dict.fromkeys(lines)),
             )
         )
     paths = [call.paths[i] for i in dynamic]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import jax
@@ -302,39 +303,31 @@ case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO
      primitive="scatter")  # fmt: skip
 
 # --- random numbers ---
-WORDS = ints(3, 2, low=0, dtype=np.uint32)
-
-
-def keys(name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> Any:
-    words = ints(*shape, 2 if name in ("threefry2x32", "philox4x32") else 4, low=0, dtype=np.uint32)
-    return lambda: jax.random.wrap_key_data(np.asarray(words), impl=name)
+def keyed(fn: Callable[..., Any], name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> tuple[Any, Any]:
+    """The function of the words of keys instead of the keys, and such words."""
+    words = ints(*shape, 2 if name == "threefry2x32" else 4, low=0, dtype=np.uint32)
+    return lambda words, *rest: fn(jax.random.wrap_key_data(words, impl=name), *rest), words
 
 
 for bits in (8, 16, 32, 64):
-    case(f"random_bits_{bits}", lambda k=keys(shape=()), n=bits: jax.random.bits(k(), (3, 5, 2), f"uint{n}"),
-         primitive="random_bits")  # fmt: skip
-case("random_bits_of_keys", lambda k=keys(): jax.vmap(lambda k: jax.random.bits(k, (2, 5)))(k()),
-     primitive="random_bits")  # fmt: skip
-for name in ("rbg", "unsafe_rbg", "threefry4x32"):
-    case(f"random_bits_{name}", lambda k=keys(name): jax.vmap(lambda k: jax.random.bits(k, (2, 5)))(k()),
-         primitive="random_bits")  # fmt: skip
+    case(f"random_bits_{bits}", *keyed(lambda k, n=bits: jax.random.bits(k, (3, 5, 2), f"uint{n}"), shape=()))
 for name in ("threefry2x32", "rbg", "unsafe_rbg", "threefry4x32"):
-    case(f"random_split_{name}", lambda k=keys(name): jax.vmap(lambda k: jax.random.split(k, (5, 2)))(k()),
-         primitive="random_split")  # fmt: skip
-    case(f"random_fold_in_{name}", lambda k=keys(name): jax.vmap(jax.random.fold_in)(k(), np.arange(3)),
+    case(f"random_bits_of_{name}", *keyed(jax.vmap(lambda k: jax.random.bits(k, (2, 5))), name))
+    case(f"random_split_{name}", *keyed(jax.vmap(lambda k: jax.random.split(k, (5, 2))), name))
+    case(f"random_fold_in_{name}", *keyed(lambda k: jax.vmap(jax.random.fold_in)(k, np.arange(3)), name),
          primitive="random_fold_in")  # fmt: skip
 for name in ("threefry2x32", "rbg"):
-    case(f"random_gamma_{name}", lambda a, k=keys(name): primitives.random_gamma_p.bind(k(), a, log_space=False),
+    case(f"random_gamma_{name}", *keyed(partial(primitives.random_gamma_p.bind, log_space=False), name),
          positive(3, 4) * 3)  # fmt: skip
-case("random_gamma_one_key", lambda a, k=keys(shape=()): primitives.random_gamma_p.bind(k(), a, log_space=True),
+case("random_gamma_one_key", *keyed(partial(primitives.random_gamma_p.bind, log_space=True), shape=()),
      positive(3, 4) / 3)  # fmt: skip
-case("random_fold_in_one", lambda k=keys(): jax.vmap(jax.random.fold_in, (0, None))(k(), 7), primitive="random_fold_in")
-case("random_seed", lambda n: jax.vmap(jax.random.key)(n), ints(5), primitive="random_seed")
-case("random_clone", lambda k=keys(): jax.random.clone(k()), primitive="random_clone")
-case("random_wrap", lambda w: jax.random.wrap_key_data(w), WORDS, primitive="random_wrap")
-case("random_unwrap", lambda k=keys(): jax.random.key_data(k()), primitive="random_unwrap")
-case("iota_2x32_shape", lambda k: jax.extend.random.threefry_prng_impl.random_bits(k, 32, (3, 5)), WORDS[0],
-     primitive="iota_2x32_shape")  # fmt: skip
+case("random_fold_in_one", *keyed(lambda k: jax.vmap(jax.random.fold_in, (0, None))(k, 7)), primitive="random_fold_in")
+case("random_seed", jax.vmap(jax.random.key), ints(5), primitive="random_seed")
+case("random_clone", *keyed(jax.random.clone), primitive="random_clone")
+case("random_wrap", jax.random.wrap_key_data, ints(3, 2, low=0, dtype=np.uint32), primitive="random_wrap")
+case("random_unwrap", *keyed(jax.random.key_data), primitive="random_unwrap")
+case("iota_2x32_shape", lambda w: jax.extend.random.threefry_prng_impl.random_bits(w, 32, (3, 5)),
+     ints(2, low=0, dtype=np.uint32), primitive="iota_2x32_shape")  # fmt: skip
 
 # --- a user's own ---
 own_matmul = shardc.signature("b d, d f -> b f", linear=(0, 1))(lambda x, w: x @ w)

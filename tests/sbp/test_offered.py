@@ -63,8 +63,8 @@ WRONG = [
     ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
     ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
     ("sort", "S(1)"), ("cumsum", "S(1)"), ("gather_partial_slice", "S(0), B"), ("scatter_add_window", "S(0), B, B"),
-    ("random_bits_rbg", "S"), ("random_bits_rbg", "B -> S"), ("random_split_unsafe_rbg", "S"),
-    ("random_fold_in_unsafe_rbg", "S"), ("random_bits_threefry4x32", "B -> S"),
+    ("random_bits_of_rbg", "S"), ("random_bits_of_rbg", "B -> S"), ("random_split_unsafe_rbg", "S"),
+    ("random_fold_in_unsafe_rbg", "S"), ("random_bits_of_threefry4x32", "B -> S"),
     ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
 ]  # fmt: skip
 
