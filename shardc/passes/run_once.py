@@ -99,7 +99,7 @@ def run_once(
 
     What a callback raises is added to `raised`.
     """
-    params = {**eqn.params, "sharding": None} if "sharding" in eqn.params else dict(eqn.params)
+    params: dict[str, Any] = {**eqn.params, **({"sharding": None} if "sharding" in eqn.params else {})}
     arrays = [jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
     if not sizes:
         return compat.bind_with(eqn.primitive, params)(*arrays)

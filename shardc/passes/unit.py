@@ -21,6 +21,8 @@ from shardc.sbp.cost import boxing_seconds, step_hops
 from shardc.sbp.placement import B, Placement
 from shardc.sbp.signature import Signature
 
+USERS: Final = "in shard_map"
+"""Where a report has the placement before a boxing, for a collective of a user's."""
 CAST: Final = "pvary"
 """Types a value as one that may differ between devices. The body runs where nobody asks for that type."""
 UNTYPED: Final = {"psum_invariant": psum_p, "all_gather_invariant": all_gather_p}
@@ -100,7 +102,7 @@ def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> tuple[list[Collective], 
     for x, y in zip(eqn.invars, eqn.outvars, strict=True):
         if moved := sent(x.aval, y.aval, n) if n > 1 else 0:
             value = compat.short_text(x.aval.shape, x.aval.dtype)
-            found.append(Collective(kind, axes, moved * trips, trips, compat.source_line(eqn), value))
+            found.append(Collective(kind, axes, moved * trips, trips, compat.source_line(eqn), value, USERS))
     return found, sum(boxing_seconds(c.bytes / trips, step_hops(kind, counts), mesh) for c in found)
 
 
