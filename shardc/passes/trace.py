@@ -14,7 +14,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
-from shardc.passes.canonicalize import canonicalize
+from shardc.passes.canonicalize import NESTED, canonicalize
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.placed import PlacedArray, is_placed
@@ -147,6 +147,12 @@ class Arguments:
         return self.fn(*args, **kwargs)
 
 
+def _is_ordered(eqn: compat.Eqn, pipeline: bool) -> bool:
+    """Whether an equation has an effect whose order is not kept: JAX keeps that of io_callbacks on one mesh."""
+    kinds = [type(e).__name__ for e in eqn.effects]
+    return any("Ordered" in kind and (pipeline or "IO" not in kind) for kind in kinds)
+
+
 def _has_hash(x: object) -> bool:
     try:
         hash(x)
@@ -199,20 +205,23 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
         return [x for _, x in pairs]
 
     closed = jax.make_jaxpr(flat)(*avals)
-    ordered = [e for e in closed.effects if "Ordered" in type(e).__name__ and "IO" not in type(e).__name__]
+    jaxpr, captured = canonicalize(closed, marks)
+    ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
     if ordered:
         raise TracingError(
-            f"{arguments.where} has an ordered effect ({ordered[0]}), which several devices cannot keep; "
-            "write ordered=False."
+            all_offenders(
+                f"{arguments.where} has ordered effects, which several devices cannot keep; write ordered=False",
+                [f"{e.primitive.name} at {compat.source_line(e)}" for e in ordered],
+            )
         )
-    jaxpr, captured = canonicalize(closed, marks)
-    lines = [compat.source_line(e) for e in all_eqns(jaxpr) if e.primitive.name == "shard_map"]
-    if lines:
+    moved = [e for e in all_eqns(jaxpr) if e.primitive.name == "device_put"]
+    if moved:
+        lines = [f"device_put to {e.params['devices'][0]} at {compat.source_line(e)}" for e in moved]
         raise TracingError(
             all_offenders(
-                f"{arguments.where}: a shard_map inside a shardc function is not planned yet; write what it does as "
-                "one device would, or declare it with shardc.signature",
-                [f"shard_map at {line}" for line in lines],
+                f"{arguments.where}: the values of a shardc function live on its mesh; leave the device_put out, or "
+                "give it a NamedSharding over the mesh",
+                list(dict.fromkeys(lines)),
             )
         )
     paths = [call.paths[i] for i in dynamic]
