@@ -23,6 +23,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
+from shardc.show import show
 
 __all__ = [
     "AUTO",
@@ -47,6 +48,7 @@ __all__ = [
     "make_mesh",
     "put",
     "rules",
+    "show",
     "signature",
     "stage_boundary",
 ]
