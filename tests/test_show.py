@@ -44,7 +44,7 @@ def test_padding_is_shown(mesh):
 
 def test_a_device_may_hold_nothing(mesh):
     text = show(shardc.put(VALUE[:2], mesh, {"data": S(0)}))
-    assert lines(text)[-1].split() == "3 * 6, 7 nothing 1 in dimension 0".split()
+    assert lines(text)[-1].split() == ["3", "*", "6,", "7", "nothing", "1", "in", "dimension", "0"]
 
 
 @pytest.mark.parametrize("device", [7, {"data": 3, "model": 1}], ids=["number", "coordinates"])
