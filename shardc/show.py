@@ -23,13 +23,13 @@ MOST_PIECES = 16
 """Pieces that are shown one by one; of more, only the first and the last."""
 
 
-def show(x: Any, device: int | jax.Device | Mapping[str, int] | None = None) -> str:
+def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
     """Where arrays live, as text to print.
 
     Args:
       x: a jax.Array, PlacedArray or StackedArray, a ShapeDtypeStruct with a sharding, or a pytree of them. Of one array
         the text says which part each device holds; of a pytree, a line for each leaf.
-      device: show what this one holds, values included: a device or its number, or its coordinates on the mesh, as in
+      device: show what this one holds, values included: its number, or its coordinates on the mesh, as in
         `{"data": 1, "model": 0}`.
 
     Returns:
@@ -274,10 +274,9 @@ def _coordinates(mesh: AnyMesh, device: Any, wrong: list[str]) -> dict[str, int]
     if not isinstance(mesh, Mesh):
         wrong.append(f"device={device!r}: the mesh {_mesh_text(mesh)} is for planning and has none; say coordinates.")
         return None
-    number = getattr(device, "id", device)
-    if number not in {d.id for d in jax.devices(mesh.devices.flat[0].platform)}:
+    if device not in {d.id for d in jax.devices(mesh.devices.flat[0].platform)}:
         ids = sorted(d.id for d in mesh.devices.flat)
         wrong.append(f"device={device!r}: the mesh {_mesh_text(mesh)} has devices {ids[0]} to {ids[-1]}.")
         return None
-    index = next((i for i, d in np.ndenumerate(mesh.devices) if d.id == number), None)
+    index = next((i for i, d in np.ndenumerate(mesh.devices) if d.id == device), None)
     return None if index is None else dict(zip(mesh.axis_names, map(int, index), strict=True))

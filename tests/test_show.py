@@ -62,7 +62,7 @@ def test_every_device_shows_what_the_indices_say(mesh, placement, rows):
     value = np.arange(rows * 6).reshape(rows, 6)
     x = shardc.put(value, mesh, placement)
     for device in mesh.devices.flat:
-        _, where, *shown = show(x, device=device).splitlines()
+        _, where, *shown = show(x, device=device.id).splitlines()
         if "holds nothing" in where:
             continue
         index = where.partition("holds [")[2].partition("]")[0].split(", ")
