@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+MODELS = ("mlp", "resnet", "vit", "gpt2", "llama", "moe", "t5", "unet")
 DECODERS = ("gpt2", "llama", "moe")
 """Models that read one byte of text after the other; their configs have `vocab`, `scan_layers` and `remat`."""
 
@@ -21,7 +22,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="gpt2", choices=("mlp", "resnet", "gpt2", "llama", "moe", "t5", "unet"))
+    add("--model", default="gpt2", choices=MODELS)
     add("--config", default="tiny", help="a named config of the model's file")
     add("--plan", default="data", help="a plan of examples/plans/")
     add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")

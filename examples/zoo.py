@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples import data, gpt2, llama, mlp, moe, plans, resnet, t5, unet
+from examples import data, gpt2, llama, mlp, moe, plans, resnet, t5, unet, vit
 from examples.generate import generate
 
 
@@ -55,6 +55,11 @@ def resnet_result(cfg: resnet.Config, state: tuple) -> str:
     variables = {"params": state[0], "batch_stats": state[1]}
     forward = jax.jit(partial(resnet.ResNet(cfg).apply, train=False))
     return accuracy(forward(variables, test["image"]), test["label"])
+
+
+def vit_result(cfg: vit.Config, state: tuple) -> str:
+    _, test = data.digits()
+    return accuracy(jax.jit(partial(vit.forward, cfg=cfg))(state[0], test["image"]), test["label"])
 
 
 def text_result(module: Callable, cfg: Any, state: tuple) -> str:
@@ -120,6 +125,16 @@ MODELS = {
         result=resnet_result,
         plans=plans.resnet.PLANS,
         rows=64,
+    ),
+    "vit": Model(
+        configs=vit.CONFIGS,
+        make_step=vit.make_step,
+        batches=digit_batches,
+        units=lambda cfg: ("samples", 1),
+        result=vit_result,
+        plans=plans.vit.PLANS,
+        rows=64,
+        blocks=lambda cfg: cfg.layers,
     ),
     "gpt2": Model(
         configs=gpt2.CONFIGS,

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import gpt2, llama, mlp, moe, resnet, t5, unet
+from examples import gpt2, llama, mlp, moe, resnet, t5, unet, vit
 from examples.generate import generate
 from examples.zoo import MODELS
 
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
-ZOO = [mlp, resnet, gpt2, llama, moe, t5, unet]
+ZOO = [mlp, resnet, vit, gpt2, llama, moe, t5, unet]
 SLOW = [unet, t5]
-CUTTABLE = [mlp, gpt2, llama, moe, t5, unet]
+CUTTABLE = [mlp, vit, gpt2, llama, moe, t5, unet]
 
 
 @cache
@@ -105,7 +105,7 @@ def loss_and_grads(module, cfg):
     return jax.jit(jax.value_and_grad(loss_of(module, cfg)))
 
 
-@pytest.mark.parametrize(("module", "blocks"), [(mlp, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)])
+@pytest.mark.parametrize(("module", "blocks"), [(mlp, 2), (vit, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)])
 def test_between_changes_what_the_next_block_reads(module, blocks):
     (params, *_), batch, seen = start_and_step(module)[0], next(batches(module)), []
     loss = loss_of(module, module.CONFIGS["test"])
@@ -114,7 +114,7 @@ def test_between_changes_what_the_next_block_reads(module, blocks):
     def changed_at(cut):
         def between(i, x):
             seen.append(i)
-            return jnp.where(i == cut, x + 1, x)
+            return jnp.where(i == cut, 2 * x, x)
 
         return loss(params, batch, between=between)
 
@@ -233,6 +233,7 @@ def test_everything_is_float64_under_x64(module):
     [
         (gpt2, "small124m", 124.439808),
         (resnet, "resnet50", 25.557032),
+        (vit, "base16", 86.567656),
         (llama, "llama3_8b", 8030.261248),
         (t5, "small60m", 60.506624),
     ],
