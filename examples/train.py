@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-MODELS = ("mlp", "resnet", "vit", "gpt2", "llama", "moe", "t5", "unet")
+MODELS = ("mlp", "resnet", "vit", "gpt2", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
+FLAT = ("resnet", "dlrm", "ppo")
+"""Models that are no stack of blocks."""
 DECODERS = ("gpt2", "llama", "moe")
 """Models that read one byte of text after the other; their configs have `vocab`, `scan_layers` and `remat`."""
 
@@ -44,8 +46,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model not in DECODERS and (options.vocab or options.scan or options.remat):
         parser.error(f"--vocab, --scan and --remat are for {', '.join(DECODERS)}")
-    if options.model == "resnet" and options.layers:
-        parser.error("--layers is not for resnet")
+    if options.model in FLAT and options.layers:
+        parser.error(f"--layers is not for {options.model}")
     if options.vocab is not None and options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
     return options

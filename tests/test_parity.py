@@ -101,5 +101,5 @@ def assert_close(got, want):
     for (keys, g), w in zip(got, jax.tree.leaves(want), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        scale = 0.1 if path.endswith("attn/k/bias") else np.abs(w).max(initial=0.0)
+        scale = 0.1 if path.removesuffix("/value").endswith("attn/k/bias") else np.abs(w).max(initial=0.0)
         np.testing.assert_allclose(np.asarray(g), w, rtol=1e-10, atol=1e-10 * scale, err_msg=path)

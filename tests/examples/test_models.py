@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import gpt2, llama, mlp, moe, resnet, t5, unet, vit
+from examples import bert, dlrm, gpt2, llama, mlp, moe, ppo, resnet, t5, unet, vit
 from examples.generate import generate
 from examples.zoo import MODELS
 
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
-ZOO = [mlp, resnet, vit, gpt2, llama, moe, t5, unet]
+ZOO = [mlp, resnet, vit, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
 SLOW = [unet, t5]
+DATA_PARALLEL = [mlp, vit, gpt2, llama, moe, bert, t5, unet, dlrm]
 CUTTABLE = [mlp, vit, gpt2, llama, moe, t5, unet]
 
 
@@ -65,7 +66,9 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in CUTTABLE])
+@pytest.mark.parametrize(
+    "module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in DATA_PARALLEL]
+)
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
     _, in_parts = module.make_step(module.CONFIGS["test"], in_halves)
@@ -105,7 +108,9 @@ def loss_and_grads(module, cfg):
     return jax.jit(jax.value_and_grad(loss_of(module, cfg)))
 
 
-@pytest.mark.parametrize(("module", "blocks"), [(mlp, 2), (vit, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)])
+@pytest.mark.parametrize(
+    ("module", "blocks"), [(mlp, 2), (vit, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)]
+)
 def test_between_changes_what_the_next_block_reads(module, blocks):
     (params, *_), batch, seen = start_and_step(module)[0], next(batches(module)), []
     loss = loss_of(module, module.CONFIGS["test"])
@@ -234,6 +239,7 @@ def test_everything_is_float64_under_x64(module):
         (gpt2, "small124m", 124.439808),
         (resnet, "resnet50", 25.557032),
         (vit, "base16", 86.567656),
+        (bert, "base110m", 109.514298 - 2 * 768e-6),  # without the table of sentences
         (llama, "llama3_8b", 8030.261248),
         (t5, "small60m", 60.506624),
     ],
@@ -241,6 +247,50 @@ def test_everything_is_float64_under_x64(module):
 def test_large_configs_have_the_published_number_of_parameters(module, config, millions):
     params = jax.eval_shape(module.make_step(module.CONFIGS[config])[0], jax.random.key(0))[0]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == round(millions * 1e6)
+
+
+def test_bert_reads_in_both_directions_and_only_what_is_shown():
+    cfg, (params, _) = bert.CONFIGS["test"], start_and_step(bert)[0]
+    logits_of = jax.jit(partial(bert.BERT(cfg).apply, {"params": params}))
+    text, positions = jnp.arange(20)[None], jnp.array([[9]])
+    logits = logits_of(text, positions)
+    for place in (0, 19):
+        assert not np.allclose(logits, logits_of(text.at[0, place].set(99), positions))
+
+
+def test_dlrm_reads_the_rows_that_its_categories_name():
+    (params, _), batch = start_and_step(dlrm)[0], next(batches(dlrm, 64))
+    grads = jax.grad(dlrm.loss)(params, batch)
+    for j, table in enumerate(grads["tables"]):
+        rows = np.flatnonzero(np.abs(table).sum(1))
+        assert set(rows) == set(batch["categories"][:, j])
+
+
+def test_a_pole_falls_to_the_side_it_leans_to_and_pushes_turn_it_back():
+    upright, leaning = np.zeros((1, 4)), np.array([[0.0, 0, 0.1, 0]])
+    right, left = (np.asarray(ppo.move(upright, np.array([a])))[0] for a in (1, 0))
+    np.testing.assert_allclose(right, -left, atol=1e-12)
+    np.testing.assert_allclose(right, [0, 0.19512195, 0, -0.29268293], rtol=1e-6)  # as gymnasium 1.0 has it
+    assert np.asarray(ppo.move(leaning, np.array([1])))[0, 3] < np.asarray(ppo.move(leaning, np.array([0])))[0, 3]
+
+
+def test_advantages_are_discounted_sums_of_errors_up_to_the_end_of_a_life():
+    cfg = replace(ppo.CONFIGS["test"], discount=0.5, trace=0.5)
+    reward, value = np.array([[1.0, 2, 3, 4]]), np.array([[0.5, 1, 1.5, 2]])
+    lived = {"reward": reward, "value": value, "over": np.arange(4)[None] == 1}
+    errors = np.array([1 + 0.5 * 1 - 0.5, 2 - 1, 3 + 0.5 * 2 - 1.5, 4 + 0.5 * 8 - 2])
+    want = [errors[0] + 0.25 * errors[1], errors[1], errors[2] + 0.25 * errors[3], errors[3]]
+    np.testing.assert_allclose(ppo.advantages(lived, np.array([8.0]), cfg)[0], want, rtol=1e-6)
+
+
+def test_carts_that_fall_start_anew():
+    cfg, (params, _, carts) = ppo.CONFIGS["test"], start_and_step(ppo)[0]
+    far = {"at": carts["at"].at[:, 0].set(3.0), "moves": carts["moves"] + 7}
+    batch = next(batches(ppo))
+    after, lived = ppo.play(params, far, batch, cfg)
+    assert np.asarray(lived["fell"])[:, 0].all()
+    np.testing.assert_allclose(lived["at"][:, 1], 0.1 * batch["start"][:, 0] - 0.05, rtol=1e-5, atol=1e-7)
+    assert (np.asarray(after["moves"]) < cfg.times).all()
 
 
 @pytest.mark.parametrize("name", ["data", "generate", *MODELS])

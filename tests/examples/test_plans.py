@@ -12,9 +12,9 @@ import jax
 import pytest
 
 import shardc
-from examples import gpt2, llama, mlp, moe, plans, resnet, t5, unet, vit, zoo
+from examples import bert, dlrm, gpt2, llama, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
 from shardc.passes.boundary import stage_boundary_p
-from shardc.sbp.placement import S
+from shardc.sbp.placement import Placement, S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"
 MODELS = {
@@ -27,6 +27,9 @@ MODELS = {
     "llama scanned": (llama, replace(llama.CONFIGS["test"], scan_layers=True)),
     "moe": (moe, moe.CONFIGS["test"]),
     "moe scanned": (moe, replace(moe.CONFIGS["test"], scan_layers=True)),
+    "bert": (bert, bert.CONFIGS["test"]),
+    "dlrm": (dlrm, dlrm.CONFIGS["test"]),
+    "ppo": (ppo, ppo.CONFIGS["test"]),
     "t5": (t5, t5.CONFIGS["test"]),
     "unet": (unet, unet.CONFIGS["test"]),
 }
@@ -45,6 +48,15 @@ def leaves_of(tree):
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.ndim
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def patterns_of(spec):
+    """Pattern -> placement of what a plan says of an argument: rules, one placement for all, or a pytree of them."""
+    pairs = jax.tree_util.tree_leaves_with_path(spec)
+    if any(isinstance(x, Placement) for _, x in pairs):
+        paths = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in pairs}
+        return {f"{path}*": x for path, x in paths.items() if isinstance(x, Placement)}
+    return spec if all(isinstance(placement, dict) for placement in spec.values()) else {"*": spec}
 
 
 def arguments_of(module, cfg):
@@ -66,8 +78,7 @@ def test_plans_fit_their_model(model, plans_of):
         assert keywords["in_placements"].keys() == arguments.keys(), name
         assert set(keywords["donate_argnames"]) == arguments.keys() - {"batch"}, name
         for argument, rules in keywords["in_placements"].items():
-            if not all(isinstance(placement, dict) for placement in rules.values()):
-                rules = {"*": rules}  # one placement for the whole argument
+            rules = patterns_of(rules)
             decided = {path: next((p for p in rules if fnmatchcase(path, p)), None) for path in arguments[argument]}
             wrong += [f"{name}: {argument}: {p} finds nothing" for p in rules if p not in decided.values()]
             wrong += [

@@ -15,7 +15,7 @@ from tests.test_parity import assert_close
 
 MESH = {"data": 4, "model": 2}
 ROWS = 16
-ZOO = ("vit", "llama", "moe", "t5", "unet")
+ZOO = ("vit", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
 CONFIGS = {
     **{name: (name, {}) for name in ZOO},
     "llama scan": ("llama", {"scan_layers": True}),
@@ -27,7 +27,15 @@ CASES = [
     *((case, plan) for case in ("llama scan", "llama remat") for plan in ("data_tensor", "fsdp")),
     *(("moe scan remat", plan) for plan in ("expert", "gshard")),
 ]
-QUICK = [("llama scan", "data_tensor"), ("moe scan remat", "expert"), ("t5", "tensor"), ("vit", "data_tensor")]
+QUICK = [
+    ("llama scan", "data_tensor"),
+    ("moe scan remat", "expert"),
+    ("t5", "tensor"),
+    ("vit", "data_tensor"),
+    ("bert", "data_tensor"),
+    ("dlrm", "hybrid"),
+    ("ppo", "data"),
+]
 GATHERED = {"unet": {"random_bits", "random_split", "random_unwrap", "random_wrap"}}
 """What has no rule yet."""
 
