@@ -24,7 +24,14 @@ DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
 ZOO = [mlp, resnet, vit, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
 SLOW = [unet, t5]
 DATA_PARALLEL = [mlp, vit, gpt2, llama, moe, bert, t5, unet, dlrm]
-CUTTABLE = [mlp, vit, gpt2, llama, moe, t5, unet]
+
+
+def name_of(module):
+    return module.__name__.split(".")[-1]
+
+
+def some_slow(modules):
+    return [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in modules]
 
 
 @cache
@@ -35,7 +42,7 @@ def start_and_step(module):
 
 
 def batches(module, rows=16):
-    return MODELS[module.__name__.split(".")[-1]].batches(module.CONFIGS["test"], rows, 0)
+    return MODELS[name_of(module)].batches(module.CONFIGS["test"], rows, 0)
 
 
 def loss_of(module, cfg):
@@ -57,7 +64,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
-@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in ZOO])
+@pytest.mark.parametrize("module", some_slow(ZOO), ids=name_of)
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
     for batch in islice(batches(module), 100):
@@ -66,9 +73,7 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in DATA_PARALLEL]
-)
+@pytest.mark.parametrize("module", some_slow(DATA_PARALLEL), ids=name_of)
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
     _, in_parts = module.make_step(module.CONFIGS["test"], in_halves)
@@ -86,7 +91,7 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str
 )
@@ -129,7 +134,7 @@ def test_between_changes_what_the_next_block_reads(module, blocks):
     assert len({unchanged, *changed}) == blocks
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 def test_scanned_layers_cannot_be_cut(module):
     cfg, batch = replace(module.CONFIGS["test"], scan_layers=True), next(batches(module))
     params = jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
@@ -137,7 +142,7 @@ def test_scanned_layers_cannot_be_cut(module):
         jax.eval_shape(partial(loss_of(module, cfg), between=lambda i, x: x + 1), params, batch)
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 def test_decoders_look_only_back(module):
     cfg, (params, _) = module.CONFIGS["test"], start_and_step(module)[0]
     tokens = jnp.arange(cfg.seq)[None]
@@ -221,7 +226,7 @@ def test_gpt2_in_bfloat16_keeps_float32_weights_and_loss():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} | {loss.dtype} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("module", ZOO)
+@pytest.mark.parametrize("module", ZOO, ids=name_of)
 def test_everything_is_float64_under_x64(module):
     with jax.enable_x64(True):
         init_fn, step_fn = module.make_step(module.CONFIGS["test"])

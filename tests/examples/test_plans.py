@@ -102,6 +102,19 @@ def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plan
     assert pinned("opt_state") == {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in pinned("params")}
 
 
+@pytest.mark.slow
+def test_resnet50_is_planned_for_machines_that_are_not_there():
+    init_fn, step_fn = resnet.make_step(resnet.CONFIGS["resnet50"])
+    mesh = shardc.make_mesh(topology="v5e", data=64)
+    step = shardc.function(step_fn, mesh=mesh, **plans.resnet.PLANS["data"]())
+    image, label = jax.ShapeDtypeStruct((256, 224, 224, 3), "float32"), jax.ShapeDtypeStruct((256,), "int32")
+    batch = {"image": image, "label": label}
+    plan = step.plan(*jax.eval_shape(init_fn, jax.random.key(0)), batch)
+    assert not plan.gathered
+    assert {c.axes for c in plan.collectives} == {("data",)}
+    assert plan.bytes_per_device < 2 * 4 * 25_557_032  # no more than an all-reduce of every gradient
+
+
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_a_plan_is_short(model, plans_of):
     lines = {name: len(inspect.getsource(plan).splitlines()) for name, plan in plans_of(model).items()}
