@@ -166,7 +166,9 @@ def _gram(x, dim):
 
 
 def _update(x, at, size, dim):
-    return jax.lax.dynamic_update_slice_in_dim(x, 2 * jax.lax.slice_in_dim(x, 0, size, axis=dim), at, dim)
+    """Not with parts of `x` itself: XLA:CPU then reads what it has just written (jax issue 39103)."""
+    shape = [size if d == dim else n for d, n in enumerate(x.shape)]
+    return jax.lax.dynamic_update_slice_in_dim(x, jnp.full(shape, 7, x.dtype), at, dim)
 
 
 def _largest_of(x, size, stride, dim):
