@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Operation, Partials, Rule, Site, dims, linear, rule
 
 
@@ -82,7 +83,7 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
             for d, f in enumerate(side) if f != "g" and d not in (*over, *along)]  # fmt: skip
     result = [*(names[0][d] for d in batch[0]), *free]
-    reduced = {f: "sum" for d in contract[0] if (f := names[0][d])}
+    reduced: dict[str, ReduceOp | None] = {f: "sum" for d in contract[0] if (f := names[0][d])}
     if ragged in contract[0]:
         result.insert(0, "g")
     elif numbers.rhs_group_dimensions:
