@@ -6,6 +6,7 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
+from shardc.discover import discover
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -43,6 +44,7 @@ __all__ = [
     "TracingError",
     "accumulate",
     "constrain",
+    "discover",
     "function",
     "make_mesh",
     "put",

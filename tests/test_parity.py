@@ -47,6 +47,7 @@ QUICK = [
     ("mlp", "data_tensor", {"data": 2, "model": 2, "other": 2}),
     ("mlp", "zero1", {"data": 8}),
     ("resnet", "data", {"data": 8}),
+    ("resnet", "spatial", {"data": 4, "model": 2}),
     ("gpt2 scan remat", "data_tensor", {"data": 4, "model": 2}),
     ("gpt2 509 scan", "vocab", {"data": 4, "model": 2}),
 ]
@@ -72,7 +73,7 @@ def one_device(model):
 
 
 def test_the_cases_are_all_there():
-    assert len(CASES) == 119
+    assert len(CASES) == 121
     assert all(case in CASES for case in QUICK)
 
 

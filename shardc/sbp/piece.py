@@ -107,7 +107,6 @@ def _reading(
     held: Ranges, pieces: Ranges,
 ) -> Reading:  # fmt: skip
     span = (count - 1) * abs(step) + width if count else 0
-    length = -(-span // dilation)
     ahead = max(-step, 0)  # where positions fall, the last element reads the first of the window
     starts = [offset * step + start - ahead * (count - 1) for offset, _ in pieces]
     ends = [(o if ahead else o + n - 1) * step + start + width for o, n in pieces]
@@ -117,6 +116,7 @@ def _reading(
         for first, end, (_, valid) in zip(firsts, ends, pieces, strict=True)
     ]
     phases = tuple(first * dilation - lo for first, lo in zip(firsts, starts, strict=True))
+    length = max(max(-(-(span - phase) // dilation) for phase in phases), 0)
     return Reading(axes, dim, length, span, phases, _shifts(held, block, wanted))
 
 
@@ -154,14 +154,18 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     if not crossed:
         return ()
     found: list[Sent] = []
+    shapes: dict[int, list[int]] = {}  # of operands of which one window is taken after another, of several dimensions
     for w in rule.windows:
         read = reading(rule, w, setting)
         if read is not None:
-            shape, dtype = list(setting.operand_shape(w.operand)), setting.op.operands[w.operand].dtype
+            shape = shapes.setdefault(w.operand, list(setting.operand_shape(w.operand)))
             for shift in read.shifts:
                 if shift.pairs:
                     shape[read.dim] = shift.length
-                    found.append(Sent("permute", read.axes, tuple(shape), dtype, w.operand))
+                    found.append(
+                        Sent("permute", read.axes, tuple(shape), setting.op.operands[w.operand].dtype, w.operand)
+                    )
+            shape[read.dim] = read.length
     for factor, told in rule.told.items():
         if factor in crossed:
             found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in told(setting)]
@@ -189,17 +193,21 @@ def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:
     if not rule.crossed(site):
         return rule.local(site, *operands)
     windows = list(operands)
-    for w in rule.windows:
-        read = reading(rule, w, site)
-        if read is not None:
-            x = windows[w.operand]
-            fill = neutral_value(w.fill, x.dtype) if isinstance(w.fill, str) else operands[w.fill]
-            windows[w.operand] = _window(site, read, x, fill, w.dilation)
+    found = [(w, read) for w in rule.windows if (read := reading(rule, w, site)) is not None]
+    fills = [
+        neutral_value(w.fill, operands[w.operand].dtype) if isinstance(w.fill, str) else operands[w.fill]
+        for w, _ in found
+    ]
+    for (w, read), fill in zip(found, fills, strict=True):
+        windows[w.operand] = _window(site, read, windows[w.operand], fill)
+    for (w, read), fill in zip(found, fills, strict=True):  # after all is sent: what lies between is not
+        if w.dilation > 1:
+            windows[w.operand] = _dilated(site, read, windows[w.operand], fill, w.dilation)
     return rule.across(site, *windows)
 
 
-def _window(site: Site, read: Reading, x: Any, fill: Any, dilation: int) -> Any:
-    """This device's window: its own elements, those of others, and `fill` where the dimension has none."""
+def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
+    """This device's window, not yet dilated: its own elements, those of others, `fill` where the dimension has none."""
     me, dim = site.linear_index(read.axes), read.dim
     shape = [*x.shape[:dim], read.length, *x.shape[dim + 1 :]]
     window = jnp.full(shape, fill, x.dtype)
@@ -215,10 +223,18 @@ def _window(site: Site, read: Reading, x: Any, fill: Any, dilation: int) -> Any:
             begin, end = (at_device(side, me) for side in zip(*shift.fills, strict=True))
             position = lax.broadcasted_iota(np.int32, window.shape, dim)
             window = jnp.where((position >= begin) & (position < end), part, window)
-    if dilation == 1:
-        return window
-    between = [(0, 0, dilation - 1 if d == dim else 0) for d in range(window.ndim)]
-    return laid(lax.pad(window, fill, between), dim, at_device(read.phases, me), read.span, fill)
+    return window
+
+
+def _dilated(site: Site, read: Reading, window: Any, fill: Any, dilation: int) -> Any:
+    """The window with `fill` between its elements. Where all devices have one phase that is one `pad`, as XLA can make
+    it part of a convolution."""
+    dim, phase = read.dim, at_device(read.phases, site.linear_index(read.axes))
+    alike = len(set(read.phases)) == 1 and read.length > 0
+    low, high = (phase, read.span - phase - (read.length - 1) * dilation - 1) if alike else (0, 0)
+    config = [(low, high, dilation - 1) if d == dim else (0, 0, 0) for d in range(window.ndim)]
+    window = lax.pad(window, jnp.asarray(fill, window.dtype), config)
+    return window if alike else laid(window, dim, phase, read.span, fill)
 
 
 def at_device(table: Sequence[int], me: Any) -> Any:

@@ -226,6 +226,34 @@ case("conv_depthwise", lambda x, k: conv(x, k, feature_group_count=6), floats(3,
 case("conv_grouped", lambda x, k: conv(x, k, feature_group_count=6), floats(2, 4, 12), floats(3, 2, 6))
 case("conv_batch_grouped", lambda x, k: conv(x, k, batch_group_count=6), floats(12, 4, 3), floats(3, 3, 12))
 
+
+def conv_with(
+    strides: Any, padding: Any, image: Any = None, kernel: Any = None, spec: Any = ("NCH", "OIH", "NCH"), **kwargs: Any
+) -> Callable[[Any, Any], Any]:
+    return lambda x, k: lax.conv_general_dilated(
+        x, k, strides, padding, image, kernel, lax.conv_dimension_numbers(x.shape, k.shape, spec), **kwargs
+    )
+
+
+IMAGE = ("NHWC", "HWIO", "NHWC")
+case("conv_point", conv_with((1,), ((0, 0),)), floats(2, 3, 5), floats(2, 3, 1))
+case("conv_point_strided", conv_with((2,), ((0, 0),)), floats(2, 3, 7), floats(2, 3, 1))
+case("conv_image", conv_with((2, 1), "SAME", spec=IMAGE), floats(1, 7, 6, 2), floats(3, 3, 2, 2))
+case("conv_volume", conv_with((1, 1, 2), ((1, 1), (0, 0), (0, 1)), spec=("NCDHW", "OIDHW", "NDHWC")),
+     floats(1, 2, 4, 3, 5), floats(2, 2, 3, 1, 2))  # fmt: skip
+case("conv_cropped", conv_with((2,), ((-1, -2),), (3,), (2,)), floats(1, 2, 6), floats(2, 2, 2))
+case("conv_transposed", conv_with((1,), ((2, 2),), (2,)), floats(1, 2, 6), floats(2, 2, 3))
+case("conv_transposed_in_phase", conv_with((1,), ((2, 1),), (2,)), floats(1, 2, 6), floats(2, 2, 3))
+case("conv_of_weights", conv_with((1, 1), ((1, 1), (0, 0)), (1, 1), (2, 1), ("CHWN", "IHWO", "HWNC")),
+     floats(2, 7, 5, 3), floats(2, 4, 5, 3))  # fmt: skip
+case("conv_of_weights_strided", conv_with((2,), ((1, 2),), (2,), (1,)), floats(2, 3, 4), floats(2, 3, 5))
+case("conv_of_weights_grouped", conv_with((1,), ((1, 1),), batch_group_count=2), floats(4, 3, 6), floats(4, 3, 6))
+case("conv_of_weights_depthwise", conv_with((1,), ((1, 1),), feature_group_count=3), floats(2, 3, 6), floats(6, 1, 6))
+case("conv_int8", conv_with((1,), ((1, 1),)), ints(2, 3, 5, dtype=np.int8), ints(2, 3, 3, dtype=np.int8))
+case("conv_bf16", conv_with((1,), ((1, 1),)), floats(2, 3, 5, dtype="bfloat16"), floats(2, 3, 3, dtype="bfloat16"))
+case("conv_bf16_of_weights", conv_with((1,), ((1, 1),), preferred_element_type=np.float32),
+     floats(2, 3, 5, dtype="bfloat16"), floats(2, 3, 5, dtype="bfloat16"))  # fmt: skip
+
 # --- reductions ---
 for name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
     for kind, value in (("float", A), ("int", ints(3, 4, 5))):
@@ -296,11 +324,34 @@ for name, fn, start in (("sum", lax.add, 0.0), ("max", lax.max, -np.inf), ("min"
     case(f"reduce_window_{name}", lambda x, fn=fn, start=start: lax.reduce_window(
         x, start, fn, padding=PADDED, **WINDOW), W, primitive=f"reduce_window_{name}")  # fmt: skip
 case("reduce_window", lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b, padding=PADDED, **WINDOW), W)
+case("reduce_window_two", lambda x: lax.reduce_window(
+    (x, x), (1.0, 0.0), lambda a, b: (a[0] * b[0], a[1] + b[1]), padding="VALID", **WINDOW), W)  # fmt: skip
+DILATED: dict[str, Any] = {
+    "window_dimensions": (2, 3), "window_strides": (1, 2), "padding": ((1, 0), (2, 1)), "base_dilation": (1, 3),
+    "window_dilation": (3, 2),
+}  # fmt: skip
+TIES = np.round(floats(6, 5))
+for name, fn, start in (("sum", lax.add, 0.0), ("max", lax.max, -np.inf), ("min", lax.min, np.inf)):
+    case(f"reduce_window_{name}_dilated", lambda x, fn=fn, start=start: lax.reduce_window(x, start, fn, **DILATED),
+         TIES, primitive=f"reduce_window_{name}")  # fmt: skip
+case("reduce_window_max_int", lambda x: lax.reduce_window(x, np.int32(-(2**31)), lax.max, **DILATED), ints(6, 5))
+case("reduce_window_running", lambda x: lax.reduce_window(
+    x, 0.0, lax.add, (7,), (1,), ((6, 0),)), floats(7), primitive="reduce_window_sum")  # fmt: skip
 SELECT: dict[str, Any] = {**WINDOW, "padding": PLAIN, "select_prim": primitives.ge_p}
 case("select_and_scatter_add", lambda s, x: primitives.select_and_scatter_add_p.bind(s, x, **SELECT),
      floats(3, 3, 3, 5), W)  # fmt: skip
 case("select_and_gather_add", lambda t, x: primitives.select_and_gather_add_p.bind(
     t, x, **SELECT, base_dilation=(1,) * 4, window_dilation=(1,) * 4), floats(*W.shape), W)  # fmt: skip
+case("select_and_gather_add_dilated", lambda t, x: primitives.select_and_gather_add_p.bind(
+    t, x, **DILATED, select_prim=primitives.le_p), floats(6, 5), TIES)  # fmt: skip
+for kind, (size, stride, pads, outs) in {
+    "overlapping": ((3, 2), (2, 1), ((1, 1), (0, 1)), (3, 5)), "gaps": ((2, 1), (3, 2), ((0, 0), (0, 0)), (2, 3)),
+    "in_phase": ((3, 1), (3, 1), ((0, 0), (0, 0)), (2, 5)),
+}.items():  # fmt: skip
+    for prim in (primitives.ge_p, primitives.le_p):
+        params = {"select_prim": prim, "window_dimensions": size, "window_strides": stride, "padding": pads}
+        case(f"select_and_scatter_add_{kind}_{prim.name}", lambda s, x, p=params: (
+            primitives.select_and_scatter_add_p.bind(s, x, **p)), floats(*outs), TIES)  # fmt: skip
 
 # --- linear algebra ---
 ROOT = floats(3, 4, 4)

@@ -26,6 +26,10 @@ OFFERED = [
     ("dot", "S(1), S(0) -> P(sum)"), ("dot", "P(sum), B -> P(sum)"), ("dot", "B, S(1) -> S(1)"),
     ("dot_batch", "S(0), S(3) -> S(0)"), ("dot_bf16", "B, P(sum) -> P(sum)"),
     ("conv", "S(2), S(1) -> P(sum)"), ("conv_depthwise", "S(2), S(2) -> S(2)"),
+    ("conv", "S(1), B -> S(1)"), ("conv_2d", "S(3), B -> S(3)"), ("conv_transposed", "S(2), B -> S(2)"),
+    ("conv_of_weights", "S(1), S(1) -> P(sum)"), ("conv_of_weights_depthwise", "S(2), S(2) -> P(sum)"),
+    ("reduce_window_sum", "S(1) -> S(1)"), ("reduce_window_max", "S(2) -> S(2)"), ("reduce_window", "S(1), B -> S(1)"),
+    ("select_and_gather_add", "S(1), S(1) -> S(1)"), ("select_and_scatter_add", "S(2), S(2) -> S(2)"),
     ("reduce_sum_float", "S(0) -> P(sum)"), ("reduce_max_float", "S(2) -> P(max)"),
     ("reduce_max_float", "P(max) -> P(max)"),
     ("reduce_or_bool", "S(1) -> P(max)"), ("reduce_and_bool", "S(1) -> P(min)"),
@@ -38,7 +42,7 @@ OFFERED = [
     ("max", "P(max), B -> P(max)"), ("neg", "P(max) -> P(min)"), ("select_n", "B, P(sum), P(sum) -> P(sum)"),
     ("reshape_(4, 6)_(24,)", "S(0) -> S(0)"), ("reshape_(5, 4, 6)_(5, 24)", "S(1) -> S(1)"),
     ("broadcast_in_dim", "B -> S(1)"), ("iota_int32", " -> S(1)"), ("pad", "P(sum), P(sum) -> P(sum)"),
-    ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("split", "S(2) -> S(2), S(2)"), ("fft", "P(sum) -> P(sum)"),
+    ("concatenate", "S(0), S(0), S(0) -> S(0)"), ("rev", "S(1) -> S(1)"), ("fft", "P(sum) -> P(sum)"),
     ("convert_float32_to_float64", "P(sum) -> P(sum)"), ("convert_int32_to_float32", "P(max) -> P(max)"),
     ("gather_partial_slice", "S(0), B -> P(sum)"), ("scatter_add_window", "S(0), B, B -> S(0)"),
     ("gather_bool", "S(0), B -> P(max)"), ("scatter_mul_clip", "P(sum), B, B -> P(sum)"),
@@ -71,12 +75,15 @@ WRONG = [
     ("scatter_apply", "P"), ("reduce_prod_float", "P"), ("reduce_max_float", "P(sum)"), ("reduce_sum_float", "P(max)"),
     ("reduce_sum_float", "P(min)"), ("reduce_and_int", "P"), ("sort", "P"), ("argmax", "P"),
     ("dot_int8", "P(sum), B"), ("dot", "P(sum), P(sum)"), ("mul", "P(sum), P(sum)"), ("add", "P(sum), B"),
-    ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"), ("rev", "S(1)"),
+    ("gather_bool", "P(sum)"), ("reduce_precision", "P"), ("triangular_solve", "P(sum), B"),
     ("sort", "S(1)"), ("cummax_complex", "S(0)"), ("argmax_wraps", "S"),
     ("ragged_narrow", "S(0), B"), ("ragged_of_batch", "S(0)"), ("symmetric_product", "P"), ("ragged_rows", "B, B, S"),
     ("triangular_solve", "B, S(1)"), ("scatter_mul_clip", "P(sum), B, P"), ("scatter_windows_clip", "P"),
     ("scatter_add_windows_clip", "B, B, S(1)"), ("cumprod", "P"), ("cumlogsumexp", "P"), ("cummax", "P(min)"),
-    ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1)"), ("reduce_window_sum", "S(1)"),
+    ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1), S(0)"), ("conv", "B, S(0)"),
+    ("conv_of_weights", "S(1), B"), ("reduce_window_sum", "P(max)"), ("reduce_window_max", "P(sum)"),
+    ("reduce_window", "S(2)"),  # padded: XLA skips what lies outside, an initial value would be counted
+    ("select_and_scatter_add", "B, P"), ("select_and_scatter_add", "S(1), B"), ("select_and_gather_add", "P(sum), P"),
 ]  # fmt: skip
 
 
