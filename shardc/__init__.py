@@ -24,6 +24,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
+from shardc.show import show
 
 __all__ = [
     "AUTO",
@@ -49,6 +50,7 @@ __all__ = [
     "make_mesh",
     "put",
     "rules",
+    "show",
     "signature",
     "stage_boundary",
 ]

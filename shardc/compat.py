@@ -18,6 +18,8 @@ from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla
+from jax._src.random import core as _random
+from jax._src.random import prng as _prng
 from jax.extend import core as jex
 
 Jaxpr: TypeAlias = Any
@@ -136,6 +138,11 @@ def short_text(shape: Sequence[int], dtype: Any) -> str:
     return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
 
 
+# Why: what is called inside a trace is a part of it, also where its arguments are constants: checkify traces so.
+def inside_trace() -> bool:
+    return not _core.trace_state_clean()
+
+
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.
 def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
@@ -150,6 +157,13 @@ def aval_of(x: Any) -> Any:
 
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
     return _core.ShapedArray(shape, dtype, weak_type=weak_type)
+
+
+def without_sharding(aval: Any) -> Any:
+    """An aval without shardings and without the axes along which it differs; one of other kinds as it is."""
+    if type(aval) is not _core.ShapedArray:
+        return aval
+    return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
 
 
 # Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
@@ -256,3 +270,21 @@ _JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_
 def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
     """`out = a + b`, or the larger or smaller of both."""
     return new_eqn([a, b], [out], _JOINS[op], {}, None)
+
+
+# Why: which generator keys belong to is not public, nor is the sample of a gamma distribution that one key makes.
+def generator_of(dtype: Any) -> str:
+    """The name of JAX's own generator that keys of this dtype are for; empty if it is another's."""
+    impl = dtype._impl
+    return impl.name if _prng.prngs.get(impl.name) is impl else ""
+
+
+def gamma_of_each(keys: Any, alphas: Any, log_space: bool) -> Any:
+    """A sample for each key and alpha: what `random_gamma` makes of keys that are split already."""
+    one = functools.partial(_random._gamma_one, log_space=log_space)  # pyright: ignore[reportPrivateUsage]
+    pair = (keys.flatten(), alphas.flatten())
+    if generator_of(keys.dtype) == "threefry2x32":
+        samples = jax.vmap(one)(*pair)
+    else:
+        samples = jax.lax.map(lambda xs: one(*xs), pair)  # of other generators a batch of keys makes other bits
+    return samples.reshape(alphas.shape)

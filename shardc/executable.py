@@ -15,7 +15,9 @@ from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offende
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
+from shardc.passes.memory import all_eqns
 from shardc.passes.plan import Plan, donations
+from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
@@ -59,6 +61,8 @@ class Executable:
         self._reordered = bool(taken)
         self._token = token
         self.settings = settings()
+        self._low = Lowering(plan.boxed, plan.mesh)
+        self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
         whole = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(
             self._sharded(),
@@ -72,7 +76,7 @@ class Executable:
         self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
 
     def _sharded(self) -> Any:
-        plan, low = self.plan, Lowering(self.plan.boxed, self.plan.mesh)
+        plan, low = self.plan, self._low
         partial_in = [bool(p.partial_axes) for p in plan.inputs]
 
         def local(*pieces: Any) -> list[Any]:
@@ -171,9 +175,12 @@ class Executable:
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
         run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
+        out = run(*([args[i] for i in self._in_order] if self._reordered else args))
+        if self._calls_back:
+            jax.block_until_ready(out)
+            raise_kept(self._low.raised)
         if not self._reordered:
-            return run(*args)
-        out = run(*[args[i] for i in self._in_order])
+            return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh
 from shardc.passes.audit import Audit, audit_all
 from shardc.passes.memory import all_eqns
+from shardc.passes.run_once import CALLBACKS
 from shardc.passes.split_scans import Piece
 from shardc.passes.split_tasks import INDEX, StageTask
 from shardc.passes.trace import settings
@@ -43,8 +44,6 @@ IN_FLIGHT: Final = 32
 
 THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """What launches the programs, at most one for each actor: they do little else, and XLA:CPU wants cores too."""
-CALLBACKS: Final = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
-"""XLA:CPU runs programs with these while they are launched: then each actor has a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +182,7 @@ class PipelineExecutable:
         return self._executor
 
     def _calls_back(self) -> bool:
+        """XLA:CPU runs programs with callbacks while they are launched: then each actor has a thread of its own."""
         eqns = (e for x in self._task_executables() for e in all_eqns(x.plan.boxed.jaxpr))
         return any(e.primitive.name in CALLBACKS for e in eqns)
 

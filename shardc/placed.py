@@ -126,7 +126,10 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
     if is_plain(shape, placement, sizes):
         value = np.asarray(x) if is_placed(x) else x
         return jax.device_put(narrow(value), NamedSharding(mesh, physical_spec(placement)))
-    physical = to_physical(narrow(np.asarray(x)), placement, sizes)
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
+    host = jax.random.key_data(x) if keys else x
+    physical = to_physical(narrow(np.asarray(host)), placement, sizes)
+    physical = jax.random.wrap_key_data(jax.numpy.asarray(physical), impl=jax.random.key_impl(x)) if keys else physical
     return PlacedArray(jax.device_put(physical, NamedSharding(mesh, physical_spec(placement))), shape, placement, mesh)
 
 

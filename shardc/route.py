@@ -125,7 +125,7 @@ class Routes:
 
 
 def has_tracers(leaves: Iterable[Any]) -> bool:
-    return any(map(_is_tracer_type, set(map(type, leaves))))
+    return compat.inside_trace() or any(map(_is_tracer_type, set(map(type, leaves))))
 
 
 @lru_cache(maxsize=256)

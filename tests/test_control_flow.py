@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import checkify
 
 import shardc
 from shardc import S
@@ -155,11 +156,65 @@ def vmapped_while(x, w):
     return rows, jax.vmap(jax.vmap(until, (0, None)), (None, 0))(x[:, 0] * 20, x)
 
 
+def carried_keys(x, w):
+    def step(c):
+        key, n, total = c
+        return jax.random.fold_in(key, n), n + 1, total + jax.random.uniform(key, x.shape)
+
+    key, _, total = lax.while_loop(lambda c: c[1] < 3, step, (jax.random.key(1), 0, x))
+    key = lax.cond(total.sum() > 0, lambda k: jax.random.split(k)[0], lambda k: k, key)
+    keys = [lambda k: jax.random.split(k, 8), lambda k: jax.random.split(k, 8)[::-1], lambda k: k[None].repeat(8)]
+    drawn = jax.vmap(lambda k: jax.random.normal(k, (3,)))(lax.switch(1, keys, key))
+    _, rows = lax.scan(lambda k, row: (jax.random.split(k)[1], row + jax.random.bits(k, row.shape) % 7), key, x)
+    return drawn, rows, total
+
+
+def conjugate_gradient(x, w):
+    a = x.T @ x + 9 * jnp.eye(6)
+    return jax.scipy.sparse.linalg.cg(lambda v: a @ v, w)[0], jax.scipy.sparse.linalg.gmres(lambda v: a @ v, w[0])[0]
+
+
+def linear_solve(x, w):
+    a = x.T @ x + 9 * jnp.eye(6)
+
+    def loss(a):
+        return lax.custom_linear_solve(lambda v: a @ v, w, lambda _, b: jnp.linalg.solve(a, b), symmetric=True).sum()
+
+    return jax.value_and_grad(loss)(a)
+
+
+def root(x, w):
+    def loss(a):
+        solved = lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y)  # noqa: E731
+        return lax.custom_root(lambda v: a @ v - w[0], w[1], lambda f, v: jnp.linalg.solve(a, w[0]), solved).sum()
+
+    return jax.value_and_grad(loss)(x.T @ x + 9 * jnp.eye(6))
+
+
+def barrier(x, w):
+    a, b, c = lax.optimization_barrier((x * 2, w.T, x.sum()))
+    return a @ b, c, lax.optimization_barrier(x.sum(0))
+
+
+def put(x, w):
+    return jax.device_put({"x": x * 2, "w": w})["x"] + 1
+
+
+def static_arguments(x, w):
+    f = jax.jit(lambda a, n, how: a * n if how == "mul" else a + n, static_argnames=("n", "how"))
+    return f(x, 3, how="mul") + f(x, 2, how="add")
+
+
+def associative_pairs(x, w):
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.tanh(x), x), axis=0)
+
+
 PROGRAMS = [
     while_loop, while_with_constants, fori, cond, switch, branch_without_arguments, scan_of_cond, scan_reversed,
     scan_unrolled, scan_of_nothing, scan_without_xs, scan_with_mixed_carry, nested_scans, mapped, associative,
     gradient_of_scan, gradient_through_cond, own_derivatives, inner_jit, second_derivatives, per_row_gradients,
-    linearized, vmapped_cond, vmapped_while,
+    linearized, vmapped_cond, vmapped_while, carried_keys, conjugate_gradient, linear_solve, root, barrier, put,
+    static_arguments, associative_pairs,
 ]  # fmt: skip
 
 
@@ -212,3 +267,78 @@ def test_calls_are_planned_as_their_bodies(name):
     fn = shardc.function(CALLS[name], mesh=MESHES["8"], in_placements=({"data": S(0)}, {}), out_placements={})
     np.testing.assert_allclose(fn(x, w), CALLS[name](x, w), rtol=1e-6)
     assert not fn.plan(x, w).gathered
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_rows_of_a_scan_that_are_split_over_its_steps(rows):
+    """Arguments and results live in pieces of what is scanned over, even and uneven."""
+    with jax.enable_x64(True):
+        x = np.random.default_rng(1).normal(size=(rows, 6))
+        program = lambda x: lax.scan(lambda c, row: (c * 0.5 + row, (c * row, row.sum())), x[0], x)  # noqa: E731
+        want = program(x)
+        for name, mesh in MESHES.items():
+            for axes in ({"data": S(0)}, dict.fromkeys(mesh.axis_names, S(0))):
+                outs = (None, (axes, axes))
+                f = shardc.function(program, mesh=mesh, in_placements={"x": axes}, out_placements=outs)
+                exe = f.compile(x)
+                got = jax.tree.leaves(exe(x), is_leaf=lambda y: isinstance(y, shardc.PlacedArray))
+                for g, w in zip(got, jax.tree.leaves(want), strict=True):
+                    same(exe, g, w)
+                assert exe.audit().ok, (name, str(exe.audit()))
+
+
+def test_a_barrier_leaves_each_operand_where_it_is():
+    places = ({"data": S(0)}, {"data": S(1)}, {})
+    f = shardc.function(
+        lambda *xs: lax.optimization_barrier(xs), mesh=MESHES["8"], in_placements={"xs": places}, out_placements=places
+    )
+    exe = f.compile(np.ones((8, 8)), np.ones((8, 16)), np.ones(3))
+    assert not exe.plan.collectives and not exe.plan.gathered and exe.audit().ok
+
+
+def test_device_put_with_a_sharding_is_a_pin():
+    mesh = MESHES["4x2"]
+    here = jax.NamedSharding(mesh, jax.P("model", "data"))
+    f = shardc.function(lambda x: jax.device_put(x + 1, here), mesh=mesh)
+    x = np.ones((8, 4), np.float32)
+    assert str(f.plan(x).out_placements) == "{model: S(0), data: S(1)}"
+    np.testing.assert_array_equal(f(x), x + 1)
+    other = jax.NamedSharding(MESHES["8"], jax.P("data"))
+    with pytest.raises(shardc.PlacementError, match=r"the NamedSharding is over another mesh \(data=8\)"):
+        shardc.function(lambda x: jax.device_put(x + 1, other), mesh=mesh)(x)
+
+
+def test_device_put_elsewhere():
+    def f(x):
+        return jax.device_put(x, jax.devices()[0]), jax.device_put(x + 1, jax.memory.Space.Host)
+
+    with pytest.raises(shardc.TracingError, match="the values of a shardc function live on its mesh") as error:
+        shardc.function(f, mesh=MESHES["8"])(np.ones(3))
+    assert "device_put to cpu:0 at test_control_flow.py" in str(error.value)
+    assert "device_put to MemorySpace.Host at" in str(error.value)
+
+
+def checked(x, y):
+    checkify.check((x > -99).all(), "low: {x}", x=x.min())
+    return lax.map(lambda row: row / y, x)
+
+
+@pytest.mark.parametrize(("scale", "divisor"), [(1, 2), (1, 0), (-100, 2)])
+def test_errors_of_checkify_come_out_the_same(scale, divisor):
+    x, y = jnp.arange(1.0, 17).reshape(8, 2) * scale, jnp.full(2, float(divisor))
+    want, out = checkify.checkify(checked, errors=checkify.all_checks)(x, y)
+    for mesh in MESHES.values():
+        inside = shardc.function(
+            checkify.checkify(checked, errors=checkify.all_checks),
+            mesh=mesh,
+            in_placements={"args": ({"data": S(0)}, shardc.AUTO)},
+        )
+        around = checkify.checkify(
+            shardc.function(checked, mesh=mesh, in_placements={"x": {"data": S(0)}}), errors=checkify.all_checks
+        )
+        for f in (inside, around, jax.jit(around)):
+            error, got = f(x, y)
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(out))
+            np.testing.assert_array_equal(np.where(np.isfinite(out), got, 0), np.where(np.isfinite(out), out, 0))
+            assert (error.get() or "").partition(" at")[0] == (want.get() or "").partition(" at")[0]
+    assert (want.get() is None) == (scale == 1 and divisor == 2)

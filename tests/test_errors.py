@@ -546,20 +546,13 @@ def test_nans(mesh, params, rows):
     assert not gone or "gone (donated): params/w" in str(caught.value)
 
 
-def test_a_shard_map_inside(mesh):
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.sharding.PartitionSpec("data"), out_specs=jax.P()
-    )
-    f = shardc.function(lambda x: total(x) + 1, mesh=mesh)
-    with pytest.raises(shardc.TracingError, match="a shard_map inside a shardc function is not planned yet") as error:
-        f(np.ones(8, np.float32))
-    assert "shard_map at test_errors.py:" in str(error.value)
-
-
 def test_an_ordered_effect(mesh):
     def noisy(x):
         jax.debug.print("{}", x, ordered=True)
-        return x
+        return jax.lax.fori_loop(0, 3, lambda i, c: (jax.debug.callback(print, i, ordered=True), c + i)[1], x)
 
-    with pytest.raises(shardc.TracingError, match=r"which several devices cannot keep; write ordered=False"):
+    says = r"has ordered effects, which several devices cannot keep; write ordered=False"
+    with pytest.raises(shardc.TracingError, match=says) as error:
         shardc.function(noisy, mesh=mesh)(np.ones(8, np.float32))
+    assert "  debug_print at test_errors.py:" in str(error.value)
+    assert "  debug_callback at test_errors.py:" in str(error.value)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import shardc
 from shardc import P, S
@@ -78,3 +79,60 @@ def test_the_notation_is_held_against_the_shapes():
     )
     with pytest.raises(shardc.PlacementError, match="is not in factor notation"):
         shardc.signature("b d")
+
+
+def _scaled(x_ref, w_ref, out_ref):
+    out_ref[...] = jnp.dot(x_ref[...], w_ref[...]) * 2
+
+
+@shardc.signature("b d, d f -> b f", linear=(0, 1))
+def pallas_matmul(x, w):
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pl.pallas_call(_scaled, out_shape=out, interpret=True)(x, w)
+
+
+@shardc.signature("b d -> b d")
+def pallas_rows(x):
+    """A program for each row: as many as there are in the piece."""
+    row = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * jax.nn.sigmoid(x_ref[...])
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, grid=x.shape[:1], in_specs=[row], out_specs=row, out_shape=out, interpret=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("ins", "kinds"),
+    [({"x": {"a": S(0)}, "w": {}}, []), ({"x": {"a": S(1)}, "w": {"a": S(0)}}, ["reduce_scatter"])],
+    ids=str,
+)
+def test_pallas_kernels(ins, kinds):
+    mesh = shardc.make_mesh(a=4)
+    x, w = np.random.default_rng(0).normal(size=(7, 8)), np.random.default_rng(1).normal(size=(8, 6))
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    program = lambda x, w: pallas_rows(pallas_matmul(x, w))  # noqa: E731
+    exe = shardc.function(program, mesh=mesh, in_placements=ins, out_placements={"a": S(0)}).compile(x, w)
+    np.testing.assert_allclose(np.asarray(exe(x, w)), pallas_rows(pallas_matmul(x, w)), rtol=1e-4, atol=1e-5)
+    assert [c.kind for c in exe.plan.collectives] == kinds
+    assert exe.audit().ok and not exe.plan.gathered
+
+
+@shardc.signature("b _ _ -> b _ _, b")
+def ffi_cholesky(x):
+    """LAPACK's, by its foreign function: the lower triangle of each matrix, by columns."""
+    by_columns = {"input_layouts": [(0, 2, 1)], "output_layouts": [(0, 2, 1), (0,)]}
+    out = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], np.int32))
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", out, input_output_aliases={0: 0}, **by_columns)(x, uplo=np.uint8(76))
+
+
+def test_foreign_functions():
+    jnp.linalg.cholesky(jnp.eye(2))  # binds LAPACK
+    root = np.random.default_rng(0).normal(size=(6, 4, 4)).astype(np.float32)
+    x = root @ root.swapaxes(1, 2) + 4 * np.eye(4, dtype=np.float32)
+    lower = lambda x: jnp.tril(ffi_cholesky(x)[0])  # noqa: E731
+    f = shardc.function(lower, mesh=shardc.make_mesh(a=4), in_placements={"x": {"a": S(0)}})
+    exe = f.compile(x)
+    np.testing.assert_allclose(np.asarray(exe(x)), np.linalg.cholesky(x), rtol=1e-4, atol=1e-4)
+    assert not exe.plan.gathered and exe.audit().ok

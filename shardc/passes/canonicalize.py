@@ -5,6 +5,7 @@ What is left nested is what must stay: scan, while, cond and remat, which are pl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,10 +13,13 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
+from jax.extend.core.primitives import sharding_constraint_p
+from jax.sharding import NamedSharding
 
 from shardc import compat
 from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.passes.boundary import MARKS
+from shardc.passes.unit import CAST, UNTYPED, is_unit
 
 INLINED: Final = {
     "jit": "jaxpr",
@@ -38,14 +42,20 @@ NESTED: Final = {
     "remat2": ("jaxpr",),
     "checkpoint": ("jaxpr",),
     "remat": ("jaxpr",),
+    "optimization_barrier": (),
 }
-"""Primitives whose bodies are planned where they stand, and the parameters that hold them."""
+"""Primitives that are planned where they stand, operand by operand, and the parameters that hold their bodies."""
 
 
 class _Inliner:
-    def __init__(self, marks: bool) -> None:
+    """`marks`: those of pipelines stay. `untyped`: the body of a unit, without the types of what differs."""
+
+    def __init__(self, marks: bool, untyped: bool = False) -> None:
         self.eqns: list[Eqn] = []
-        self.marks = marks
+        self.marks, self.untyped = marks, untyped
+
+    def fresh(self, aval: Any) -> Var:
+        return compat.fresh_var(compat.without_sharding(aval) if self.untyped else aval)
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None, inlined: bool = False
@@ -68,19 +78,46 @@ class _Inliner:
             if eqn.primitive in MARKS and not self.marks:
                 env[eqn.outvars[0]] = invars[0]
                 continue
-            body = INLINED.get(eqn.primitive.name)
-            if body is not None:
-                closed = eqn.params[body]
-                results = self.run(closed.jaxpr, _as_literals(closed), invars, eqn, inlined=True)
+            call = _inlined(eqn, invars)
+            if call is not None:
+                closed, args = call
+                results = self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
                 env |= dict(zip(eqn.outvars, results, strict=True))
                 continue
-            outvars = [compat.fresh_var(v.aval) for v in eqn.outvars]
+            if eqn.primitive.name == "device_put":
+                env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
+                continue
+            if eqn.primitive.name == CAST and self.untyped:
+                env[eqn.outvars[0]] = invars[0]
+                continue
+            if eqn.primitive.name in UNTYPED and self.untyped:
+                params = {**eqn.params, "axis_index_groups": None}
+                eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
+            outvars = [self.fresh(v.aval) for v in eqn.outvars]
             env |= dict(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
         return [read(a) for a in jaxpr.outvars]
 
+    def put(self, eqn: Eqn, invars: Sequence[Atom]) -> list[Atom]:
+        """`device_put x --> x`, or `sharding_constraint x` if it names a sharding; other targets stay."""
+        found: list[Atom] = []
+        for x, old, device, *rest in zip(invars, eqn.outvars, *(eqn.params[k] for k in _OF_PUTS), strict=True):
+            if device is None:
+                found.append(x)
+                continue
+            params: dict[str, Any] = {k: (v,) for k, v in zip(_OF_PUTS, (device, *rest), strict=True)}
+            primitive = eqn.primitive
+            if isinstance(device, NamedSharding) and old.aval.memory_space == x.aval.memory_space:
+                primitive = sharding_constraint_p
+                params = {"sharding": device, "layout": None, "context_mesh": None, "unconstrained_dims": frozenset()}
+            found.append(compat.fresh_var(old.aval))
+            self.eqns.append(compat.new_eqn([x], [found[-1]], primitive, params, eqn))
+        return found
+
     def params(self, eqn: Eqn) -> dict[str, Any]:
-        params = dict(eqn.params)
+        params = _without_shardings(eqn)
+        if is_unit(eqn):
+            params["jaxpr"] = canonical_jaxpr(params["jaxpr"], (), eqn, untyped=True)
         for key in NESTED.get(eqn.primitive.name, ()):
             body = params[key]
             bodies = [self._body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
@@ -89,8 +126,28 @@ class _Inliner:
 
     def _body(self, body: Any, caller: Eqn) -> Any:
         if hasattr(body, "consts"):
-            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks))
-        return canonical_jaxpr(body, (), caller, self.marks)
+            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks, self.untyped))
+        return canonical_jaxpr(body, (), caller, self.marks, self.untyped)
+
+
+def _without_shardings(eqn: Eqn) -> dict[str, Any]:
+    """The parameters without what a unit's results had JAX write into the equations after it: it says nothing."""
+    if eqn.primitive is sharding_constraint_p:
+        return dict(eqn.params)
+    return {k: None if isinstance(v, NamedSharding) else v for k, v in eqn.params.items()}
+
+
+_OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
+
+
+def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[Atom]] | None:
+    """The body that an equation only names, and what it is called with; None if it is no call."""
+    if eqn.primitive.name == "custom_linear_solve":
+        consts, ends = eqn.params["const_lengths"], itertools.accumulate(eqn.params["const_lengths"])
+        *_, end, all_consts = ends  # of matvec, vecmat, solve and transpose_solve
+        return eqn.params["jaxprs"].solve, [*invars[end - consts.solve : end], *invars[all_consts:]]
+    body = INLINED.get(eqn.primitive.name)
+    return None if body is None else (eqn.params[body], invars)
 
 
 def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
@@ -138,14 +195,14 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
 
 
 def canonical_jaxpr(
-    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False
+    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False, untyped: bool = False
 ) -> Jaxpr:
     """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
 
     Equations without a line of the user's get that of `caller`, the equation whose body this is.
     """
-    inliner = _Inliner(marks)
-    invars = [compat.fresh_var(v.aval) for v in jaxpr.invars]
+    inliner = _Inliner(marks, untyped)
+    invars = [inliner.fresh(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 

@@ -131,6 +131,8 @@ class _Inserter:
                 params["cond_jaxpr"], params["body_jaxpr"] = map(compat.close, bodies)
             case "cond":
                 params["branches"] = tuple(map(compat.close, bodies))
+            case "optimization_barrier":
+                pass
             case _:
                 params["jaxpr"] = bodies[0]
         return params

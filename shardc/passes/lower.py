@@ -19,7 +19,9 @@ from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lower_boxing import MeshWire, emit_step
 from shardc.passes.problem import REMAT, itemsize_of, operation_of
+from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
+from shardc.passes.unit import is_unit, run_unit
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
@@ -27,10 +29,11 @@ from shardc.sbp.signature import Site, extent, find_rule
 
 
 class Lowering:
-    """Interprets a boxed jaxpr on local pieces."""
+    """Interprets a boxed jaxpr on local pieces. `raised` is what callbacks raise while it runs."""
 
     def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
         self.boxed, self.mesh = boxed, mesh
+        self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
         self.wire = MeshWire(self.sizes)
 
@@ -56,6 +59,10 @@ class Lowering:
         return nested(self, eqn, operands) if nested else self.operation(eqn, operands)
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if runs_once(eqn):
+            return run_once(eqn, operands, self.sizes, self.raised)
+        if is_unit(eqn):
+            return run_unit(eqn, operands)
         op = operation_of(eqn)
         rule = find_rule(op)
         site = Site(
@@ -77,9 +84,14 @@ class Lowering:
         shape = tuple(aval.shape)
         if compat.is_literal(eqn.invars[0]):
             x = jax.numpy.asarray(x, aval.dtype)
-        for step in find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps:
+        steps = find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps
+        keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
+        if keys is not None:  # their words move: one more dimension
+            x = jax.random.key_data(keys)
+            shape = (*shape, *x.shape[keys.ndim :])
+        for step in steps:
             x = emit_step(step, x, shape, self.sizes, lax.axis_index)
-        return x
+        return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
 
     def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
         """Zero in the padding of a result that leaves unevenly split."""
@@ -90,7 +102,7 @@ class Lowering:
             if axes:
                 _, valid = extent(size, axes, self.sizes, lax.axis_index)
                 at = lax.broadcasted_iota(np.int32, x.shape, dim)
-                x = lax.select(at < valid, x, jax.numpy.zeros_like(x))
+                x = lax.select(at < valid, x, lax.full_like(x, 0))
         return x
 
 
@@ -145,9 +157,14 @@ def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     return low.run(eqn.params["jaxpr"], operands)
 
 
+def _barrier(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    return lax.optimization_barrier(operands)
+
+
 _NESTED: Final[Mapping[str, Callable[[Lowering, Eqn, list[Any]], Sequence[Any]]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "optimization_barrier": _barrier,
     **dict.fromkeys(REMAT, _remat),
 }

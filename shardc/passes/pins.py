@@ -23,6 +23,7 @@ from shardc.passes.constrain import pin_of
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.trace import path_text
+from shardc.passes.unit import is_unit, wrong_unit
 from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S, as_sbp
 
 
@@ -169,9 +170,11 @@ def _children(tree: Any) -> dict[str, Any]:
 
 
 def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
-    """A line for each `shardc.constrain` and JAX sharding constraint in a program that cannot be kept."""
+    """A line for each `shardc.constrain`, JAX sharding constraint and shard_map in a program that cannot be kept."""
     lines: list[str] = []
     for eqn in all_eqns(program.jaxpr):
+        if is_unit(eqn) and (text := wrong_unit(eqn, mesh)):
+            lines.append(f"shard_map at {compat.source_line(eqn)}: {text}.")
         pin, aval = pin_of(eqn), eqn.outvars[0].aval if eqn.outvars else None
         if pin is None or aval is None:
             continue

@@ -99,6 +99,8 @@ class Solver:
         for n in self.nodes:
             if n.pin is not None:
                 self._start_at_pin(n)
+            if n.fixed is not None:
+                self.state[n.number] = [n.fixed[0].get(a, 0) for a in self.axes]
 
     def table(self, value: Value) -> BoxingTable:
         key = (value.shape, itemsize_of(value.aval), value.op)
@@ -150,7 +152,7 @@ class Solver:
         count = len(n.options)
         cost = np.zeros(count)
         state = self.state[n.number]
-        if n.pin is not None and (n.pin.fixed is None or self.axes[axis] in n.pin.fixed):
+        if n.fixed is not None or (n.pin is not None and (n.pin.fixed is None or self.axes[axis] in n.pin.fixed)):
             cost[:] = NEVER
             cost[state[axis]] = 0.0
         ports = [p for p in self.ports[n.number] if p is not None]
@@ -270,6 +272,9 @@ class Solver:
         state = self.state[n.number] if state is None else state
         if n.pin is not None and n.pin.fixed is None:  # its own order of axes may be another than the plan's
             return (n.pin.placement,) * (len(n.operands) + len(n.results))
+        if n.fixed is not None:
+            idle = [a for a in self.mesh.sizes if a not in self.axes]
+            return tuple(p.without(idle) for p in n.fixed[1])
         found: list[Placement] = []
         for i, p in enumerate(self.ports[n.number]):
             if p is None:
@@ -293,9 +298,9 @@ def axis_order(problem: Problem, mesh: MeshView) -> tuple[str, ...]:
     axes = [a for a, n in mesh.axes if n > 1]
     before: set[tuple[str, str]] = set()
     for n in problem.nodes:
-        if n.pin is not None:
-            for names in n.pin.placement.splits.values():
-                before |= set(itertools.combinations(names, 2))
+        said = (n.pin.placement,) if n.pin is not None else n.fixed[1] if n.fixed is not None else ()
+        for names in (names for p in said for names in p.splits.values()):
+            before |= set(itertools.combinations(names, 2))
     for order in itertools.permutations(axes):
         if all(order.index(a) < order.index(b) for a, b in before if a in order and b in order):
             return order

@@ -11,6 +11,7 @@ import jax
 
 from shardc import compat
 from shardc.mesh import MeshView
+from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
 from shardc.passes.insert_boxing import Boxed, insert_boxing
@@ -18,6 +19,7 @@ from shardc.passes.memory import Memory, all_eqns, estimate_memory
 from shardc.passes.place import place
 from shardc.passes.problem import Border, build_problem
 from shardc.passes.program import Program
+from shardc.passes.run_once import runs_once
 from shardc.passes.tally import tally
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.placement import REPLICATED, Pin, Placement
@@ -92,7 +94,7 @@ class Plan:
         found: dict[str, list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
-            planned = has_rule(name) or name in _BY_THE_PLANNER or is_transfer(eqn)
+            planned = has_rule(name) or name in _BY_THE_PLANNER or is_transfer(eqn) or runs_once(eqn)
             if not planned and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
         return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
@@ -122,9 +124,7 @@ class Plan:
         )
 
 
-_BY_THE_PLANNER = frozenset(
-    ("box", "constrain", "sharding_constraint", "scan", "while", "cond", "remat2", "checkpoint", "remat")
-)
+_BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_map", *NESTED))
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:

@@ -21,10 +21,12 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
+from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.transfer import is_transfer
+from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.sbp import rules as _rules
-from shardc.sbp.placement import B, P, Pin, ReduceOp, S
-from shardc.sbp.signature import Operation, Rule, Signature, find_rule, signatures
+from shardc.sbp.placement import B, P, Pin, Placement, ReduceOp, S
+from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 
 del _rules  # imported for its registrations
 
@@ -84,6 +86,7 @@ class Node:
       weight: how often it runs.
       rule: of an operation.
       pin: what the user said of it; for a carrier, source or sink.
+      fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
       plain: only what a jax.Array can be: no P, no uneven split.
       eqn: the equation.
     """
@@ -95,6 +98,7 @@ class Node:
     weight: float = 1.0
     rule: Rule | None = None
     pin: Pin | None = None
+    fixed: tuple[Mapping[str, int], tuple[Placement, ...]] | None = None
     plain: bool = False
     eqn: Eqn | None = None
     path: str = ""
@@ -224,6 +228,16 @@ class Builder:
             op = pin.placement.partial_op or "sum"
             node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)
             node.eqn, node.path = eqn, "constrain"
+        elif runs_once(eqn):
+            rule = gathered(operation_of(eqn))
+            node = self.add(Node("operation", operands, [], (once_signature(eqn),), weight, rule, eqn=eqn))
+            node.results = [Value(v.aval, node, i, result_op(v.aval), weight) for i, v in enumerate(eqn.outvars)]
+        elif is_unit(eqn):
+            along = unit_signatures(eqn)
+            options = (whole_signature(eqn), *along.values())
+            node = self.add(Node("operation", operands, [], options, weight, gathered(operation_of(eqn)), eqn=eqn))
+            node.fixed = ({a: i for i, a in enumerate(along, 1)}, unit_placements(eqn))
+            node.results = [Value(v.aval, node, i, weight=weight) for i, v in enumerate(eqn.outvars)]
         else:
             operation = operation_of(eqn)
             rule = find_rule(operation)
@@ -330,6 +344,11 @@ def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
     return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
 
 
+def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    nodes = [b.enter(v, out.aval, weight, weight) for v, out in zip(operands, eqn.outvars, strict=True)]
+    return Nested(nodes, [], nodes, [], [])
+
+
 def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
     cond: Jaxpr = eqn.params["cond_jaxpr"].jaxpr
     body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
@@ -379,6 +398,7 @@ _NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None],
     "scan": _build_scan,
     "while": _build_while,
     "cond": _build_cond,
+    "optimization_barrier": _build_barrier,
     **dict.fromkeys(REMAT, _build_remat),
 }
 

@@ -17,6 +17,7 @@ from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.memory import bodies_of
 from shardc.passes.problem import itemsize_of, operation_of
 from shardc.passes.transfer import is_transfer
+from shardc.passes.unit import is_unit, unit_moves
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import compute_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
@@ -51,6 +52,12 @@ def tally(boxed: Boxed, mesh: MeshView) -> Tally:
             found, seconds = _moves(eqn, trips, mesh)
             collectives += found
             moving += seconds * trips
+        elif is_unit(eqn):
+            for inner, n in _weighted(eqn.params["jaxpr"], trips):
+                found, seconds = unit_moves(inner, n, mesh)
+                collectives += found
+                moving += seconds * n
+                computing += n * (0.0 if found else whole_seconds(inner, mesh))
         elif pin_of(eqn) is None and not is_transfer(eqn):
             computing += trips * equation_seconds(eqn, boxed.placements, mesh)
             found, seconds = _inside(eqn, trips, boxed.placements, mesh)

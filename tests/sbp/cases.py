@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import jax
 import jax.extend.core.primitives as primitives
+import jax.extend.random
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -468,6 +470,33 @@ scatter("scatter_add_kept", lax.scatter_add, TABLE, WILD, floats(2, 3, 1, 4), Sc
 case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO_ROWS, update_shape=(2, 2, 4),
                                                      unique_indices=True), TABLE, np.array([[[0], [4]], [[1], [7]]]),
      primitive="scatter")  # fmt: skip
+
+# --- random numbers ---
+def keyed(fn: Callable[..., Any], name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> tuple[Any, Any]:
+    """The function of the words of keys instead of the keys, and such words."""
+    words = ints(*shape, 2 if name == "threefry2x32" else 4, low=0, dtype=np.uint32)
+    return lambda words, *rest: fn(jax.random.wrap_key_data(words, impl=name), *rest), words
+
+
+for bits in (8, 16, 32, 64):
+    case(f"random_bits_{bits}", *keyed(lambda k, n=bits: jax.random.bits(k, (3, 5, 2), f"uint{n}"), shape=()))
+for name in ("threefry2x32", "rbg", "unsafe_rbg", "threefry4x32"):
+    case(f"random_bits_of_{name}", *keyed(jax.vmap(lambda k: jax.random.bits(k, (2, 5))), name))
+    case(f"random_split_{name}", *keyed(jax.vmap(lambda k: jax.random.split(k, (5, 2))), name))
+    case(f"random_fold_in_{name}", *keyed(lambda k: jax.vmap(jax.random.fold_in)(k, np.arange(3)), name),
+         primitive="random_fold_in")  # fmt: skip
+for name in ("threefry2x32", "rbg"):
+    case(f"random_gamma_{name}", *keyed(partial(primitives.random_gamma_p.bind, log_space=False), name),
+         positive(3, 4) * 3)  # fmt: skip
+case("random_gamma_one_key", *keyed(partial(primitives.random_gamma_p.bind, log_space=True), shape=()),
+     positive(3, 4) / 3)  # fmt: skip
+case("random_fold_in_one", *keyed(lambda k: jax.vmap(jax.random.fold_in, (0, None))(k, 7)), primitive="random_fold_in")
+case("random_seed", jax.vmap(jax.random.key), ints(5), primitive="random_seed")
+case("random_clone", *keyed(jax.random.clone), primitive="random_clone")
+case("random_wrap", jax.random.wrap_key_data, ints(3, 2, low=0, dtype=np.uint32), primitive="random_wrap")
+case("random_unwrap", *keyed(jax.random.key_data), primitive="random_unwrap")
+case("iota_2x32_shape", lambda w: jax.extend.random.threefry_prng_impl.random_bits(w, 32, (3, 5)),
+     ints(2, low=0, dtype=np.uint32), primitive="iota_2x32_shape")  # fmt: skip
 
 # --- a user's own ---
 own_matmul = shardc.signature("b d, d f -> b f", linear=(0, 1))(lambda x, w: x @ w)

@@ -49,12 +49,12 @@ def equation_of(fn: Callable[..., Any], *args: Any, primitive: str | None = None
     values = iter(core.jaxpr_as_fun(core.ClosedJaxpr(before, closed.consts))(*jax.tree.leaves(args)))
 
     def bind(*xs: Any, **overrides: Any) -> list[Any]:
-        outs = e.primitive.bind(*map(jnp.asarray, xs), **{**e.params, **overrides})
+        outs = e.primitive.bind(*map(jnp.asarray, map(on_device, xs)), **{**e.params, **overrides})
         return list(outs) if e.primitive.multiple_results else [outs]
 
     avals = tuple(v.aval for v in e.invars), tuple(v.aval for v in e.outvars)
     inputs = tuple(
-        np.asarray(v.val if isinstance(v, core.Literal) else next(values), v.aval.dtype) for v in e.invars
+        np.asarray(v.val, v.aval.dtype) if isinstance(v, core.Literal) else on_host(next(values)) for v in e.invars
     )
     return Equation(Operation(e.primitive.name, *avals, e.params), inputs, bind)
 
@@ -101,18 +101,18 @@ def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool
 
     def compute(device: tuple[int, ...]) -> list[np.ndarray]:
         coords = {a: jnp.int32(c) for a, c in at[device].items()} if traced and talks else at[device]
-        return [np.asarray(y) for y in run(coords, *held[device])]
+        made = run(coords, *map(on_device, held[device]))
+        for aval, placement, y in zip(eqn.op.results, results, made, strict=True):
+            assert y.shape == local_shape(aval.shape, placement, sizes)
+            assert y.dtype == aval.dtype
+        return [on_host(y) for y in made]
 
     pieces = lockstep.run(compute) if talks else {device: compute(device) for device in at}
     assert lockstep.sent == [(s.kind, s.axes, s.shape, s.dtype) for s in internal_steps(rule, setting)]
-    for device in at:
-        for aval, placement, y in zip(eqn.op.results, results, pieces[device], strict=True):
-            assert y.shape == local_shape(aval.shape, placement, sizes)
-            assert y.dtype == aval.dtype
     slack = tolerance(*(a.dtype for a in (*eqn.op.operands, *eqn.op.results)))
     for i, whole in enumerate(eqn.bind(*eqn.inputs)):
         for joined in join({d: ys[i] for d, ys in pieces.items()}, whole.shape, results[i], sizes):
-            assert_same(joined, np.asarray(whole), slack)
+            assert_same(joined, on_host(whole), slack)
     return True
 
 
@@ -173,6 +173,23 @@ def _traced(coords: Mapping[str, Any]) -> bool:
     return any(isinstance(c, jax.core.Tracer) for c in coords.values())
 
 
+def on_host(x: Any) -> np.ndarray:
+    """An array as NumPy's; one of random keys as records of their words, under the name of their generator."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.asarray(x)
+    words = np.asarray(jax.random.key_data(x))
+    record = np.dtype([(str(jax.random.key_impl(x)), words.dtype, words.shape[x.ndim :])])
+    return np.ascontiguousarray(words).view(np.uint8).view(record).reshape(x.shape)
+
+
+def on_device(x: Any) -> Any:
+    """Records as the random keys that they are of; else what it is given."""
+    if not isinstance(x, np.ndarray) or x.dtype.names is None:
+        return x
+    (name,) = x.dtype.names
+    return jax.random.wrap_key_data(jnp.asarray(x[name]), impl=name)
+
+
 def devices(sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
     """Coordinates of all devices."""
     return itertools.product(*(range(n) for n in sizes.values()))
@@ -230,6 +247,8 @@ def join(
 def junk(shape: Sequence[int], dtype: Any, rng: np.random.Generator) -> np.ndarray:
     """Anything that padding may hold."""
     dtype = np.dtype(dtype)
+    if dtype.names:
+        return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)
     if jnp.issubdtype(dtype, np.integer):
@@ -277,7 +296,7 @@ def tolerance(*dtypes: Any) -> float:
 
 def assert_same(got: np.ndarray, want: np.ndarray, slack: float) -> None:
     """Exactly for integers and booleans, up to `slack` of the largest element for floats."""
-    if not jnp.issubdtype(want.dtype, np.inexact):
+    if want.dtype.names or not jnp.issubdtype(want.dtype, np.inexact):
         np.testing.assert_array_equal(got, want)
         return
     wide = np.complex128 if want.dtype.kind == "c" else np.float64

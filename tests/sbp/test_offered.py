@@ -54,6 +54,7 @@ OFFERED = [
     ("argmax", "S(1) -> B"), ("argmax", "S(0) -> S(0)"), ("top_k", "S(1) -> B, B"), ("reduce_prod_float", "S(0) -> B"),
     ("reduce_and_int", "S(1) -> B"), ("reduce_xor_bool", "S(1) -> B"), ("cumsum", "S(1) -> S(1)"),
     ("cumlogsumexp_lowest", "S(0) -> S(0)"), ("cummax", "P(max) -> P(max)"),
+    ("random_bits_32", "B -> S(2)"), ("random_split_rbg", "B -> S(1)"), ("random_gamma_one_key", "B, S(0) -> S(0)"),
     ("convert_float32_to_bfloat16", "P(min) -> P(min)"), ("convert_bool_to_int32", "P(max) -> P(max)"),
 ]  # fmt: skip
 
@@ -84,6 +85,8 @@ WRONG = [
     ("conv_of_weights", "S(1), B"), ("reduce_window_sum", "P(max)"), ("reduce_window_max", "P(sum)"),
     ("reduce_window", "S(2)"),  # padded: XLA skips what lies outside, an initial value would be counted
     ("select_and_scatter_add", "B, P"), ("select_and_scatter_add", "S(1), B"), ("select_and_gather_add", "P(sum), P"),
+    ("random_bits_of_rbg", "S"), ("random_bits_of_rbg", "B -> S"), ("random_split_unsafe_rbg", "S"),
+    ("random_fold_in_unsafe_rbg", "S"), ("random_bits_of_threefry4x32", "B -> S"),
 ]  # fmt: skip
 
 
