@@ -129,4 +129,11 @@ def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     if group:
         w = jnp.pad(w, [(int(d == group[0]), 0) for d in range(w.ndim)])
     (y,) = site.bind(x, w, jnp.concatenate([skipped, own], -1))
-    return [y if group else y[1:]]
+    if not group:
+        return [y[1:]]
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    row = len(batch) + sum(d not in (*contract, *batch) for d in range(ragged))
+    if skipped.ndim > 1:  # of its own for each batch and each dimension before the rows, as the result has them
+        skipped = lax.expand_dims(skipped, range(skipped.ndim, y.ndim))
+    others = lax.broadcasted_iota(skipped.dtype, y.shape, row) < skipped
+    return [jnp.where(others, jnp.zeros((), y.dtype), y)]  # infinities times no weight would be NaN
