@@ -84,6 +84,15 @@ def test_of_groups_of_rows(split: str, sizes: tuple[int, ...]) -> None:
     assert placed.compile(x, w, n).audit().ok
 
 
+def test_an_infinite_row_stays_among_its_group() -> None:
+    x, w = np.ones((29, 16), np.float32), np.ones((GROUPS, 16, 8), np.float32)
+    x[4] = np.inf
+    n = np.asarray((5, 0, 11, 9, 1, 3), np.int32)
+    placed = shardc.function(lax.ragged_dot, mesh=MESH, in_placements=({}, {"a": S(0)}, {}), out_placements={})
+    np.testing.assert_array_equal(placed(x, w, n), lax.ragged_dot(x, w, n))
+    assert np.isfinite(np.asarray(placed(x, w, n))).all(1).sum() == 28
+
+
 def test_gradients_of_groups_of_rows() -> None:
     rng = np.random.default_rng(2)
     x, w = (rng.normal(size=s).astype(np.float32) for s in ((29, 16), (GROUPS, 16, 8)))

@@ -31,9 +31,14 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("pad_negative", "B, P|P", SHAPE),
     (r"reduce|reduce_window", "B, .*P", "linear in an initial value, which is a scalar and a constant"),
     ("sort", "B, P", "linear in what is sorted along with the keys; the keys would have to be whole"),
-    (r"scatter_(mul|apply)_?.*", "P|B, B, P", "linear in the operand, with the updates whole: no training step has it"),
-    (r"scatter_(clip|fill_or_drop|promise_in_bounds)", "P|B, B, P", "which of two updates wins is not defined"),
+    ("scatter_apply", "P|B, B, P", "linear in the operand, with a function that happens to be; no update is read"),
+    (r"scatter_mul_.*", "B, B, P", "linear in the updates, if no two of them meet"),
+    (r"scatter_(windows_)?(clip|fill_or_drop|promise_in_bounds)", "P|B, B, P", "which update wins is not defined"),
     ("gather_one_row", "B, P|P", SHAPE),
+    (r"ragged_one(_summed)?", r"B, (B|S\(0\)), S\(0\)", DATA),
+    ("ragged_of_batch", ".*", "sizes of a ragged batch are not read on a CPU; other machines may"),
+    (r"reduce_prod_all_int|reduce_(and|or)_(bool|uint)", ".*", DATA),
+    (r"cumsum_empty|top_none", ".*", SHAPE),
 )
 """Cases, what is found of them, and why no rule has it."""
 

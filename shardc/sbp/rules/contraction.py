@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Operation, Partials, Rule, Site, dims, linear, rule
 
 
@@ -82,7 +83,7 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
             for d, f in enumerate(side) if f != "g" and d not in (*over, *along)]  # fmt: skip
     result = [*(names[0][d] for d in batch[0]), *free]
-    reduced = {f: "sum" for d in contract[0] if (f := names[0][d])}
+    reduced: dict[str, ReduceOp | None] = {f: "sum" for d in contract[0] if (f := names[0][d])}
     if ragged in contract[0]:
         result.insert(0, "g")
     elif numbers.rhs_group_dimensions:
@@ -128,4 +129,11 @@ def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     if group:
         w = jnp.pad(w, [(int(d == group[0]), 0) for d in range(w.ndim)])
     (y,) = site.bind(x, w, jnp.concatenate([skipped, own], -1))
-    return [y if group else y[1:]]
+    if not group:
+        return [y[1:]]
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    row = len(batch) + sum(d not in (*contract, *batch) for d in range(ragged))
+    if skipped.ndim > 1:  # of its own for each batch and each dimension before the rows, as the result has them
+        skipped = lax.expand_dims(skipped, range(skipped.ndim, y.ndim))
+    others = lax.broadcasted_iota(skipped.dtype, y.shape, row) < skipped
+    return [jnp.where(others, jnp.zeros((), y.dtype), y)]  # infinities times no weight would be NaN

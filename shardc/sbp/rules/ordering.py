@@ -13,7 +13,7 @@ from jax import lax
 from shardc.sbp.piece import masked
 from shardc.sbp.rules.layout import without
 from shardc.sbp.rules.reduction import kept_only
-from shardc.sbp.signature import Aval, Operation, Rule, Setting, Site, dims, rule
+from shardc.sbp.signature import Aval, Operation, Rule, Setting, Site, dims, neutral_value, rule
 
 
 @rule("argmax", "argmin")
@@ -89,7 +89,7 @@ def _candidates(setting: Setting) -> Sequence[Aval]:
 def _top_across(site: Site, x: Any) -> Sequence[Any]:
     k, axis = site.op.params["k"], site.op.params["axis"] % x.ndim
     axes, few = site.operands[0].axes_of(axis), min(k, x.shape[axis])
-    values, places = site.bind(masked(site, 0, axis, x, _last_in_order(x.dtype)), k=few)
+    values, places = site.bind(_with_last(site, axis, x), k=few)
     places = places + jnp.asarray(site.operand_extent(0, axis)[0], places.dtype)
     count = [min(few, valid) for _, valid in site.extents(0, axis)]
     real = np.concatenate([few * j + np.arange(n) for j, n in enumerate(count)])  # the others are of padding
@@ -103,12 +103,16 @@ def _top_across(site: Site, x: Any) -> Sequence[Any]:
     return [values, jnp.take_along_axis(places, which, axis)]
 
 
-def _last_in_order(dtype: Any) -> Any:
-    """The element that top_k takes last: of floats the NaN with all bits set."""
-    if jnp.issubdtype(dtype, np.integer):
-        return np.asarray(jnp.iinfo(dtype).min, dtype)
-    bits = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
-    return np.asarray(np.iinfo(bits).max, bits).view(dtype)
+def _with_last(site: Site, axis: int, x: Any) -> Any:
+    """The piece with what top_k takes last in its padding: -inf, and if there is a NaN with a sign, which is less, the
+    least of these. Not always that one: a kernel that is in no order with NaN is in order without."""
+    x = masked(site, 0, axis, x, neutral_value("lowest", x.dtype))
+    if jnp.issubdtype(x.dtype, np.integer):
+        return x
+    bits = np.dtype(f"uint{8 * np.dtype(x.dtype).itemsize}")
+    least = np.asarray(np.iinfo(bits).max, bits).view(x.dtype)
+    negative = jnp.any(jnp.isnan(x) & jnp.signbit(x))
+    return masked(site, 0, axis, x, jnp.where(negative, least, neutral_value("lowest", x.dtype)))
 
 
 @rule("approx_top_k")

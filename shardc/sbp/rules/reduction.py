@@ -100,8 +100,10 @@ def _reduced_here(setting: Setting) -> Sequence[Aval]:
 def _reduce_across(site: Site, x: Any) -> Sequence[Any]:
     axes, kind = site.op.params["axes"], site.op.name
     none = neutral_value("one" if kind == "reduce_prod" else "zero", x.dtype)
+    if kind == "reduce_and":  # all bits
+        none = np.asarray(-1 if jnp.issubdtype(x.dtype, np.signedinteger) else jnp.iinfo(x.dtype).max, x.dtype)
     for dim in axes:
-        x = masked(site, 0, dim, x, ~none if kind == "reduce_and" else none)
+        x = masked(site, 0, dim, x, none)
     (y,) = site.bind(x)
     for dim in axes:
         if split := site.operands[0].axes_of(dim):
