@@ -270,6 +270,13 @@ def test_one_argument_for_many_is_an_error(mesh):
         shardc.flax.function(lambda model, *xs, **more: model, mesh=mesh)
 
 
+@pytest.mark.parametrize("what", ["in_placements", "donate_argnames"])
+def test_a_name_that_does_not_fit_is_an_error_before_the_first_call(mesh, what):
+    said = {"modle": shardc.rules({"*": {}})} if what == "in_placements" else "modle"
+    with pytest.raises(shardc.ArgumentError, match=f"{what} names 'modle', which is no argument of train"):
+        shardc.flax.function(train, mesh=mesh, **{what: said})
+
+
 def test_shardc_function_refuses_to_lose_what_is_written(mesh):
     model, optimizer = net()
     with pytest.raises(shardc.TracingError) as error:
