@@ -104,6 +104,7 @@ class Function:
                 "a name."
             )
         self._made: dict[Any, api.Function] = {}
+        api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # names that do not fit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)

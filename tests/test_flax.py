@@ -270,6 +270,13 @@ def test_one_argument_for_many_is_an_error(mesh):
         shardc.flax.function(lambda model, *xs, **more: model, mesh=mesh)
 
 
+@pytest.mark.parametrize("what", ["in_placements", "donate_argnames"])
+def test_a_name_that_does_not_fit_is_an_error_before_the_first_call(mesh, what):
+    said = {"modle": shardc.rules({"*": {}})} if what == "in_placements" else "modle"
+    with pytest.raises(shardc.ArgumentError, match=f"{what} names 'modle', which is no argument of train"):
+        shardc.flax.function(train, mesh=mesh, **{what: said})
+
+
 def test_shardc_function_refuses_to_lose_what_is_written(mesh):
     model, optimizer = net()
     with pytest.raises(shardc.TracingError) as error:
@@ -296,3 +303,48 @@ def test_shardc_function_takes_modules_that_are_read_or_returned(mesh):
     after, y = returned(model, ROWS)
     assert (int(after.calls[...]), int(model.calls[...])) == (1, 0)
     np.testing.assert_allclose(y, model(ROWS), rtol=1e-4, atol=1e-5)
+
+
+class Two(nnx.Module):
+    """Two layers, the first of an odd width, with the end of a stage between them."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 7, rngs=rngs)
+        self.down = nnx.Linear(7, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(shardc.stage_boundary(jnp.tanh(self.up(x))))
+
+
+def two():
+    model = Two(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def accumulated(model, optimizer, x):
+    graph, params = nnx.split(model)
+
+    def loss_of(params, x):
+        return jnp.mean((nnx.merge(graph, params)(x) - 1) ** 2)
+
+    loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["uneven", "pipeline"])
+def test_modules_hold_uneven_splits_and_run_in_stages(kind):
+    rows = {"data": S(0)}
+    if kind == "pipeline":
+        mesh, more = shardc.make_mesh(pipe=2, data=2), {"pipeline": shardc.Pipeline(), "in_placements": {"x": rows}}
+    else:
+        columns = shardc.rules({"*up/kernel": {"model": S(1)}})
+        places = {"model": columns, "optimizer": columns, "x": rows}
+        mesh, more = shardc.make_mesh(data=4, model=2), {"in_placements": places}
+    step = shardc.flax.function(accumulated, mesh=mesh, donate_argnames=("model", "optimizer"), **more)
+    ours, theirs = two(), two()
+    for _ in range(2):
+        np.testing.assert_allclose(step(*ours, ROWS), nnx.jit(accumulated)(*theirs, ROWS), rtol=1e-5)
+    got, want = (np.asarray(model.up.kernel.get_value()) for model, _ in (ours, theirs))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert isinstance(ours[0].up.kernel.get_value(), shardc.PlacedArray) == (kind == "uneven")
