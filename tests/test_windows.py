@@ -118,6 +118,7 @@ def test_a_convolution_sends_rows_of_its_border_alone() -> None:
         return shardc.function(fn, mesh=LINE, in_placements=(rows, {}), out_placements=rows).plan(images, kernel)
 
     assert {c.kind for c in plan(5, 1).collectives} == {"permute"}
+    assert type(plan(5, 1).bytes_per_device) is int
     assert plan(5, 1).bytes_per_device == 2 * 2 * (4 * 200 * 16) * 4
     assert plan(1, 2).bytes_per_device == 0
 

@@ -95,8 +95,9 @@ def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
             (aval.shape, placement, by_dim),
         )
     )
+    numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
     return _reading(
-        axes, dim, w.start, w.step, w.width, w.dilation, count, block,
+        axes, dim, *numbers, count, block,
         setting.extents(w.operand, dim), setting.extents(w.by, by_dim),
     )  # fmt: skip
 

@@ -234,6 +234,46 @@ define(
     (4, 3, 8, 8),
     (2, 3, 3, 3),
 )
+IMAGES = ("NHWC", "HWIO", "NHWC")
+
+
+def _square(y):
+    return jnp.sum(y * y)
+
+
+define(
+    "conv_general_dilated",
+    "gradient_strided",
+    jax.grad(lambda x, k: _square(lax.conv_general_dilated(x, k, (2, 1), "SAME", dimension_numbers=IMAGES)), (0, 1)),
+    (1, 16, 9, 2),
+    (3, 5, 2, 3),
+)
+define(
+    "conv_general_dilated",
+    "gradient_dilated",
+    jax.grad(lambda x, k: _square(lax.conv_general_dilated(x, k, (2,), ((3, 1),), (2,), (2,))), (0, 1)),
+    (2, 2, 13),
+    (3, 2, 4),
+)
+define(
+    "conv_general_dilated",
+    "gradient_depthwise",
+    jax.grad(lambda x, k: _square(lax.conv_general_dilated(x, k, (1,), "SAME", feature_group_count=4)), (0, 1)),
+    (2, 4, 11),
+    (8, 1, 3),
+)
+define(
+    "select_and_scatter_add",
+    "gradient_of_overlapping_maxima",
+    jax.grad(lambda x: _square(lax.reduce_window(x, -jnp.inf, lax.max, (3, 3), (2, 1), "SAME"))),
+    lambda rng: np.round(rng.randn(15, 8) * 2),
+)
+define(
+    "reduce_window_add",
+    "gradient_strided",
+    jax.grad(lambda x: _square(lax.reduce_window(x, 0.0, lax.add, (3, 2), (2, 2), "SAME"))),
+    (15, 8),
+)
 define(
     "scatter_add",
     "unsorted_duplicates_of_rows",

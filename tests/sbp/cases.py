@@ -347,8 +347,11 @@ case("select_and_scatter_add", lambda s, x: primitives.select_and_scatter_add_p.
      floats(3, 3, 3, 5), W)  # fmt: skip
 case("select_and_gather_add", lambda t, x: primitives.select_and_gather_add_p.bind(
     t, x, **SELECT, base_dilation=(1,) * 4, window_dilation=(1,) * 4), floats(*W.shape), W)  # fmt: skip
-case("select_and_gather_add_dilated", lambda t, x: primitives.select_and_gather_add_p.bind(
-    t, x, **DILATED, select_prim=primitives.le_p), floats(6, 5), TIES)  # fmt: skip
+case("select_and_gather_add_padded", lambda t, x: primitives.select_and_gather_add_p.bind(
+    t, x, **DILATED, select_prim=primitives.le_p), floats(6, 5), floats(6, 5))  # fmt: skip
+case("select_and_gather_add_spread", lambda t, x: primitives.select_and_gather_add_p.bind(
+    t, x, **{**DILATED, "padding": ((0, 0),) * 2, "base_dilation": (1, 1)}, select_prim=primitives.le_p),
+    floats(6, 5), TIES)  # fmt: skip
 for kind, (size, stride, pads, outs) in {
     "overlapping": ((3, 2), (2, 1), ((1, 1), (0, 1)), (3, 5)), "gaps": ((2, 1), (3, 2), ((0, 0), (0, 0)), (2, 3)),
     "in_phase": ((3, 1), (3, 1), ((0, 0), (0, 0)), (2, 5)),

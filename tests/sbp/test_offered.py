@@ -28,7 +28,8 @@ OFFERED = [
     ("conv", "S(2), S(1) -> P(sum)"), ("conv_depthwise", "S(2), S(2) -> S(2)"),
     ("conv", "S(1), B -> S(1)"), ("conv_2d", "S(3), B -> S(3)"), ("conv_transposed", "S(2), B -> S(2)"),
     ("conv_of_weights", "S(1), S(1) -> P(sum)"), ("conv_of_weights_depthwise", "S(2), S(2) -> P(sum)"),
-    ("reduce_window_sum", "S(1) -> S(1)"), ("reduce_window_max", "S(2) -> S(2)"), ("reduce_window", "S(1), B -> S(1)"),
+    ("reduce_window_sum", "S(1) -> S(1)"), ("reduce_window_max", "S(2) -> S(2)"),
+    ("reduce_window_two", "S(1), S(1), B, B -> S(1), S(1)"),
     ("select_and_gather_add", "S(1), S(1) -> S(1)"), ("select_and_scatter_add", "S(2), S(2) -> S(2)"),
     ("reduce_sum_float", "S(0) -> P(sum)"), ("reduce_max_float", "S(2) -> P(max)"),
     ("reduce_max_float", "P(max) -> P(max)"),
@@ -83,7 +84,7 @@ WRONG = [
     ("scatter_add_windows_clip", "B, B, S(1)"), ("cumprod", "P"), ("cumlogsumexp", "P"), ("cummax", "P(min)"),
     ("scatter_clip", "B, S"), ("scatter_mul_clip", "B, S"), ("conv", "S(1), S(0)"), ("conv", "B, S(0)"),
     ("conv_of_weights", "S(1), B"), ("reduce_window_sum", "P(max)"), ("reduce_window_max", "P(sum)"),
-    ("reduce_window", "S(2)"),  # padded: XLA skips what lies outside, an initial value would be counted
+    ("reduce_window", "S(2)"), ("reduce_window", "S(1)"), ("select_and_gather_add_padded", "S"),
     ("select_and_scatter_add", "B, P"), ("select_and_scatter_add", "S(1), B"), ("select_and_gather_add", "P(sum), P"),
     ("random_bits_of_rbg", "S"), ("random_bits_of_rbg", "B -> S"), ("random_split_unsafe_rbg", "S"),
     ("random_fold_in_unsafe_rbg", "S"), ("random_bits_of_threefry4x32", "B -> S"),

@@ -31,26 +31,26 @@ def pools(op: Operation) -> tuple[Pool, ...]:
     p, rank = op.params, len(op.params["window_dimensions"])
     base, dilation = (p.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
     seen = zip(p["window_dimensions"], p["window_strides"], p["padding"], base, dilation, strict=True)
-    return tuple(Pool(size, stride, *pair, b, d) for size, stride, pair, b, d in seen)
+    return tuple(Pool(size, stride, low, high, b, d) for size, stride, (low, high), b, d in seen)
 
 
-def _windowed(op: Operation, fills: Sequence[Neutral | int | None], partials: tuple[Partials, ...]) -> Rule:
-    """`fills` has for each windowed operand what lies outside; None: only what has no outside is split."""
+def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Partials, ...]) -> Rule:
+    """`fills` has for each windowed operand what lies outside; None: windows with anything outside are not split."""
     found, result = pools(op), len(op.operands)
-    empty = [0 in sizes for sizes in zip(op.operands[0].shape, op.results[0].shape, strict=True)]
-    names: list[str | None] = []
-    for f, pool, none in zip(dims(len(found)), found, empty, strict=True):
-        inside = pool.low <= 0 and pool.high <= 0 and pool.base == 1
-        names.append(f if pool.untouched or (not none and (inside or None not in fills)) else None)
+    splits = None not in fills or all(p.low <= 0 and p.high <= 0 and p.base == 1 for p in found)
+    names: Factors = tuple(
+        f if p.untouched or (splits and x and y) else None
+        for f, p, x, y in zip(dims(len(found)), found, op.operands[0].shape, op.results[0].shape, strict=True)
+    )
     windows = tuple(
         Window(i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero")
         for i, fill in enumerate(fills)
         for f, pool in zip(names, found, strict=True)
         if f and not pool.untouched
     )
-    operands = [tuple(names)] * len(fills) + [()] * (len(op.operands) - len(fills))
+    operands = (names,) * len(fills) + ((),) * (len(op.operands) - len(fills))
     return Rule(
-        tuple(operands), (tuple(names),) * len(op.results), partials=partials,
+        operands, (names,) * len(op.results), partials=partials,
         local=_pool_window, windows=windows, across=_pool_window,
     )  # fmt: skip
 
@@ -85,15 +85,16 @@ def min_window(op: Operation) -> Rule:
 
 @rule("reduce_window")
 def any_window(op: Operation) -> Rule:
-    """Any monoid; initial values are scalars. Dimensions with padding stay whole: an initial value need not be neutral,
-    and XLA skips what lies outside."""
+    """Any monoid; initial values are scalars. Windows with padding stay whole: an initial value need not be neutral,
+    and XLA skips what lies outside; and in what order it goes through such a window hangs on the shapes."""
     return _windowed(op, [None] * (len(op.operands) // 2), ())
 
 
 @rule("select_and_gather_add")
 def gather_window(op: Operation) -> Rule:
-    """The first operand where the second is largest, or smallest, in each window: linear in the first."""
-    return _windowed(op, ["zero", _last_choice(op)], linear(2, (0,)))
+    """The first operand where the second is largest, or smallest, in each window: linear in the first. Windows with
+    padding stay whole, as XLA breaks ties there in an order of its own."""
+    return _windowed(op, [None, None], linear(2, (0,)))
 
 
 def _last_choice(op: Operation) -> Neutral:
@@ -106,17 +107,18 @@ def _last_choice(op: Operation) -> Neutral:
 def scatter_window(op: Operation) -> Rule:
     """Adds the source to the element that is selected in each window of the operand: linear in the source. A device
     looks at all windows that touch its part."""
-    names, found = dims(len(op.operands[1].shape)), pools(op)
-    empty = [0 in sizes for sizes in zip(op.operands[0].shape, op.operands[1].shape, strict=True)]
-    split: Factors = tuple(f if p.untouched or not e else None for f, p, e in zip(names, found, empty, strict=True))
-    windows: list[Window] = []
-    for f, p in zip(split, found, strict=True):
+    (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[Window]()
+    names: Factors = tuple(
+        f if p.untouched or (x and y) else None
+        for f, p, x, y in zip(dims(len(found)), found, source, operand, strict=True)
+    )
+    for f, p in zip(names, found, strict=True):
         if f and not p.untouched:
             reach = p.size - 1
             windows.append(Window(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
             windows.append(Window(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
     return Rule(
-        (split, split), (split,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece
+        (names, names), (names,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece
     )  # fmt: skip
 
 
