@@ -88,3 +88,53 @@ def holed_batches(text: np.ndarray, batch: int, seq: int, spans: int, span: int,
         keep = np.ones((batch, seq), bool)
         np.put_along_axis(keep, inside[:, :, 1:].reshape(batch, -1), False, axis=1)
         yield {"inputs": row[keep].reshape(batch, -1), "targets": targets.reshape(batch, -1)}
+
+
+def hidden_batches(text: np.ndarray, batch: int, seq: int, seed: int = 0) -> Iterator[Batch]:
+    """Batches without end of random windows of `seq` bytes in which 15% are to be guessed.
+
+    Devlin et al. 2018, section 3.1: of these 80% are replaced by the mark 256, 10% by some byte, 10% left as they are.
+    `inputs` (batch, seq), and of each such place `positions` and `targets`, (batch, M). All int32.
+    """
+    rng = np.random.default_rng([seed, 2])
+    hidden = round(0.15 * seq)
+    for window in text_batches(text, batch, seq, seed):
+        row = window["inputs"].copy()
+        places = np.sort(rng.permuted(np.tile(np.arange(seq), (batch, 1)), axis=1)[:, :hidden], axis=1)
+        targets = np.take_along_axis(row, places, axis=1)
+        other = rng.integers(0, 256, size=places.shape)
+        chance = rng.random(places.shape)
+        shown = np.where(chance < 0.8, 256, np.where(chance < 0.9, other, targets))
+        np.put_along_axis(row, places, shown.astype(np.int32), axis=1)
+        yield {"inputs": row, "positions": places.astype(np.int32), "targets": targets}
+
+
+def click_batches(text: np.ndarray, batch: int, tables: tuple[int, ...], seed: int = 0) -> Iterator[Batch]:
+    """Batches without end of places in the text, told as rows of a table of clicks: no real one is on every machine.
+
+    `categories` (batch, J): the last 1, 2, ..., J bytes before the place, hashed to the rows of `tables`. `numbers`
+    (batch, 4): the logarithms of how far back are a new line, a byte that is in no word, a blank and a bracket that
+    opens. `click` (batch,): 1 where the next byte is in no word. Hashes and numbers are int32 and float32.
+    """
+    words = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
+    outside = ~np.isin(text, np.frombuffer(words, np.uint8))
+    here = np.arange(len(text))
+    events = (text == ord("\n"), outside, text == ord(" "), text == ord("("))
+    distances = [here - np.maximum.accumulate(np.where(event, here, 0)) for event in events]
+    numbers = np.log1p(np.stack(distances, axis=1)).astype(np.float32)
+    backwards = np.arange(len(tables))
+    rng = np.random.default_rng([seed, 3])
+    while True:
+        place = rng.integers(len(tables), len(text), size=batch)
+        last = text[place[:, None] - 1 - backwards].astype(np.uint64)
+        spelled = np.cumsum(last * np.uint64(257) ** backwards.astype(np.uint64), axis=1)
+        hashed = spelled * np.uint64(2654435761) % np.uint64(2**32) % np.asarray(tables, np.uint64)
+        click = outside[place].astype(np.float32)
+        yield {"numbers": numbers[place - 1], "categories": hashed.astype(np.int32), "click": click}
+
+
+def dice_batches(carts: int, times: int, seed: int = 0) -> Iterator[Batch]:
+    """Batches without end of chances in [0, 1) as float32: `chance` (carts, times) and `start` (carts, times, 4)."""
+    rng = np.random.default_rng([seed, 4])
+    while True:
+        yield {name: rng.random((carts, times, *more), np.float32) for name, more in (("chance", ()), ("start", (4,)))}

@@ -69,7 +69,8 @@ def train(options: argparse.Namespace) -> int:
     if not options.check_against_one_device:
         return 0
     reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
-    worst = float(np.max(np.abs(np.divide(losses, reference) - 1)))
+    apart = np.abs(np.subtract(losses, reference))
+    worst = float(np.max(np.divide(apart, np.abs(reference), out=apart.copy(), where=np.asarray(reference) != 0)))
     print(f"check: the losses differ from those of one device by at most {worst:.1e} of their size")
     return int(worst > TOLERANCE)
 
@@ -106,6 +107,7 @@ def config_of(model: Model, options: argparse.Namespace) -> Any:
     config = pick(model.configs, options.config, "--config")
     depth = "layers" if hasattr(config, "layers") else "blocks"
     changes = {depth: options.layers, "vocab": options.vocab, "scan_layers": options.scan, "remat": options.remat}
+    changes["carts"] = options.batch if hasattr(config, "carts") else None
     return replace(config, **{name: value for name, value in changes.items() if value})
 
 

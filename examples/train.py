@@ -12,6 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+MODELS = ("mlp", "resnet", "vit", "gpt2", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
+FLAT = ("resnet", "dlrm", "ppo")
+"""Models that are no stack of blocks."""
 DECODERS = ("gpt2", "llama", "moe")
 """Models that read one byte of text after the other; their configs have `vocab`, `scan_layers` and `remat`."""
 
@@ -21,7 +24,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="gpt2", choices=("mlp", "resnet", "gpt2", "llama", "moe", "t5", "unet"))
+    add("--model", default="gpt2", choices=MODELS)
     add("--config", default="tiny", help="a named config of the model's file")
     add("--plan", default="data", help="a plan of examples/plans/")
     add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
@@ -43,8 +46,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model not in DECODERS and (options.vocab or options.scan or options.remat):
         parser.error(f"--vocab, --scan and --remat are for {', '.join(DECODERS)}")
-    if options.model == "resnet" and options.layers:
-        parser.error("--layers is not for resnet")
+    if options.model in FLAT and options.layers:
+        parser.error(f"--layers is not for {options.model}")
     if options.vocab is not None and options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
     return options

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples import data, gpt2, llama, mlp, moe, plans, resnet, t5, unet
+from examples import bert, data, dlrm, gpt2, llama, mlp, moe, plans, ppo, resnet, t5, unet, vit
 from examples.generate import generate
 
 
@@ -21,8 +21,8 @@ class Model:
 
     Attributes:
       configs: by name.
-      make_step: of (cfg, accumulate): `init_fn(key) -> state` and `step_fn(*state, batch) -> (*state, loss)`. All but
-        ResNet's also take `between(i, x)`, called between blocks.
+      make_step: of (cfg, accumulate): `init_fn(key) -> state` and `step_fn(*state, batch) -> (*state, loss)`. Those of
+        models with `blocks` also take `between(i, x)`, called between blocks.
       batches: of (cfg, rows, seed): batches without end.
       units: of cfg: what is counted, and how many of it are in a row.
       result: of (cfg, state on the host): what the trained model can do, for people to read.
@@ -57,6 +57,11 @@ def resnet_result(cfg: resnet.Config, state: tuple) -> str:
     return accuracy(forward(variables, test["image"]), test["label"])
 
 
+def vit_result(cfg: vit.Config, state: tuple) -> str:
+    _, test = data.digits()
+    return accuracy(jax.jit(partial(vit.forward, cfg=cfg))(state[0], test["image"]), test["label"])
+
+
 def text_result(module: Callable, cfg: Any, state: tuple) -> str:
     def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
         return jax.tree.leaves(module(cfg).apply({"params": params}, tokens))[0]  # the first, where there are more
@@ -71,6 +76,27 @@ def t5_result(cfg: t5.Config, state: tuple) -> str:
     said = t5.decode(state[0], cfg, batch["inputs"], batch["targets"].shape[1])
     read, said, right = (with_names(np.asarray(tokens)[0]) for tokens in (batch["inputs"], said, batch["targets"]))
     return f"it reads\n{quoted(read)}\nand says\n{quoted(said)}\nwhere the text has\n{quoted(right)}"
+
+
+def bert_result(cfg: bert.Config, state: tuple) -> str:
+    batch = next(hidden_batches(cfg, 64, seed=1))
+    logits = jax.jit(bert.BERT(cfg).apply)({"params": state[0]}, batch["inputs"], batch["positions"])
+    guessed = np.asarray(logits).argmax(-1)
+    read, said = batch["inputs"][0].copy(), batch["inputs"][0].copy()
+    said[batch["positions"][0]] = guessed[0]
+    right = f"{(guessed == batch['targets']).mean():.1%} of {guessed.size} hidden bytes are guessed"
+    return f"{right}; it reads\n{quoted(with_names(read))}\nand says\n{quoted(with_names(said))}"
+
+
+def dlrm_result(cfg: dlrm.Config, state: tuple) -> str:
+    rank = dlrm.ranking(state[0], next(click_batches(cfg, 2000, seed=1)))
+    return f"a click is ranked above what is none in {rank:.1%} of pairs of 2000 rows"
+
+
+def ppo_result(cfg: ppo.Config, state: tuple) -> str:
+    lives = np.asarray(jax.jit(partial(ppo.lifetimes, cfg=cfg))(state[0]))
+    whole = (lives == cfg.limit).sum()
+    return f"{len(lives)} carts stand for {lives.mean():.0f} moves on average; {whole} never fall in {cfg.limit}"
 
 
 def unet_result(cfg: unet.Config, state: tuple) -> str:
@@ -97,6 +123,14 @@ def t5_batches(cfg: t5.Config, rows: int, seed: int) -> Iterator[data.Batch]:
     return data.holed_batches(data.text_bytes(), rows, cfg.seq, cfg.spans, cfg.span, seed)
 
 
+def hidden_batches(cfg: bert.Config, rows: int, seed: int) -> Iterator[data.Batch]:
+    return data.hidden_batches(data.text_bytes(), rows, cfg.seq, seed)
+
+
+def click_batches(cfg: dlrm.Config, rows: int, seed: int) -> Iterator[data.Batch]:
+    return data.click_batches(data.text_bytes(), rows, cfg.tables, seed)
+
+
 def digit_batches(cfg: Any, rows: int, seed: int) -> Iterator[data.Batch]:
     return data.digit_batches(data.digits()[0], rows, seed)
 
@@ -120,6 +154,16 @@ MODELS = {
         result=resnet_result,
         plans=plans.resnet.PLANS,
         rows=64,
+    ),
+    "vit": Model(
+        configs=vit.CONFIGS,
+        make_step=vit.make_step,
+        batches=digit_batches,
+        units=lambda cfg: ("samples", 1),
+        result=vit_result,
+        plans=plans.vit.PLANS,
+        rows=64,
+        blocks=lambda cfg: cfg.layers,
     ),
     "gpt2": Model(
         configs=gpt2.CONFIGS,
@@ -160,6 +204,33 @@ MODELS = {
         plans=plans.t5.PLANS,
         rows=16,
         blocks=lambda cfg: 2 * cfg.layers,
+    ),
+    "bert": Model(
+        configs=bert.CONFIGS,
+        make_step=bert.make_step,
+        batches=hidden_batches,
+        units=lambda cfg: ("tokens", cfg.seq),
+        result=bert_result,
+        plans=plans.bert.PLANS,
+        rows=16,
+    ),
+    "dlrm": Model(
+        configs=dlrm.CONFIGS,
+        make_step=dlrm.make_step,
+        batches=click_batches,
+        units=lambda cfg: ("samples", 1),
+        result=dlrm_result,
+        plans=plans.dlrm.PLANS,
+        rows=512,
+    ),
+    "ppo": Model(
+        configs=ppo.CONFIGS,
+        make_step=ppo.make_step,
+        batches=lambda cfg, rows, seed: data.dice_batches(rows, cfg.times, seed),
+        units=lambda cfg: ("moves", cfg.times),
+        result=ppo_result,
+        plans=plans.ppo.PLANS,
+        rows=64,
     ),
     "unet": Model(
         configs=unet.CONFIGS,

@@ -6,6 +6,7 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
+from shardc.discover import discover
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -23,6 +24,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
+from shardc.show import show
 
 __all__ = [
     "AUTO",
@@ -43,10 +45,12 @@ __all__ = [
     "TracingError",
     "accumulate",
     "constrain",
+    "discover",
     "function",
     "make_mesh",
     "put",
     "rules",
+    "show",
     "signature",
     "stage_boundary",
 ]

@@ -244,6 +244,31 @@ def same(exe, got, want):
         np.testing.assert_array_equal(got, want)
 
 
+@jax.custom_batching.custom_vmap
+def _sine(x):
+    return jnp.sin(x)
+
+
+@_sine.def_vmap
+def _(_, batched, x):
+    return _sine(x), batched[0]
+
+
+CALLS = {
+    "custom_vmap": lambda x, w: _sine(x @ w),
+    "composite": lambda x, w: lax.composite(lambda a, b: jnp.tanh(a @ b), "tests.mlp")(x, w),
+    "linear_call": lambda x, w: jax.custom_derivatives.linear_call(lambda r, a: a @ r, lambda r, a: a @ r.T, w, x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_planned_as_their_bodies(name):
+    x, w = np.ones((8, 4)) / 3, np.arange(16.0).reshape(4, 4) / 9
+    fn = shardc.function(CALLS[name], mesh=MESHES["8"], in_placements=({"data": S(0)}, {}), out_placements={})
+    np.testing.assert_allclose(fn(x, w), CALLS[name](x, w), rtol=1e-6)
+    assert not fn.plan(x, w).gathered
+
+
 @pytest.mark.parametrize("rows", [8, 5])
 def test_rows_of_a_scan_that_are_split_over_its_steps(rows):
     """Arguments and results live in pieces of what is scanned over, even and uneven."""

@@ -61,11 +61,11 @@ def broadcastable(a, b):
 @st.composite
 def programs(draw):
     """A program, and the shapes of its arguments."""
-    dims = st.integers(0, 9)
+    dims = st.integers(0, 13)
     shapes = draw(st.lists(st.lists(dims, max_size=3).map(tuple), min_size=1, max_size=3))
     program = Program(list(shapes))
     shapes = list(shapes)
-    for _ in range(draw(st.integers(5, 12))):
+    for _ in range(draw(st.integers(5, 16))):
         step = draw(steps(shapes))
         program.steps.append(step)
         avals = [jax.ShapeDtypeStruct(shapes[i], np.float64) for i in step[2]]
@@ -81,6 +81,8 @@ def steps(draw, shapes):
     if shape:
         kinds += ["reduce", "reshape", "transpose", "slice", "concatenate", "cumsum", "reverse", "pad", "dot"]
         kinds += ["gather"] if shape[0] else []
+        kinds += ["roll", "dynamic_slice", "update", "running", "sort", "window"] if 0 not in shape else []
+        kinds += ["smooth", "first", "top"] if 0 not in shape else []
     kind = draw(st.sampled_from(kinds))
     dim = draw(st.integers(0, len(shape) - 1)) if shape else 0
     match kind:
@@ -122,6 +124,33 @@ def steps(draw, shapes):
             low, high, inside = draw(st.integers(0, 2)), draw(st.integers(0, 2)), draw(st.integers(0, 1))
             config = [(low, high, inside) if d == dim else (0, 0, 0) for d in range(len(shape))]
             return f"pad{config}", lambda x: jax.lax.pad(x, jnp.ones((), x.dtype), config), (i,)
+        case "roll":
+            by = draw(st.integers(-4, 4))
+            return f"roll{by}@{dim}", lambda x: jnp.roll(x, by, dim), (i,)
+        case "dynamic_slice":
+            start, size = draw(st.integers(-1, shape[dim])), draw(st.integers(1, shape[dim]))
+            at = jnp.int32(start)
+            return f"range{start, size, dim}", lambda x: jax.lax.dynamic_slice_in_dim(x, at, size, dim), (i,)
+        case "update":
+            start, size = draw(st.integers(-1, shape[dim])), draw(st.integers(1, shape[dim]))
+            at = jnp.int32(start)
+            return f"update{start, size, dim}", lambda x: _update(x, at, size, dim), (i,)
+        case "running":
+            name = draw(st.sampled_from(["cummax", "cummin"]))
+            turned = draw(st.booleans())
+            return f"{name}{turned}@{dim}", lambda x: getattr(jax.lax, name)(x, dim, turned), (i,)
+        case "sort":
+            return f"sort@{dim}", lambda x: jnp.sort(x, dim), (i,)
+        case "window":
+            size, stride = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+            return f"window{size, stride, dim}", lambda x: _largest_of(x, size, stride, dim), (i,)
+        case "smooth":
+            return f"smooth@{dim}", lambda x: _smooth(x, dim), (i,)
+        case "first":
+            return f"first@{dim}", lambda x: jnp.argmax(x > 0, dim).astype(x.dtype), (i,)
+        case "top":
+            k = draw(st.integers(1, shape[-1]))
+            return f"top{k}", lambda x: jax.lax.top_k(x, k)[0], (i,)
         case "gather":
             rows = draw(st.lists(st.integers(0, shape[0] - 1), min_size=1, max_size=9))
             return f"rows{rows}", lambda x: x[jnp.asarray(rows)], (i,)
@@ -134,6 +163,24 @@ def _gram(x, dim):
     rows = int(np.prod(x.shape)) // max(x.shape[dim], 1)
     flat = jnp.moveaxis(x, dim, -1).reshape(rows, x.shape[dim]) if x.size else jnp.zeros((2, x.shape[dim]), x.dtype)
     return (flat[:9] @ flat[:9].T) % 5
+
+
+def _update(x, at, size, dim):
+    return jax.lax.dynamic_update_slice_in_dim(x, 2 * jax.lax.slice_in_dim(x, 0, size, axis=dim), at, dim)
+
+
+def _largest_of(x, size, stride, dim):
+    """The largest of each window along `dim`."""
+    least = -np.inf if jnp.issubdtype(x.dtype, np.floating) else jnp.iinfo(x.dtype).min
+    lengths, strides = ([n if d == dim else 1 for d in range(x.ndim)] for n in (size, stride))
+    return jax.lax.reduce_window(x, x.dtype.type(least), jax.lax.max, lengths, strides, "SAME")
+
+
+def _smooth(x, dim):
+    """Each element with twice the one before it along `dim`."""
+    rows = jnp.moveaxis(x, dim, -1).reshape(-1, 1, x.shape[dim])
+    out = jax.lax.conv_general_dilated(rows, jnp.asarray([[[2, 1]]], x.dtype), (1,), [(1, 0)])
+    return jnp.moveaxis(out.reshape(jnp.moveaxis(x, dim, -1).shape), -1, dim)
 
 
 @st.composite

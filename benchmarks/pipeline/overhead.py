@@ -43,6 +43,7 @@ class Ready:
 
     def __init__(self, executable: Any) -> None:
         self.compiled = self.lowered = None
+        self.plan = executable.plan
         avals, shardings = executable.plan.program.out_avals, executable._out_shardings
         out = [jax.device_put(jnp.zeros(a.shape, a.dtype), s) for a, s in zip(avals, shardings, strict=True)]
         self.out = [*out, jnp.zeros(0, bool)]  # the last is the token

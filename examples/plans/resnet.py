@@ -29,4 +29,12 @@ def fsdp():
     return {"in_placements": places, "donate_argnames": DONATE}
 
 
-PLANS = {plan.__name__: plan for plan in (data, zero1, fsdp)}
+def spatial():
+    """Few large images: the batch over one axis, the rows of each image over the other. Convolutions and pooling read
+    the border of their neighbours' pieces."""
+    model = dict.fromkeys(DONATE, EVERYWHERE)
+    batch = rules({"image": {"data": S(0), "model": S(1)}, "label": {"data": S(0)}})
+    return {"in_placements": {**model, "batch": batch}, "donate_argnames": DONATE}
+
+
+PLANS = {plan.__name__: plan for plan in (data, zero1, fsdp, spatial)}

@@ -29,8 +29,11 @@ INLINED: Final = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "composite": "jaxpr",
 }
-"""Calls that only name their body; differentiation is over, so custom derivatives have done their work."""
+"""Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
 
 NESTED: Final = {
     "scan": ("jaxpr",),
@@ -67,6 +70,11 @@ class _Inliner:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
             eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
             invars = [read(a) for a in eqn.invars]
+            if eqn.primitive.name == "split":
+                slices = _slices_of(eqn, invars[0])
+                env |= zip(eqn.outvars, [e.outvars[0] for e in slices], strict=True)
+                self.eqns += slices
+                continue
             if eqn.primitive in MARKS and not self.marks:
                 env[eqn.outvars[0]] = invars[0]
                 continue
@@ -144,6 +152,20 @@ def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[At
 
 def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
     return [compat.literal(c, compat.aval_of(c)) for c in closed.consts]
+
+
+def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
+    """The parts of a `split`, each by its own slice, so that each may be placed for itself."""
+    axis, begin, found = eqn.params["axis"], 0, list[Eqn]()
+    for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        starts, limits = [0] * len(x.aval.shape), list(x.aval.shape)
+        starts[axis], limits[axis] = begin, begin + size
+        begin += size
+        params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+        found.append(
+            eqn.replace(primitive=lax.slice_p, invars=[x], outvars=[compat.fresh_var(out.aval)], params=params)
+        )
+    return found
 
 
 def _with_one_condition(eqn: Eqn) -> Eqn:

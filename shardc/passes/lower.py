@@ -17,14 +17,15 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.lower_boxing import emit_step
+from shardc.passes.lower_boxing import MeshWire, emit_step
 from shardc.passes.problem import REMAT, itemsize_of, operation_of
 from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
 from shardc.passes.unit import is_unit, run_unit
 from shardc.sbp.boxing import find_boxing
+from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
-from shardc.sbp.signature import Site, extent, find_rule, mask_padding
+from shardc.sbp.signature import Site, extent, find_rule
 
 
 class Lowering:
@@ -34,6 +35,7 @@ class Lowering:
         self.boxed, self.mesh = boxed, mesh
         self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
+        self.wire = MeshWire(self.sizes)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """The local results of a jaxpr from its local arguments."""
@@ -70,8 +72,9 @@ class Lowering:
             self.sizes,
             lax.axis_index,
             compat.bind_with(eqn.primitive, eqn.params),
+            self.wire,
         )
-        return rule.local(site, *mask_padding(site, rule, operands))
+        return run_piece(site, rule, operands)
 
     def placement(self, atom: Atom) -> Placement:
         return REPLICATED if compat.is_literal(atom) else self.boxed.placements[atom]

@@ -1,4 +1,4 @@
-"""Emits the steps of a boxing on the pieces of one device, inside shard_map. The only place that makes collectives.
+"""Emits collectives, inside shard_map: the steps of a boxing, and what operations send. The only place that makes them.
 
 Pieces of uneven splits: a group of axes that splits a block of K elements into nested pieces of c elements holds
 n*c >= K of them, padding between. `_unblock` drops that padding after a gather, `_block` puts it in before a scatter.
@@ -174,3 +174,25 @@ def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callabl
     if 0 in shape:  # nothing to move, and XLA refuses to scatter it
         return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)
     return _EMIT[step.kind](_Emitter(step, shape, sizes, index), x)
+
+
+class MeshWire:
+    """The collectives inside operations, on a mesh of `sizes`; nobody sends what is empty."""
+
+    def __init__(self, sizes: AxisSizes) -> None:
+        self.sizes = sizes
+
+    def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
+        x = jnp.asarray(x)
+        return lax.all_gather(x, axes) if x.size else jnp.zeros((self._count(axes), *x.shape), x.dtype)
+
+    def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+        if not x.size:
+            return x
+        in_order = tuple(a for a in self.sizes if a in axes)  # JAX counts devices so, in whatever order axes are named
+        number = np.arange(self._count(axes)).reshape([self.sizes[a] for a in in_order])
+        number = number.transpose([in_order.index(a) for a in axes]).ravel()
+        return lax.ppermute(x, in_order, [(int(number[s]), int(number[t])) for s, t in pairs])
+
+    def _count(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)

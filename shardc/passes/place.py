@@ -24,8 +24,9 @@ from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import compute_seconds
+from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
-from shardc.sbp.signature import shared_by
+from shardc.sbp.signature import Setting, shared_by
 
 log = logging.getLogger("shardc")
 
@@ -90,6 +91,7 @@ class Solver:
         self.factors = [self._factors(n) for n in self.nodes]
         self.state = [[0] * len(self.axes) for _ in self.nodes]
         self.memo = Memo()
+        self.inside: dict[tuple[int, tuple[int, ...]], float] = {}
         self.edges = self._edges()
         self.order = elimination_order(
             len(self.nodes), [(v.maker.number, r.node.number) for v, r in self.edges if v.maker is not r.node]
@@ -168,6 +170,8 @@ class Solver:
             shares = self._shares(n, axis) if flops else np.ones(count)
             work = zip(shares, memory, strict=True)
             cost += n.weight * np.asarray([compute_seconds(flops / s, m, self.mesh) for s, m in work])
+            if n.rule is not None and n.rule.crossing:
+                cost += n.weight * self._inside(n, axis)
             if granule.any():
                 cost += NEVER * self._off_granule(factor, granule, state, axis)
         elif ports:
@@ -189,6 +193,21 @@ class Solver:
                     counts[split] = counts.get(split, 1) * self.sizes[k]
             shares.append(shared_by(sizes, counts))
         return shares
+
+    def _inside(self, n: Node, axis: int) -> NDArray[np.float64]:
+        """For each option on `axis` the time of the collectives that the operation needs itself."""
+        assert n.rule is not None
+        op, state, count = operation_of(n.eqn), self.state[n.number], len(n.operands)
+        cost = np.zeros(len(n.options))
+        for option in range(len(n.options)):
+            chosen = tuple(option if k == axis else o for k, o in enumerate(state))
+            key = (n.number, chosen)
+            if key not in self.inside:
+                ports = self.placements(n, chosen)
+                sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
+                self.inside[key] = sum(sent_cost(s, self.view).seconds for s in sent)
+            cost[option] = self.inside[key]
+        return cost
 
     def _off_granule(
         self, factor: NDArray[np.int64], granule: NDArray[np.int64], state: Sequence[int], axis: int
@@ -248,8 +267,9 @@ class Solver:
             s[axis] = value
         return found.cost, found.bound
 
-    def placements(self, n: Node) -> tuple[Placement, ...]:
-        """The placement at each port in the present state."""
+    def placements(self, n: Node, state: Sequence[int] | None = None) -> tuple[Placement, ...]:
+        """The placement at each port in a state of the node; by default the present one."""
+        state = self.state[n.number] if state is None else state
         if n.pin is not None and n.pin.fixed is None:  # its own order of axes may be another than the plan's
             return (n.pin.placement,) * (len(n.operands) + len(n.results))
         if n.fixed is not None:
@@ -258,17 +278,17 @@ class Solver:
         found: list[Placement] = []
         for i, p in enumerate(self.ports[n.number]):
             if p is None:
-                found.append(Placement(self._literal(n, i)))
+                found.append(Placement(self._literal(n, i, state)))
             else:
-                code = sum(int(p.column[o]) * p.radix**k for k, o in enumerate(self.state[n.number]))
+                code = sum(int(p.column[o]) * p.radix**k for k, o in enumerate(state))
                 found.append(p.placements[code])
         return tuple(found)
 
-    def _literal(self, n: Node, port: int) -> list[tuple[str, object]]:
+    def _literal(self, n: Node, port: int, state: Sequence[int]) -> list[tuple[str, object]]:
         """A literal operand may have to be partial, or split if it is an array."""
         sbps: list[tuple[str, object]] = []
         for k, axis in enumerate(self.axes):
-            option = n.options[self.state[n.number][k]]
+            option = n.options[state[k]]
             sbps.append((axis, (*option.operands, *option.results)[port]))
         return sbps
 

@@ -50,14 +50,14 @@ def row_use(eqn: Eqn) -> RowUse | None:
     if len(kept) == 1 and all(rule.results) and (use := _use(rule, next(iter(kept)), None)) is not None:
         return use if _fits(eqn, use) else None
     for factor, op in rule.reduced.items():
-        if (use := _use(rule, factor, op)) is not None and _fits(eqn, use):
+        if op is not None and (use := _use(rule, factor, op)) is not None and _fits(eqn, use):
             return use
     return None
 
 
 def _use(rule: Rule, factor: str | None, op: ReduceOp | None) -> RowUse | None:
     """The use of rows that are this factor; None if it stands elsewhere than in front, or where it must not."""
-    if factor is None or factor in rule.granule:
+    if factor is None or factor in rule.granule or factor in rule.crossing:
         return None
     sides = (*rule.operands, *rule.results)
     if any(factor in factors[1:] for factors in sides) or (op is not None and any(factor in f for f in rule.results)):

@@ -20,8 +20,9 @@ from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_moves
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import compute_seconds
+from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, Placement, local_shape
-from shardc.sbp.signature import Rule, find_rule, shared_by
+from shardc.sbp.signature import Rule, Setting, find_rule, shared_by
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ def tally(boxed: Boxed, mesh: MeshView) -> Tally:
                 computing += n * (0.0 if found else whole_seconds(inner, mesh))
         elif pin_of(eqn) is None and not is_transfer(eqn):
             computing += trips * equation_seconds(eqn, boxed.placements, mesh)
+            found, seconds = _inside(eqn, trips, boxed.placements, mesh)
+            collectives += found
+            moving += seconds * trips
     return Tally(tuple(collectives), computing, moving)
 
 
@@ -85,6 +89,30 @@ def _moves(eqn: Eqn, trips: int, mesh: MeshView) -> tuple[list[Collective], floa
         for step, moved in zip(boxing.steps, boxing.moved, strict=True)
         if step.is_collective and moved  # an empty value is not sent
     ], boxing.seconds  # fmt: skip
+
+
+def _inside(
+    eqn: Eqn, trips: int, placements: Mapping[Var, Placement], mesh: MeshView
+) -> tuple[list[Collective], float]:
+    """The collectives that an operation needs itself, and their time for one execution."""
+    op = operation_of(eqn)
+    rule = find_rule(op)
+    if not rule.crossing:
+        return [], 0.0
+    operands, results = (
+        tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
+    )
+    sent = internal_steps(rule, Setting(op, operands, results, {a: n for a, n in mesh.axes if n > 1}))
+    found = [
+        Collective(
+            s.kind, s.axes, sent_cost(s, mesh).bytes * trips, trips, compat.source_line(eqn),
+            compat.short_text(s.shape, s.dtype),
+            f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
+            "one another" if s.operand is None else f"{op.name}'s window",
+        )
+        for s in sent
+    ]  # fmt: skip
+    return [c for c in found if c.bytes], sum(sent_cost(s, mesh).seconds for s in sent)
 
 
 def equation_seconds(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> float:

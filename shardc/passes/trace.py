@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import jax
@@ -60,6 +61,19 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (
         isinstance(x, int | float | complex) or compat.is_tracer(x)
     )
+
+
+@lru_cache(maxsize=256)
+def _is_nnx_type(kind: type) -> bool:
+    return any((c.__module__.partition(".")[0], c.__name__) in _NNX for c in kind.__mro__)
+
+
+_NNX: Final = (("flax", "Pytree"), ("flax", "Variable"))
+
+
+def is_nnx(x: object) -> bool:
+    """Whether `x` is a module, an optimizer or a variable of flax.nnx: an object that functions write to."""
+    return _is_nnx_type(type(x))
 
 
 class Arguments:
@@ -127,9 +141,8 @@ class Arguments:
             raise ArgumentError(all_offenders(f"{self.where}: arguments that cannot be taken", wrong))
         return call
 
-    def call(self, tree: Any, leaves: Sequence[Any], static: Sequence[tuple[str, Any]]) -> Any:
-        """Calls the function with leaves put back together."""
-        values = {**jax.tree.unflatten(tree, leaves), **dict(static)}
+    def call(self, values: Mapping[str, Any]) -> Any:
+        """Calls the function with values by name."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for name, parameter in self.signature.parameters.items():
@@ -151,6 +164,32 @@ def _is_ordered(eqn: compat.Eqn, pipeline: bool) -> bool:
     """Whether an equation has an effect whose order is not kept: JAX keeps that of io_callbacks on one mesh."""
     kinds = [type(e).__name__ for e in eqn.effects]
     return any("Ordered" in kind and (pipeline or "IO" not in kind) for kind in kinds)
+
+
+def _held_by_nnx(values: Any) -> dict[str, Any]:
+    """What nnx modules among the arguments hold, by path."""
+    pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
+    modules = [(path, x) for path, x in pairs if is_nnx(x)]
+    return {
+        path_text((*path, *inner)).removesuffix("/value"): leaf
+        for path, x in modules
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(x)[0]
+    }
+
+
+def _refuse_lost_writes(
+    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any]
+) -> None:
+    """Raises if a function has written to an nnx module among its arguments, and does not return what it wrote."""
+    returned = set(map(id, results))
+    lost = [path for path, x in after.items() if before.get(path) is not x and id(x) not in returned]
+    if lost:
+        some = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        raise TracingError(
+            f"{where} writes to nnx modules among its arguments, and what it writes would be lost: {some}. Import "
+            "shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
+            "is written to them. Or return the modules."
+        )
 
 
 def _has_hash(x: object) -> bool:
@@ -192,8 +231,11 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
         leaves = list(call.leaves)
         for i, value in zip(dynamic, values, strict=True):
             leaves[i] = value
-        out = arguments.call(call.tree, leaves, call.static)
+        inputs = jax.tree.unflatten(call.tree, leaves)
+        before = _held_by_nnx(inputs)
+        out = arguments.call({**inputs, **dict(call.static)})
         pairs, tree = jax.tree_util.tree_flatten_with_path(out)
+        _refuse_lost_writes(arguments.where, before, _held_by_nnx(inputs), [x for _, x in pairs])
         bad = [
             f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
             for p, x in pairs

@@ -40,19 +40,22 @@ def step_bytes(
         return 0
     before, after = (math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in (src, dst))
     match kind:
-        case "all_gather":  # each device sends its piece to n-1 others, passed on around the ring
-            return (n - 1) * before
+        case "all_gather" | "permute":
+            return sent_bytes(kind, before, n)
         case "reduce_scatter":
             return (n - 1) * after
         case "all_reduce":  # a reduce-scatter and an all-gather
             return 2 * (n - 1) * before // n
-        case "permute":
-            return before
         case _:  # all_to_all: n-1 of n pieces leave
             if dst.partial_axes == src.partial_axes:
                 pieces = zip(*(local_shape(shape, p, mesh.sizes) for p in (src, dst)), strict=True)
                 return (n - 1) * math.prod(map(min, pieces)) * itemsize
             return (n - 1) * after  # P(max) -> S: the pieces of a reduce-scatter, reduced at their goal
+
+
+def sent_bytes(kind: Literal["all_gather", "permute"], held: int, n: int) -> int:
+    """Bytes that each of `n` devices sends of the `held` bytes that it puts in."""
+    return held if kind == "permute" else (n - 1) * held  # to n-1 others, passed on around the ring
 
 
 def step_hops(kind: StepKind, counts: Sequence[int]) -> int:

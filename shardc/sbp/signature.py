@@ -7,6 +7,7 @@ and leaves a partial value. Linearity and monotonicity give the signatures with 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,23 +47,19 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a local piece runs: the placements around it and the device's own coordinates.
+class Setting:
+    """An operation with the placements around it.
 
     Attributes:
       op: the operation, with logical shapes.
       operands, results: the placements, one for each operand and result.
       sizes: the mesh.
-      index: coordinate of this device along an axis; a traced integer on a mesh, a plain one in a proof.
-      bind: runs the operation's own primitive on local operands, with some of its parameters replaced.
     """
 
     op: Operation
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     sizes: AxisSizes
-    index: Callable[[str], Any]
-    bind: Callable[..., list[Any]]
 
     def operand_shape(self, i: int) -> tuple[int, ...]:
         """Local shape of operand `i`, padding included."""
@@ -71,6 +68,33 @@ class Site:
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
         """Local shape of result `i`, padding included."""
         return local_shape(self.op.results[i].shape, self.results[i], self.sizes)
+
+    def port(self, i: int) -> tuple[Aval, Placement]:
+        """Operand `i`; counted on, the results follow the operands."""
+        avals, placements = (*self.op.operands, *self.op.results), (*self.operands, *self.results)
+        return avals[i], placements[i]
+
+    def extents(self, port: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """Offset and number of valid elements of each piece of a dimension, in the order of its axes."""
+        aval, placement = self.port(port)
+        axes = placement.axes_of(dim)
+        coords = itertools.product(*(range(self.sizes[a]) for a in axes))
+        return tuple(local_extent(aval.shape[dim], axes, self.sizes, dict(zip(axes, c, strict=True))) for c in coords)
+
+
+@dataclass(frozen=True)
+class Site(Setting):
+    """Where a local piece runs: its setting and the device's own coordinates.
+
+    Attributes:
+      index: coordinate of this device along an axis; a traced integer on a mesh, a plain one in a proof.
+      bind: runs the operation's own primitive on local operands, with some of its parameters replaced.
+      wire: what pieces of one operation tell each other.
+    """
+
+    index: Callable[[str], Any]
+    bind: Callable[..., list[Any]]
+    wire: Wire
 
     def operand_extent(self, i: int, dim: int) -> tuple[Any, Any]:
         """Offset of this device's piece of dimension `dim` of operand `i`, and how many of its elements are valid."""
@@ -82,6 +106,25 @@ class Site:
 
     def _extent(self, size: int, axes: Sequence[str]) -> tuple[Any, Any]:
         return extent(size, axes, self.sizes, self.index)
+
+    def linear_index(self, axes: Sequence[str]) -> Any:
+        """This device's number along `axes`, the last counting fastest."""
+        at: Any = 0
+        for axis in axes:
+            at = at * self.sizes[axis] + self.index(axis)
+        return at
+
+
+class Wire(Protocol):
+    """The two collectives that a local piece may use; its rule says when (`windows`, `told`)."""
+
+    def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """The `x` of all devices along `axes`, stacked in a new leading dimension."""
+        ...
+
+    def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+        """The `x` of the device that is paired with this one as (source, target); zeros if none is."""
+        ...
 
 
 def extent(size: int, axes: Sequence[str], sizes: AxisSizes, index: Callable[[str], Any]) -> tuple[Any, Any]:
@@ -99,11 +142,39 @@ def extent(size: int, axes: Sequence[str], sizes: AxisSizes, index: Callable[[st
 
 Local: TypeAlias = Callable[..., Sequence[Any]]
 """`local(site, *operands) -> results`: what one device computes on its pieces."""
+Told: TypeAlias = Callable[[Setting], Sequence[Aval]]
+"""What each device tells all others that split a factor: the shape and dtype of each array."""
 
 
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
     """The default local piece: the primitive itself, parameters unchanged."""
     return site.bind(*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Elements of a split dimension that a device reads, whoever holds them: element r of the factor at port `by` reads
+    r·step + start ... r·step + start + width - 1 of an operand's dimension. A window lies as the dimension does, where
+    `step` is negative, too.
+
+    Attributes:
+      operand: whose elements are read. Its dimension is the one that has `factor`.
+      factor: the split one.
+      by: the port whose piece says what is read, as `Setting.port` counts.
+      start, step, width: as above.
+      dilation: positions are counted in the dimension with dilation - 1 elements of `fill` between each two of its own.
+      fill: what lies outside of the dimension, or between its elements: a neutral element, or the scalar operand that
+        has this number.
+    """
+
+    operand: int
+    factor: str
+    by: int
+    start: int = 0
+    step: int = 1
+    width: int = 1
+    dilation: int = 1
+    fill: Neutral | int = "zero"
 
 
 @dataclass(frozen=True)
@@ -112,23 +183,31 @@ class Rule:
 
     Attributes:
       operands, results: factors of each operand's and result's dimensions.
-      reduced: factors that stand in operands only, and the partial op that a split of them leaves.
+      reduced: factors that stand in operands only, and the partial op that a split of them leaves; None if the pieces
+        tell each other what it takes for the whole (`told`), which leaves B.
       partials: the legal partial combinations, by linearity (sum) or monotonicity (max, min).
       neutral: for an operand, what its padding must hold before the local piece when a *reduced* factor is split
         unevenly; operands that are not listed need nothing.
       granule: factors whose split must fall on a unit: the devices that split them must divide this number
         (reshapes; groups of a convolution).
       local: what a device computes on its pieces.
+      windows: operands of which a device reads more, or other elements, than it holds, once their factor is split.
+      told: factors whose split makes the pieces tell each other something.
+      across: what a device computes where a factor of `windows` or `told` is split. It gets windows instead of pieces:
+        in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
       flops: floating-point operations of the whole operation if it is heavy, 0 if it is bound by memory.
     """
 
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
-    reduced: Mapping[str, ReduceOp] = field(default_factory=dict[str, ReduceOp])
+    reduced: Mapping[str, ReduceOp | None] = field(default_factory=dict[str, "ReduceOp | None"])
     partials: tuple[Partials, ...] = ()
     neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
     granule: Mapping[str, int] = field(default_factory=dict[str, int])
     local: Local = bind_same
+    windows: tuple[Window, ...] = ()
+    told: Mapping[str, Told] = field(default_factory=dict[str, Told])
+    across: Local = bind_same
     flops: float = 0.0
 
     def factors(self) -> tuple[str, ...]:
@@ -137,6 +216,20 @@ class Rule:
         seen = dict.fromkeys(f for fs in (*self.operands, *self.results) for f in fs if f)
         return tuple(f for f in seen if f in kept or f in self.reduced)
 
+    @property
+    def crossing(self) -> frozenset[str]:
+        """Factors whose split makes the pieces of one operation talk."""
+        return frozenset(w.factor for w in self.windows) | self.told.keys()
+
+    def crossed(self, setting: Setting) -> dict[str, tuple[str, ...]]:
+        """The factors among `crossing` that are split, and by which axes."""
+        found: dict[str, tuple[str, ...]] = {}
+        if self.windows or self.told:
+            for i, factors in enumerate((*self.operands, *self.results)):
+                for dim, axes in setting.port(i)[1].splits.items():
+                    if (f := factors[dim]) and f in self.crossing:
+                        found[f] = axes
+        return found
 
     def sizes(self, op: Operation) -> dict[str, int]:
         """Size of each factor, as the operation's dimensions have it."""
@@ -216,29 +309,6 @@ def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
     return passes(count, *groups, ops=("sum",))
 
 
-def mask_padding(site: Site, rule: Rule, operands: Sequence[Any]) -> list[Any]:
-    """The operands with their declared neutral values in the padding of reduced factors.
-
-    Kept factors are left alone: what their padding holds stays in padding. Even splits cost nothing.
-    """
-    return [
-        _mask_operand(site, i, [d for d, f in enumerate(rule.operands[i]) if f in rule.reduced], rule.neutral[i], x)
-        if i in rule.neutral
-        else x
-        for i, x in enumerate(operands)
-    ]
-
-
-def _mask_operand(site: Site, i: int, reduced: Sequence[int], kind: Neutral, x: Any) -> Any:
-    for dim in reduced:
-        axes = site.operands[i].axes_of(dim)
-        if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes):
-            _, valid = site.operand_extent(i, dim)
-            inside = jax.lax.broadcasted_iota(np.int32, x.shape, dim) < valid
-            x = jax.numpy.where(inside, x, neutral_value(kind, x.dtype))
-    return x
-
-
 def neutral_value(kind: Neutral, dtype: Any) -> Any:
     """The element of `dtype` that a sum (zero), product (one), max (lowest) or min (highest) does not notice."""
     if kind in ("zero", "one"):
@@ -268,10 +338,15 @@ class Signature:
         return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
 
 
+def is_extended(dtype: Any) -> bool:
+    """Whether the elements are no numbers: PRNG keys."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
+
+
 def _may_be_partial(aval: Aval, op: ReduceOp) -> bool:
-    dtype = np.dtype(aval.dtype) if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended) else None
-    if dtype is None:
+    if is_extended(aval.dtype):
         return False
+    dtype = np.dtype(aval.dtype)
     return dtype != np.bool_ if op == "sum" else dtype.kind != "c"
 
 

@@ -41,8 +41,11 @@ def test_digits_are_split_in_train_and_test():
         lambda seed: data.digit_batches(data.digits()[0], 400, seed),
         lambda seed: data.keyed_batches(data.digit_batches(data.digits()[0], 400), seed),
         lambda seed: data.holed_batches(data.text_bytes(10_000), 4, 32, 3, 2, seed),
+        lambda seed: data.hidden_batches(data.text_bytes(10_000), 4, 32, seed),
+        lambda seed: data.click_batches(data.text_bytes(10_000), 40, (256, 100), seed),
+        lambda seed: data.dice_batches(4, 8, seed),
     ],
-    ids=["text", "digits", "keyed", "holed"],
+    ids=["text", "digits", "keyed", "holed", "hidden", "clicks", "dice"],
 )
 def test_batches_depend_on_the_seed_alone(make):
     first, again, other = (list(islice(make(seed), 5)) for seed in (0, 0, 1))
@@ -96,3 +99,32 @@ def test_every_byte_may_fall_into_a_hole():
 def test_too_many_holes_are_an_error():
     with pytest.raises(ValueError, match="3 holes of 4 bytes want a window of 15 or more, got 14"):
         next(data.holed_batches(np.arange(100, dtype=np.uint8), batch=1, seq=14, spans=3, span=4))
+
+
+def test_of_what_is_hidden_most_is_marked_and_the_rest_is_as_it_was():
+    text = np.tile(np.arange(200, dtype=np.uint8), 5)
+    batch = next(data.hidden_batches(text, batch=400, seq=40))
+    assert {name: x.shape for name, x in batch.items()} == {
+        "inputs": (400, 40), "positions": (400, 6), "targets": (400, 6)
+    }  # fmt: skip
+    shown = np.take_along_axis(batch["inputs"], batch["positions"], axis=1)
+    assert (shown == 256).mean() == pytest.approx(0.8, abs=0.03)
+    assert (shown == batch["targets"]).mean() == pytest.approx(0.1, abs=0.03)
+    whole = batch["inputs"].copy()
+    np.put_along_axis(whole, batch["positions"], batch["targets"], axis=1)
+    np.testing.assert_array_equal(np.diff(whole) % 200, 1)
+    assert all((np.diff(batch["positions"]) > 0).flat)
+
+
+def test_clicks_are_the_ends_of_words_and_categories_spell_what_is_before():
+    text = np.frombuffer(b"ab c(de\nf g" * 20, np.uint8)
+    batch = next(data.click_batches(text, batch=300, tables=(256, 10_007)))
+    first, second = batch["categories"].T
+    assert first.max() < 256
+    assert len(set(first)) == len(set(text))
+    pairs = {(a, b) for a, b in zip(first.tolist(), second.tolist(), strict=True)}
+    assert len({b for _, b in pairs}) == len(pairs)  # of two bytes the last is known
+    assert set(batch["click"]) == {0.0, 1.0}
+    assert batch["click"].mean() == pytest.approx(4 / 11, abs=0.1)
+    far = np.exp(batch["numbers"])
+    np.testing.assert_allclose(far, far.round(), rtol=1e-5)

@@ -14,16 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import gpt2, llama, mlp, moe, resnet, t5, unet
+from examples import bert, dlrm, gpt2, llama, mlp, moe, ppo, resnet, t5, unet, vit
 from examples.generate import generate
 from examples.zoo import MODELS
 
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
-ZOO = [mlp, resnet, gpt2, llama, moe, t5, unet]
+ZOO = [mlp, resnet, vit, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
 SLOW = [unet, t5]
-CUTTABLE = [mlp, gpt2, llama, moe, t5, unet]
+DATA_PARALLEL = [mlp, vit, gpt2, llama, moe, bert, t5, unet, dlrm]
+
+
+def name_of(module):
+    return module.__name__.split(".")[-1]
+
+
+def some_slow(modules):
+    return [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in modules]
 
 
 @cache
@@ -34,7 +42,7 @@ def start_and_step(module):
 
 
 def batches(module, rows=16):
-    return MODELS[module.__name__.split(".")[-1]].batches(module.CONFIGS["test"], rows, 0)
+    return MODELS[name_of(module)].batches(module.CONFIGS["test"], rows, 0)
 
 
 def loss_of(module, cfg):
@@ -56,7 +64,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
-@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in ZOO])
+@pytest.mark.parametrize("module", some_slow(ZOO), ids=name_of)
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
     for batch in islice(batches(module), 100):
@@ -65,7 +73,7 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("module", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in CUTTABLE])
+@pytest.mark.parametrize("module", some_slow(DATA_PARALLEL), ids=name_of)
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
     _, in_parts = module.make_step(module.CONFIGS["test"], in_halves)
@@ -83,7 +91,7 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str
 )
@@ -105,7 +113,9 @@ def loss_and_grads(module, cfg):
     return jax.jit(jax.value_and_grad(loss_of(module, cfg)))
 
 
-@pytest.mark.parametrize(("module", "blocks"), [(mlp, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)])
+@pytest.mark.parametrize(
+    ("module", "blocks"), [(mlp, 2), (vit, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)]
+)
 def test_between_changes_what_the_next_block_reads(module, blocks):
     (params, *_), batch, seen = start_and_step(module)[0], next(batches(module)), []
     loss = loss_of(module, module.CONFIGS["test"])
@@ -114,7 +124,7 @@ def test_between_changes_what_the_next_block_reads(module, blocks):
     def changed_at(cut):
         def between(i, x):
             seen.append(i)
-            return jnp.where(i == cut, x + 1, x)
+            return jnp.where(i == cut, 2 * x, x)
 
         return loss(params, batch, between=between)
 
@@ -124,7 +134,7 @@ def test_between_changes_what_the_next_block_reads(module, blocks):
     assert len({unchanged, *changed}) == blocks
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 def test_scanned_layers_cannot_be_cut(module):
     cfg, batch = replace(module.CONFIGS["test"], scan_layers=True), next(batches(module))
     params = jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
@@ -132,7 +142,7 @@ def test_scanned_layers_cannot_be_cut(module):
         jax.eval_shape(partial(loss_of(module, cfg), between=lambda i, x: x + 1), params, batch)
 
 
-@pytest.mark.parametrize("module", DECODERS)
+@pytest.mark.parametrize("module", DECODERS, ids=name_of)
 def test_decoders_look_only_back(module):
     cfg, (params, _) = module.CONFIGS["test"], start_and_step(module)[0]
     tokens = jnp.arange(cfg.seq)[None]
@@ -216,7 +226,7 @@ def test_gpt2_in_bfloat16_keeps_float32_weights_and_loss():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} | {loss.dtype} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("module", ZOO)
+@pytest.mark.parametrize("module", ZOO, ids=name_of)
 def test_everything_is_float64_under_x64(module):
     with jax.enable_x64(True):
         init_fn, step_fn = module.make_step(module.CONFIGS["test"])
@@ -233,6 +243,8 @@ def test_everything_is_float64_under_x64(module):
     [
         (gpt2, "small124m", 124.439808),
         (resnet, "resnet50", 25.557032),
+        (vit, "base16", 86.567656),
+        (bert, "base110m", 109.514298 - 2 * 768e-6),  # without the table of sentences
         (llama, "llama3_8b", 8030.261248),
         (t5, "small60m", 60.506624),
     ],
@@ -240,6 +252,50 @@ def test_everything_is_float64_under_x64(module):
 def test_large_configs_have_the_published_number_of_parameters(module, config, millions):
     params = jax.eval_shape(module.make_step(module.CONFIGS[config])[0], jax.random.key(0))[0]
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == round(millions * 1e6)
+
+
+def test_bert_reads_in_both_directions_and_only_what_is_shown():
+    cfg, (params, _) = bert.CONFIGS["test"], start_and_step(bert)[0]
+    logits_of = jax.jit(partial(bert.BERT(cfg).apply, {"params": params}))
+    text, positions = jnp.arange(20)[None], jnp.array([[9]])
+    logits = logits_of(text, positions)
+    for place in (0, 19):
+        assert not np.allclose(logits, logits_of(text.at[0, place].set(99), positions))
+
+
+def test_dlrm_reads_the_rows_that_its_categories_name():
+    (params, _), batch = start_and_step(dlrm)[0], next(batches(dlrm, 64))
+    grads = jax.grad(dlrm.loss)(params, batch)
+    for j, table in enumerate(grads["tables"]):
+        rows = np.flatnonzero(np.abs(table).sum(1))
+        assert set(rows) == set(batch["categories"][:, j])
+
+
+def test_a_pole_falls_to_the_side_it_leans_to_and_pushes_turn_it_back():
+    upright, leaning = np.zeros((1, 4)), np.array([[0.0, 0, 0.1, 0]])
+    right, left = (np.asarray(ppo.move(upright, np.array([a])))[0] for a in (1, 0))
+    np.testing.assert_allclose(right, -left, atol=1e-12)
+    np.testing.assert_allclose(right, [0, 0.19512195, 0, -0.29268293], rtol=1e-6)  # as gymnasium 1.0 has it
+    assert np.asarray(ppo.move(leaning, np.array([1])))[0, 3] < np.asarray(ppo.move(leaning, np.array([0])))[0, 3]
+
+
+def test_advantages_are_discounted_sums_of_errors_up_to_the_end_of_a_life():
+    cfg = replace(ppo.CONFIGS["test"], discount=0.5, trace=0.5)
+    reward, value = np.array([[1.0, 2, 3, 4]]), np.array([[0.5, 1, 1.5, 2]])
+    lived = {"reward": reward, "value": value, "over": np.arange(4)[None] == 1}
+    errors = np.array([1 + 0.5 * 1 - 0.5, 2 - 1, 3 + 0.5 * 2 - 1.5, 4 + 0.5 * 8 - 2])
+    want = [errors[0] + 0.25 * errors[1], errors[1], errors[2] + 0.25 * errors[3], errors[3]]
+    np.testing.assert_allclose(ppo.advantages(lived, np.array([8.0]), cfg)[0], want, rtol=1e-6)
+
+
+def test_carts_that_fall_start_anew():
+    cfg, (params, _, carts) = ppo.CONFIGS["test"], start_and_step(ppo)[0]
+    far = {"at": carts["at"].at[:, 0].set(3.0), "moves": carts["moves"] + 7}
+    batch = next(batches(ppo))
+    after, lived = ppo.play(params, far, batch, cfg)
+    assert np.asarray(lived["fell"])[:, 0].all()
+    np.testing.assert_allclose(lived["at"][:, 1], 0.1 * batch["start"][:, 0] - 0.05, rtol=1e-5, atol=1e-7)
+    assert (np.asarray(after["moves"]) < cfg.times).all()
 
 
 @pytest.mark.parametrize("name", ["data", "generate", *MODELS])

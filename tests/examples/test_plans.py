@@ -12,20 +12,24 @@ import jax
 import pytest
 
 import shardc
-from examples import gpt2, llama, mlp, moe, plans, resnet, t5, unet, zoo
+from examples import bert, dlrm, gpt2, llama, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
 from shardc.passes.boundary import stage_boundary_p
-from shardc.sbp.placement import S
+from shardc.sbp.placement import Placement, S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"
 MODELS = {
     "mlp": (mlp, mlp.CONFIGS["test"]),
     "resnet": (resnet, resnet.CONFIGS["test"]),
+    "vit": (vit, vit.CONFIGS["test"]),
     "gpt2": (gpt2, gpt2.CONFIGS["test"]),
     "gpt2 scanned": (gpt2, replace(gpt2.CONFIGS["test"], scan_layers=True)),
     "llama": (llama, llama.CONFIGS["test"]),
     "llama scanned": (llama, replace(llama.CONFIGS["test"], scan_layers=True)),
     "moe": (moe, moe.CONFIGS["test"]),
     "moe scanned": (moe, replace(moe.CONFIGS["test"], scan_layers=True)),
+    "bert": (bert, bert.CONFIGS["test"]),
+    "dlrm": (dlrm, dlrm.CONFIGS["test"]),
+    "ppo": (ppo, ppo.CONFIGS["test"]),
     "t5": (t5, t5.CONFIGS["test"]),
     "unet": (unet, unet.CONFIGS["test"]),
 }
@@ -44,6 +48,15 @@ def leaves_of(tree):
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.ndim
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def patterns_of(spec):
+    """Pattern -> placement of what a plan says of an argument: rules, one placement for all, or a pytree of them."""
+    pairs = jax.tree_util.tree_leaves_with_path(spec)
+    if any(isinstance(x, Placement) for _, x in pairs):
+        paths = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in pairs}
+        return {f"{path}*": x for path, x in paths.items() if isinstance(x, Placement)}
+    return spec if all(isinstance(placement, dict) for placement in spec.values()) else {"*": spec}
 
 
 def arguments_of(module, cfg):
@@ -65,8 +78,7 @@ def test_plans_fit_their_model(model, plans_of):
         assert keywords["in_placements"].keys() == arguments.keys(), name
         assert set(keywords["donate_argnames"]) == arguments.keys() - {"batch"}, name
         for argument, rules in keywords["in_placements"].items():
-            if not all(isinstance(placement, dict) for placement in rules.values()):
-                rules = {"*": rules}  # one placement for the whole argument
+            rules = patterns_of(rules)
             decided = {path: next((p for p in rules if fnmatchcase(path, p)), None) for path in arguments[argument]}
             wrong += [f"{name}: {argument}: {p} finds nothing" for p in rules if p not in decided.values()]
             wrong += [
@@ -79,7 +91,7 @@ def test_plans_fit_their_model(model, plans_of):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [mlp, gpt2, llama, moe, t5, unet])
+@pytest.mark.parametrize("module", [mlp, vit, gpt2, llama, moe, t5, unet])
 def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plans_of):
     arguments = arguments_of(module, module.CONFIGS["test"])
     rules = plans_of(module.__name__.split(".")[-1])["tensor"]()["in_placements"]
@@ -88,6 +100,19 @@ def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plan
         return {path for path in arguments[argument] if any(fnmatchcase(path, p) for p in rules[argument])}
 
     assert pinned("opt_state") == {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in pinned("params")}
+
+
+@pytest.mark.slow
+def test_resnet50_is_planned_for_machines_that_are_not_there():
+    init_fn, step_fn = resnet.make_step(resnet.CONFIGS["resnet50"])
+    mesh = shardc.make_mesh(topology="v5e", data=64)
+    step = shardc.function(step_fn, mesh=mesh, **plans.resnet.PLANS["data"]())
+    image, label = jax.ShapeDtypeStruct((256, 224, 224, 3), "float32"), jax.ShapeDtypeStruct((256,), "int32")
+    batch = {"image": image, "label": label}
+    plan = step.plan(*jax.eval_shape(init_fn, jax.random.key(0)), batch)
+    assert not plan.gathered
+    assert {c.axes for c in plan.collectives} == {("data",)}
+    assert plan.bytes_per_device < 2 * 4 * 25_557_032  # no more than an all-reduce of every gradient
 
 
 @pytest.mark.parametrize("model", zoo.MODELS)

@@ -15,18 +15,27 @@ from tests.test_parity import assert_close
 
 MESH = {"data": 4, "model": 2}
 ROWS = 16
+ZOO = ("vit", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
 CONFIGS = {
-    **{name: (name, {}) for name in ("llama", "moe", "t5", "unet")},
+    **{name: (name, {}) for name in ZOO},
     "llama scan": ("llama", {"scan_layers": True}),
     "llama remat": ("llama", {"remat": True}),
     "moe scan remat": ("moe", {"scan_layers": True, "remat": True}),
 }
 CASES = [
-    *((model, plan) for model in ("llama", "moe", "t5", "unet") for plan in MODELS[model].plans if plan != "pipeline"),
+    *((model, plan) for model in ZOO for plan in MODELS[model].plans if plan != "pipeline"),
     *((case, plan) for case in ("llama scan", "llama remat") for plan in ("data_tensor", "fsdp")),
     *(("moe scan remat", plan) for plan in ("expert", "gshard")),
 ]
-QUICK = [("llama scan", "data_tensor"), ("moe scan remat", "expert"), ("t5", "tensor")]
+QUICK = [
+    ("llama scan", "data_tensor"),
+    ("moe scan remat", "expert"),
+    ("t5", "tensor"),
+    ("vit", "data_tensor"),
+    ("bert", "data_tensor"),
+    ("dlrm", "hybrid"),
+    ("ppo", "data"),
+]
 GATHERED = {"unet": {"random_bits", "random_split", "random_unwrap", "random_wrap"}}
 """What has no rule yet."""
 
@@ -71,7 +80,7 @@ def test_a_step_equals_that_of_one_device(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "moe", "t5", "unet"])
+@pytest.mark.parametrize("model", ZOO)
 def test_a_step_over_microbatches_equals_that_of_one_device(model):
     with jax.enable_x64(True):
         check(model, "data_tensor", partial(shardc.accumulate, microbatches=4))

@@ -12,6 +12,7 @@ import jax.extend.random
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
 import shardc
@@ -94,6 +95,7 @@ case("clamp", lax.clamp, UNIT - 0.5, X, UNIT + 0.5)
 case("clamp_scalars", lambda x: lax.clamp(-0.5, x, 0.5), X)
 case("clamp_int", lambda x: lax.clamp(np.int32(-9), x, np.int32(9)), N)
 case("copy", primitives.copy_p.bind, X)
+case("layout_constraint", lambda x: with_layout_constraint(lax.neg(x), Layout((1, 0))), floats(3, 5))
 case("name", lambda x: checkpoint_name(x, "x"), X)
 case("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), floats(7, dtype=np.float32))
 case("threefry2x32", primitives.threefry2x32_p.bind, *(ints(4, low=0, dtype=np.uint32) for _ in range(4)))
@@ -159,9 +161,20 @@ case("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, i, i), (3, 2, 6)), A
      primitive="dynamic_slice")  # fmt: skip
 case("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i, i)), A, floats(3, 2, 6),
      np.int32(1), primitive="dynamic_update_slice")  # fmt: skip
-case("split", lambda x: lax.split(x, (1, 3), 1), A)
 case("concatenate", lambda x, y: lax.concatenate([x, y, x], 1), X, floats(3, 2))
 case("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 0), (0, 1, 1))), A, np.float64(2))
+case("pad_inside", lambda x: lax.pad(x, 3.0, ((0, 0, 0), (1, -1, 1), (-2, 3, 2))), A)
+case("slice_far", lambda x: lax.slice(x, (11, 0), (29, 2), (2, 1)), floats(31, 2))
+case("slice_few", lambda x: lax.slice(x, (11, 0), (16, 2), (2, 1)), floats(31, 2))
+case("slice_few_bool", lambda x: lax.slice(x, (30,), (31,)), bools(31))
+case("concatenate_far", lambda x, y: lax.concatenate([x, y, x], 0), floats(7), floats(1))
+case("concatenate_few", lambda x, y: lax.concatenate([y, x, y, x], 0), floats(9), floats(2))
+case("dynamic_slice_bool", lambda x, i: lax.dynamic_slice(x, (i,), (3,)), bools(7), np.int32(3),
+     primitive="dynamic_slice")  # fmt: skip
+case("dynamic_slice_clamped", lambda x, i: lax.dynamic_slice(x, (i, -i), (2, 3)), X, np.int32(2),
+     primitive="dynamic_slice")  # fmt: skip
+case("dynamic_update_slice_clamped", lambda x, y, i: lax.dynamic_update_slice(x, y, (-i, i)), floats(5, 7),
+     floats(3, 4), np.int32(6), primitive="dynamic_update_slice")  # fmt: skip
 case("pad_negative", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, 0, 0))), X)
 
 # --- contractions ---
@@ -176,6 +189,34 @@ case("dot_bf16", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), pr
 case("dot_empty", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 0), floats(0, 4))
 
 
+case("scaled_dot", lambda a, b, s, t: lax.scaled_dot(
+    a, b, lhs_scale=s, rhs_scale=t, dimension_numbers=(((2,), (1,)), ((0,), (0,))), preferred_element_type=np.float32),
+     floats(2, 3, 12, dtype="bfloat16"), floats(2, 12, 5, dtype="bfloat16"), positive(2, 3, 6).astype("bfloat16"),
+     positive(2, 3, 5).astype("bfloat16"), primitive="scaled_dot")  # fmt: skip
+RAGGED = lax.RaggedDotDimensionNumbers
+
+
+def ragged(name: str, numbers: Any, x: Any, w: Any, sizes: Any) -> None:
+    case(f"ragged_{name}", lambda x, w, n: lax.ragged_dot_general(x, w, n, numbers), x, w, np.asarray(sizes),
+         primitive="ragged_dot_general")  # fmt: skip
+
+
+PLAIN_RAGGED = RAGGED((((1,), (1,)), ((), ())), (0,), (0,))
+PER_BATCH = RAGGED((((3,), (2,)), ((0,), (1,))), (2,), (0,))
+SIZES = {"rows": (2, 0, 5, 4), "left_over": (3, 1, 0, 4), "too_many": (0, 0, 8, 7), "one": (0, 0, 0, 11)}
+for name, sizes in SIZES.items():
+    ragged(name, PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray(sizes, np.int32))
+    ragged(f"{name}_summed", RAGGED((((0,), (0,)), ((), ())), (0,), ()), floats(11, 3), floats(11, 2), sizes)
+ragged("uint", PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray((2, 0, 5, 4), np.uint32))
+ragged("narrow", PLAIN_RAGGED, floats(11, 3), floats(4, 3, 2), np.asarray((2, 0, 5, 4), np.int8))
+ragged("int", PLAIN_RAGGED, ints(11, 3), ints(4, 3, 2), (2, 3, 5, 1))
+ragged("batched", PER_BATCH, floats(3, 2, 7, 3), floats(4, 3, 3, 2), (2, 0, 1, 4))
+ragged("batched_sizes", PER_BATCH, floats(3, 2, 5, 3), floats(3, 3, 3, 2), ints(3, 2, 3, low=0, high=3))
+ragged("summed_sizes", RAGGED((((1, 2), (0, 2)), ((0,), (1,))), (2,), ()), floats(2, 3, 5, 2), floats(3, 2, 5, 4),
+       ints(2, 3, 3, low=0, high=3))  # fmt: skip
+ragged("of_batch", RAGGED((((2,), (1,)), ((0,), (0,))), (0,), ()), floats(3, 4, 5), floats(3, 5, 2), (1, 2))
+
+
 def conv(x: Any, k: Any, spec: tuple[str, str, str] = ("NHC", "HIO", "NHC"), **kwargs: Any) -> Any:
     return lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=spec, **kwargs)
 
@@ -187,22 +228,92 @@ case("conv_depthwise", lambda x, k: conv(x, k, feature_group_count=6), floats(3,
 case("conv_grouped", lambda x, k: conv(x, k, feature_group_count=6), floats(2, 4, 12), floats(3, 2, 6))
 case("conv_batch_grouped", lambda x, k: conv(x, k, batch_group_count=6), floats(12, 4, 3), floats(3, 3, 12))
 
+
+def conv_with(
+    strides: Any, padding: Any, image: Any = None, kernel: Any = None, spec: Any = ("NCH", "OIH", "NCH"), **kwargs: Any
+) -> Callable[[Any, Any], Any]:
+    return lambda x, k: lax.conv_general_dilated(
+        x, k, strides, padding, image, kernel, lax.conv_dimension_numbers(x.shape, k.shape, spec), **kwargs
+    )
+
+
+IMAGE = ("NHWC", "HWIO", "NHWC")
+case("conv_point", conv_with((1,), ((0, 0),)), floats(2, 3, 5), floats(2, 3, 1))
+case("conv_point_strided", conv_with((2,), ((0, 0),)), floats(2, 3, 7), floats(2, 3, 1))
+case("conv_image", conv_with((2, 1), "SAME", spec=IMAGE), floats(1, 7, 6, 2), floats(3, 3, 2, 2))
+case("conv_volume", conv_with((1, 1, 2), ((1, 1), (0, 0), (0, 1)), spec=("NCDHW", "OIDHW", "NDHWC")),
+     floats(1, 2, 4, 3, 5), floats(2, 2, 3, 1, 2))  # fmt: skip
+case("conv_cropped", conv_with((2,), ((-1, -2),), (3,), (2,)), floats(1, 2, 6), floats(2, 2, 2))
+case("conv_transposed", conv_with((1,), ((2, 2),), (2,)), floats(1, 2, 6), floats(2, 2, 3))
+case("conv_transposed_in_phase", conv_with((1,), ((2, 1),), (2,)), floats(1, 2, 6), floats(2, 2, 3))
+case("conv_of_weights", conv_with((1, 1), ((1, 1), (0, 0)), (1, 1), (2, 1), ("CHWN", "IHWO", "HWNC")),
+     floats(2, 7, 5, 3), floats(2, 4, 5, 3))  # fmt: skip
+case("conv_of_weights_strided", conv_with((2,), ((1, 2),), (2,), (1,)), floats(2, 3, 4), floats(2, 3, 5))
+case("conv_of_weights_grouped", conv_with((1,), ((1, 1),), batch_group_count=2), floats(4, 3, 6), floats(4, 3, 6))
+case("conv_of_weights_depthwise", conv_with((1,), ((1, 1),), feature_group_count=3), floats(2, 3, 6), floats(6, 1, 6))
+case("conv_int8", conv_with((1,), ((1, 1),)), ints(2, 3, 5, dtype=np.int8), ints(2, 3, 3, dtype=np.int8))
+case("conv_bf16", conv_with((1,), ((1, 1),)), floats(2, 3, 5, dtype="bfloat16"), floats(2, 3, 3, dtype="bfloat16"))
+case("conv_bf16_of_weights", conv_with((1,), ((1, 1),), preferred_element_type=np.float32),
+     floats(2, 3, 5, dtype="bfloat16"), floats(2, 3, 5, dtype="bfloat16"))  # fmt: skip
+
 # --- reductions ---
 for name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
     for kind, value in (("float", A), ("int", ints(3, 4, 5))):
         case(f"{name}_{kind}", lambda x, name=name: getattr(lax, name)(x, (0, 2)), value)
+    case(f"{name}_all_int", lambda x, name=name: getattr(lax, name)(x, (0, 1)), ints(5, 4, dtype=np.uint8))
+case("reduce_prod_bf16", lambda x: lax.reduce_prod(x, (1,)), floats(3, 5, dtype="bfloat16"))
+case("reduce_prod_complex", lambda x: lax.reduce_prod(x, (1,)), cplx(3, 5))
+case("reduce_prod_odd", lambda x: lax.reduce_prod(x, (0,)), np.array([[1, 2.0, np.inf, 0, np.nan]] * 5).T)
 case("reduce_sum_all", lambda x: lax.reduce_sum(x, (0, 1)), X)
 case("reduce_sum_bf16", lambda x: lax.reduce_sum(x, (1,)), floats(3, 5, dtype="bfloat16"))
 case("reduce_max_bool", lambda x: lax.reduce_max(x, (1,)), T)
 for name in ("reduce_and", "reduce_or", "reduce_xor"):
     case(f"{name}_bool", lambda x, name=name: getattr(lax, name)(x, (1,)), bools(2, 7))
     case(f"{name}_int", lambda x, name=name: getattr(lax, name)(x, (1,)), N)
+    case(f"{name}_uint", lambda x, name=name: getattr(lax, name)(x, (0, 1)), ints(5, 3, low=200, high=256,
+                                                                                  dtype=np.uint8))  # fmt: skip
 case("reduce", lambda x, n: lax.reduce(
     (x, n), (np.float64(0), np.int32(1)), lambda a, b: (a[0] + b[0] * b[0], a[1] * b[1]), (1,)), X, N)  # fmt: skip
 for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     case(name, lambda x, name=name: getattr(lax, name)(x, axis=1, reverse=True), X)
+    case(f"{name}_long", lambda x, name=name: getattr(lax, name)(x, axis=0), floats(13, 2))
+    case(f"{name}_bf16", lambda x, name=name: getattr(lax, name)(x, axis=0), floats(9, dtype="bfloat16"))
+    odd = np.array([-np.inf, 1, -np.inf, 2, np.inf, 3, np.nan, 4, -np.inf])
+    for i in (7, 9):
+        for back in (False, True):
+            case(f"{name}_odd_{i}_{back}",
+                 lambda x, name=name, back=back: getattr(lax, name)(x, axis=0, reverse=back), odd[i - 7 : i])
+    if name != "cumlogsumexp":
+        case(f"{name}_int8", lambda x, name=name: getattr(lax, name)(x, axis=0), ints(7, dtype=np.int8))
+        case(f"{name}_uint8", lambda x, name=name: getattr(lax, name)(x, axis=0, reverse=True),
+             ints(7, low=200, high=256, dtype=np.uint8))  # fmt: skip
+for name in ("cumsum", "cumprod", "cumlogsumexp"):
+    case(f"{name}_complex", lambda x, name=name: getattr(lax, name)(x, axis=0), cplx(7))
+case("cumlogsumexp_lowest", lambda x: lax.cumlogsumexp(x, axis=0), np.array([-np.inf] * 4 + [1.0, -np.inf, 2.0]))
+case("cumsum_empty", lambda x: lax.cumsum(x, axis=0), floats(0, 3))
+case("cummax_complex", lambda x: lax.cummax(x, axis=0), cplx(7))
 case("argmax", lambda x: lax.argmax(x, 1, np.int32), X)
 case("argmin", lambda x: lax.argmin(x, 0, np.int32), X)
+LOW = -np.inf
+ODD_ROWS = np.array([[3, 1, LOW, 0, 0.0, 7, LOW], [3, np.nan, LOW, 0, -0.0, 5, LOW], [1, 5, LOW, 0, 0, 7, 1],
+                     [9, np.nan, LOW, -1, 0, 7, LOW], [9, np.inf, LOW, 0, -0.0, 7, 1]])  # fmt: skip
+RANKED: dict[str, np.ndarray] = {
+    "ties": ints(9, 4, low=0, high=3), "odd": ODD_ROWS, "odd_f32": -ODD_ROWS.astype(np.float32),
+    "bf16": floats(9, 2, dtype="bfloat16"), "uint": ints(9, 3, low=0, high=3, dtype=np.uint8),
+    "least": np.full((5, 2), -128, np.int8), "minus_nan": np.copysign(ODD_ROWS, -1), "tall": floats(17, 2),
+}  # fmt: skip
+for name, value in {**RANKED, "bool": bools(9, 4)}.items():
+    for fn in (lax.argmax, lax.argmin):
+        case(f"{fn.__name__}_{name}", lambda x, fn=fn: fn(x, 0, np.int64), value)
+for k, names in ((1, ("ties",)), (2, RANKED), (4, ("ties", "odd", "minus_nan", "least"))):
+    for name in names:
+        case(f"top_{k}_{name}", lambda x, k=k: lax.top_k(x, k, axis=0), RANKED[name])
+case("argmax_uint8", lambda x: lax.argmax(x, 0, np.uint8), floats(256))
+case("argmax_wraps", lambda x: lax.argmax(x, 0, np.uint8), floats(300))
+case("top_all", lambda x: lax.top_k(x, 7), floats(2, 7))
+case("approx_top_k", lambda x: lax.approx_max_k(x, 2), floats(3, 5, dtype=np.float32))
+case("approx_top_k_loose", lambda x: lax.approx_min_k(x, 2, 0, aggregate_to_topk=False), floats(9, 3))
+case("top_none", lambda x: lax.top_k(x, 0), floats(2, 7))
 case("sort", lambda x, n: lax.sort((n, x), dimension=1, num_keys=1), X, N)
 case("top_k", lambda x: lax.top_k(x, 2), X)
 
@@ -215,11 +326,34 @@ for name, fn, start in (("sum", lax.add, 0.0), ("max", lax.max, -np.inf), ("min"
     case(f"reduce_window_{name}", lambda x, fn=fn, start=start: lax.reduce_window(
         x, start, fn, padding=PADDED, **WINDOW), W, primitive=f"reduce_window_{name}")  # fmt: skip
 case("reduce_window", lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b, padding=PADDED, **WINDOW), W)
+case("reduce_window_two", lambda x: lax.reduce_window(
+    (x, x), (1.0, 0.0), lambda a, b: (a[0] * b[0], a[1] + b[1]), padding="VALID", **WINDOW), W)  # fmt: skip
+DILATED: dict[str, Any] = {
+    "window_dimensions": (2, 3), "window_strides": (1, 2), "padding": ((1, 0), (2, 1)), "base_dilation": (1, 3),
+    "window_dilation": (3, 2),
+}  # fmt: skip
+TIES = np.round(floats(6, 5))
+for name, fn, start in (("sum", lax.add, 0.0), ("max", lax.max, -np.inf), ("min", lax.min, np.inf)):
+    case(f"reduce_window_{name}_dilated", lambda x, fn=fn, start=start: lax.reduce_window(x, start, fn, **DILATED),
+         TIES, primitive=f"reduce_window_{name}")  # fmt: skip
+case("reduce_window_max_int", lambda x: lax.reduce_window(x, np.int32(-(2**31)), lax.max, **DILATED), ints(6, 5))
+case("reduce_window_running", lambda x: lax.reduce_window(
+    x, 0.0, lax.add, (7,), (1,), ((6, 0),)), floats(7), primitive="reduce_window_sum")  # fmt: skip
 SELECT: dict[str, Any] = {**WINDOW, "padding": PLAIN, "select_prim": primitives.ge_p}
 case("select_and_scatter_add", lambda s, x: primitives.select_and_scatter_add_p.bind(s, x, **SELECT),
      floats(3, 3, 3, 5), W)  # fmt: skip
 case("select_and_gather_add", lambda t, x: primitives.select_and_gather_add_p.bind(
     t, x, **SELECT, base_dilation=(1,) * 4, window_dilation=(1,) * 4), floats(*W.shape), W)  # fmt: skip
+case("select_and_gather_add_dilated", lambda t, x: primitives.select_and_gather_add_p.bind(
+    t, x, **DILATED, select_prim=primitives.le_p), floats(6, 5), TIES)  # fmt: skip
+for kind, (size, stride, pads, outs) in {
+    "overlapping": ((3, 2), (2, 1), ((1, 1), (0, 1)), (3, 5)), "gaps": ((2, 1), (3, 2), ((0, 0), (0, 0)), (2, 3)),
+    "in_phase": ((3, 1), (3, 1), ((0, 0), (0, 0)), (2, 5)),
+}.items():  # fmt: skip
+    for prim in (primitives.ge_p, primitives.le_p):
+        params = {"select_prim": prim, "window_dimensions": size, "window_strides": stride, "padding": pads}
+        case(f"select_and_scatter_add_{kind}_{prim.name}", lambda s, x, p=params: (
+            primitives.select_and_scatter_add_p.bind(s, x, **p)), floats(*outs), TIES)  # fmt: skip
 
 # --- linear algebra ---
 ROOT = floats(3, 4, 4)
@@ -236,6 +370,26 @@ case("svd", lax.linalg.svd, SPD, primitive="svd")
 case("householder_product", lax.linalg.householder_product, floats(3, 4, 2), floats(3, 2))
 case("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), SPD,
      floats(3, 4, 2), primitive="triangular_solve")  # fmt: skip
+case("triangular_solve_right", lambda a, b: lax.linalg.triangular_solve(a, b, transpose_a=True), SPD[0],
+     floats(5, 4), primitive="triangular_solve")  # fmt: skip
+for lower in (False, True):
+    case(f"tridiagonal_{lower}", lambda a, lower=lower: lax.linalg.tridiagonal(a, lower=lower), SPD,
+         primitive="tridiagonal")  # fmt: skip
+case("tridiagonal_solve", lax.linalg.tridiagonal_solve, floats(3, 4), positive(3, 4) + 5, floats(3, 4), floats(3, 4, 5),
+     primitive="tridiagonal_solve")  # fmt: skip
+case("symmetric_product", lambda a, c: lax.linalg.symmetric_product(a, c, alpha=2.0, beta=3.0), floats(2, 3, 5),
+     np.eye(3) + ROOT[:2, :3, :3] + ROOT[:2, :3, :3].swapaxes(1, 2), primitive="symmetric_product")  # fmt: skip
+
+
+def raw_qr(a: Any) -> Any:
+    with jax.disable_jit():
+        return jax.numpy.linalg.qr(a, mode="raw")
+
+
+case("geqrf", raw_qr, SPD, primitive="geqrf")
+for left in (False, True):
+    case(f"ormqr_{left}", lambda a, t, c, left=left: lax.linalg.ormqr(a, t, c, left=left), floats(2, 4, 3),
+         floats(2, 3), floats(2, 4, 4), primitive="ormqr")  # fmt: skip
 case("fft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.FFT, fft_lengths=(4,)), cplx(3, 2, 4))
 case("irfft", lambda x: primitives.fft_p.bind(x, fft_type=lax.FftType.IRFFT, fft_lengths=(2, 4)), cplx(3, 2, 3))
 
@@ -269,6 +423,21 @@ for mode in MODES:
         scatter(f"scatter{suffix}_{where}", fn, TABLE, asked, floats(2, 3, 4), INTO_ROWS, mode)
 gather("gather_kept", TABLE, WILD.astype(np.int8), GatherDimensionNumbers((1, 3), (), (0,)), (1, 4), MODES[1])
 gather("gather_partial_slice", TABLE, WILD, GatherDimensionNumbers((1, 3), (), (0,)), (2, 4), MODES[0])
+BOTH = GatherDimensionNumbers((1, 3), (), (1, 0))
+for mode in MODES:
+    where = mode.name.lower()
+    asked = ints(4, 2, 2, low=0, high=4) if where == "promise_in_bounds" else ints(4, 2, 2, low=-3, high=9)
+    gather(f"gather_windows_{where}", floats(7, 6), asked, BOTH, (3, 2), mode)
+    gather(f"gather_windows_bool_{where}", bools(7, 6), asked, BOTH, (3, 1), mode)
+    for suffix, fn in SCATTERS.items():
+        scatter(f"scatter{suffix}_windows_{where}", fn, floats(7, 6), asked, floats(4, 3, 2, 2),
+                ScatterDimensionNumbers((1, 3), (), (1, 0)), mode)  # fmt: skip
+gather("gather_windows_filled", ints(7, 6), ints(4, 2, 2, low=-1, high=7), BOTH, (5, 4), MODES[1], 9)
+gather("gather_windows_batched", A, ints(3, 2, 1, low=-1, high=7), GatherDimensionNumbers((1, 3), (), (2,), (0,), (0,)),
+       (1, 4, 5), MODES[1])  # fmt: skip
+gather("gather_window_alone", floats(9), ints(1, low=2, high=3), GatherDimensionNumbers((0,), (), (0,)), (5,), MODES[2])
+scatter("scatter_window_alone", lax.scatter, floats(9), ints(1, low=2, high=3), floats(5),
+        ScatterDimensionNumbers((0,), (), (0,)), MODES[1])  # fmt: skip
 gather("gather_whole_indexed", TABLE, ints(6, 2, low=-1, high=5), GatherDimensionNumbers((1,), (0,), (1, 0)), (1, 4),
        MODES[1])  # fmt: skip
 gather("gather_two", A, ints(7, 2, low=-1, high=6), GatherDimensionNumbers((1,), (0, 2), (2, 0)), (1, 4, 1), MODES[1])

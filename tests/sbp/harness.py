@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardc.sbp.placement import B, P, Placement, S, local_extent, local_shape
-from shardc.sbp.signature import Operation, Rule, Signature, Site, find_rule, mask_padding, neutral_value
+from shardc.sbp.piece import internal_steps, run_piece
+from shardc.sbp.placement import AxisSizes, B, P, Placement, S, local_extent, local_shape
+from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, find_rule, neutral_value
 
 Combo = Mapping[str, tuple[int, Signature]]
 """For each axis of the fake mesh its size and the signature along it; the order is the order of cutting."""
@@ -84,24 +87,90 @@ def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool
     sizes = {axis: n for axis, (n, _) in combo.items()}
     split = [Split(x, p, sizes, rng) for x, p in zip(eqn.inputs, operands, strict=True)]
 
-    def piece(coords: Mapping[str, Any], *xs: Any) -> Sequence[Any]:
-        site = Site(eqn.op, tuple(operands), tuple(results), sizes, coords.__getitem__, eqn.bind)
-        return rule.local(site, *mask_padding(site, rule, xs))
+    lockstep = Lockstep(sizes)
 
-    run = jax.jit(piece) if traced else piece
-    pieces: dict[tuple[int, ...], list[np.ndarray]] = {}
-    for device in devices(sizes):
-        coords = dict(zip(sizes, device, strict=True))
-        made = run(coords, *(on_device(s.piece(coords)) for s in split))
+    def piece(coords: Mapping[str, Any], *xs: Any) -> Sequence[Any]:
+        where = (coords.__getitem__, eqn.bind, lockstep.wire(coords))
+        return run_piece(Site(eqn.op, tuple(operands), tuple(results), sizes, *where), rule, xs)
+
+    setting = Setting(eqn.op, tuple(operands), tuple(results), sizes)
+    talks = bool(rule.crossed(setting))
+    run = jax.jit(piece) if traced and not talks else piece
+    at = {device: dict(zip(sizes, device, strict=True)) for device in devices(sizes)}
+    held = {device: [s.piece(coords) for s in split] for device, coords in at.items()}
+
+    def compute(device: tuple[int, ...]) -> list[np.ndarray]:
+        coords = {a: jnp.int32(c) for a, c in at[device].items()} if traced and talks else at[device]
+        made = run(coords, *map(on_device, held[device]))
         for aval, placement, y in zip(eqn.op.results, results, made, strict=True):
             assert y.shape == local_shape(aval.shape, placement, sizes)
             assert y.dtype == aval.dtype
-        pieces[device] = [on_host(y) for y in made]
+        return [on_host(y) for y in made]
+
+    pieces = lockstep.run(compute) if talks else {device: compute(device) for device in at}
+    assert lockstep.sent == [(s.kind, s.axes, s.shape, s.dtype) for s in internal_steps(rule, setting)]
     slack = tolerance(*(a.dtype for a in (*eqn.op.operands, *eqn.op.results)))
     for i, whole in enumerate(eqn.bind(*eqn.inputs)):
         for joined in join({d: ys[i] for d, ys in pieces.items()}, whole.shape, results[i], sizes):
             assert_same(joined, on_host(whole), slack)
     return True
+
+
+class Lockstep:
+    """Devices that send each other something: a thread for each, which wait for one another."""
+
+    def __init__(self, sizes: AxisSizes) -> None:
+        self.sizes, self.sent = sizes, list[tuple[str, tuple[str, ...], tuple[int, ...], Any]]()
+        self.slots: dict[tuple[int, ...], np.ndarray] = {}
+        self.barrier = threading.Barrier(math.prod(sizes.values()))
+
+    def run(self, compute: Callable[[tuple[int, ...]], list[np.ndarray]]) -> dict[tuple[int, ...], list[np.ndarray]]:
+        wide = jax.config.jax_enable_x64  # a thread's own
+
+        def guarded(device: tuple[int, ...]) -> list[np.ndarray]:
+            try:
+                with jax.enable_x64(wide):
+                    return compute(device)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        found = list(devices(self.sizes))
+        with ThreadPoolExecutor(len(found)) as pool:
+            return dict(zip(found, pool.map(guarded, found), strict=True))
+
+    def wire(self, coords: Mapping[str, Any]) -> _Wire:
+        return _Wire(self, {a: int(c) for a, c in coords.items()} if not _traced(coords) else {})
+
+
+class _Wire:
+    def __init__(self, lockstep: Lockstep, at: Mapping[str, int]) -> None:
+        self.lockstep, self.at = lockstep, at
+
+    def exchange(self, kind: str, x: Any, axes: tuple[str, ...]) -> list[np.ndarray]:
+        """What all devices along `axes` put in, in their order."""
+        lockstep, me = self.lockstep, tuple(self.at.values())
+        lockstep.slots[me] = np.asarray(x)
+        lockstep.barrier.wait(60)
+        others = itertools.product(*(range(lockstep.sizes[a]) for a in axes))
+        found = [lockstep.slots[tuple({**self.at, **dict(zip(axes, c, strict=True))}.values())] for c in others]
+        if not any(me):
+            lockstep.sent.append((kind, axes, found[0].shape, found[0].dtype))
+        lockstep.barrier.wait(60)
+        return found
+
+    def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
+        return jnp.stack([jnp.asarray(y) for y in self.exchange("all_gather", x, axes)])
+
+    def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+        assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
+        found = self.exchange("permute", x, axes)
+        me = int(np.ravel_multi_index([self.at[a] for a in axes], [self.lockstep.sizes[a] for a in axes]))
+        return next((jnp.asarray(found[s]) for s, t in pairs if t == me), jnp.zeros(np.shape(x), x.dtype))
+
+
+def _traced(coords: Mapping[str, Any]) -> bool:
+    return any(isinstance(c, jax.core.Tracer) for c in coords.values())
 
 
 def on_host(x: Any) -> np.ndarray:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from shardc.passes.lower_boxing import MeshWire
 from shardc.sbp import rules
+from shardc.sbp.piece import mask_padding
 from shardc.sbp.placement import P, Placement, S
-from shardc.sbp.signature import Site, bind_same, find_rule, mask_padding, rule_names, signatures
+from shardc.sbp.signature import Site, bind_same, find_rule, rule_names, signatures
 from tests.sbp.cases import CASES, INTO_ROWS, ROWS, TAME
 from tests.sbp.harness import Equation, equation_of, placements_of, prove
 
@@ -48,7 +50,7 @@ def test_rule_describes_its_operation(name: str) -> None:
         named = [f for f in factors if f]
         assert len(set(named)) == len(named), f"{factors} names a factor twice"
         for f, size in zip(factors, aval.shape, strict=True):
-            if f and f not in rule.granule:
+            if f and f not in rule.granule and f not in rule.crossing:
                 assert sizes.setdefault(f, size) == size, f"factor {f} has sizes {sizes[f]} and {size}"
     assert not set(rule.reduced) & {f for fs in rule.results for f in fs}
     assert set(rule.neutral) <= set(range(len(op.operands)))
@@ -145,7 +147,8 @@ def test_padding_is_masked_only_where_a_reduced_factor_is_split_unevenly() -> No
     held = np.full((3, 3), 7.0)
 
     def masked(dim: int, n: int) -> np.ndarray:
-        site = Site(eqn.op, (Placement({"a": S(dim)}),), (Placement({"a": P()}),), {"a": n}, lambda _: n - 1, eqn.bind)
+        around = (Placement({"a": S(dim)}),), (Placement({"a": P()}),), {"a": n}
+        site = Site(eqn.op, *around, lambda _: n - 1, eqn.bind, MeshWire({"a": n}))
         return np.asarray(mask_padding(site, rule, [held])[0])
 
     assert masked(0, 3) is not None and (masked(0, 3) == held).all()  # 3 rows on 3 devices: no padding

@@ -1,30 +1,39 @@
-"""Contractions: c[b, m, n] = sum over k of a[b, m, k] · b[b, n, k]."""
+"""Contractions: c[b, m, n] = sum over k of a[b, m, k] · b[b, n, k], of whole dimensions or by groups of rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from shardc.sbp.signature import Operation, Partials, Rule, dims, linear, rule
+from shardc.sbp.signature import Operation, Partials, Rule, Site, dims, linear, rule
 
 
 def bilinear(op: Operation) -> tuple[Partials, ...]:
     """Linear in each operand, if sums wrap in the operand as they do in the result."""
     result = op.results[0].dtype
     wraps = [jnp.issubdtype(a.dtype, np.integer) and a.dtype != result for a in op.operands]
-    return linear(2, *((i,) for i in (0, 1) if not wraps[i]))
+    return linear(len(op.operands), *((i,) for i in (0, 1) if not wraps[i]))
+
+
+def _names(op: Operation, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> list[list[str]]:
+    """Factors of the first two operands: `b*` batch, `k*` contracted, `m*` and `n*` the others."""
+    names = [list(dims(len(a.shape), side)) for side, a in zip("mn", op.operands, strict=False)]
+    for kind, pairs in (("k", contract), ("b", batch)):
+        for j, (left, right) in enumerate(zip(*pairs, strict=True)):
+            names[0][left] = names[1][right] = f"{kind}{j}"
+    return names
 
 
 @rule("dot_general")
 def dot_general(op: Operation) -> Rule:
     """Batch, left, right and contracted dimensions; a split contraction leaves P(sum)."""
     contract, batch = op.params["dimension_numbers"]
-    names = [list(dims(len(a.shape), side)) for side, a in zip("mn", op.operands, strict=True)]
-    for kind, pairs in (("k", contract), ("b", batch)):
-        for j, (left, right) in enumerate(zip(*pairs, strict=True)):
-            names[0][left] = names[1][right] = f"{kind}{j}"
+    names = _names(op, contract, batch)
     free = [f for side, kind in zip(names, "mn", strict=True) for f in side if f[0] == kind]
     sizes = {f: d for side, a in zip(names, op.operands, strict=True) for f, d in zip(side, a.shape, strict=True)}
     return Rule(
@@ -35,3 +44,88 @@ def dot_general(op: Operation) -> Rule:
         neutral={0: "zero", 1: "zero"},
         flops=2.0 * math.prod(sizes.values()),
     )
+
+
+@rule("scaled_dot")
+def scaled_dot(op: Operation) -> Rule:
+    """A contraction in blocks that have a scale each: contracted dimensions are cut between blocks alone. The operands
+    are rounded before they are multiplied, so it is linear in none."""
+    contract, batch = op.params["dimension_numbers"]
+    names = [tuple(side) for side in _names(op, contract, batch)]
+    free = [f for side, kind in zip(names, "mn", strict=True) for f in side if f[0] == kind]
+    a, b, *scales = op.operands
+    blocks = [math.gcd(scales[0].shape[i], scales[1].shape[j]) for i, j in zip(*contract, strict=True)]
+    sizes = dict(zip((*names[0], *names[1]), (*a.shape, *b.shape), strict=True))
+    return Rule(
+        (*names, *names), ((*(f"b{j}" for j in range(len(batch[0]))), *free),),
+        reduced={f"k{j}": "sum" for j in range(len(blocks))},
+        granule={f"k{j}": n for j, n in enumerate(blocks)},
+        flops=2.0 * math.prod(sizes.values()),
+    )  # fmt: skip
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(op: Operation) -> Rule | None:
+    """A contraction of which each group of rows has its own right operand (the rows are of `m`), or its own result (of
+    `k`). Rows may be split, as every device can tell from the sizes which groups its rows are of. A device that holds
+    some groups only gives zeros for the rows of others, or has their results alone."""
+    numbers, sizes = op.params["ragged_dot_dimension_numbers"], op.operands[2]
+    if op.params["group_offset"] is not None:
+        return None
+    (contract, batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions[0]
+    plain = _names(op, contract, batch)
+    for d in numbers.rhs_group_dimensions:
+        plain[1][d] = "g"
+    # Where the groups are of a batch, all is whole; sizes of a narrow type wrap when they are added up.
+    whole = plain[0][ragged] if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4 else None
+    names = [[None if f == whole else f for f in side] for side in plain]
+    free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
+            for d, f in enumerate(side) if f != "g" and d not in (*over, *along)]  # fmt: skip
+    result = [*(names[0][d] for d in batch[0]), *free]
+    reduced = {f: "sum" for d in contract[0] if (f := names[0][d])}
+    if ragged in contract[0]:
+        result.insert(0, "g")
+    elif numbers.rhs_group_dimensions:
+        reduced["g"] = "sum"
+    before = [names[0][d] for d in _before(ragged, contract[0], batch[0], len(names[0]))]
+    shapes = {f: n for side, a in zip(names, op.operands, strict=False) for f, n in zip(side, a.shape, strict=True)}
+    return Rule(
+        (tuple(names[0]), tuple(names[1]), (*(before if len(sizes.shape) > 1 else ()), None)), (tuple(result),),
+        reduced=reduced,
+        partials=bilinear(op),
+        neutral={0: "zero", 1: "zero", 2: "zero"},
+        local=_groups_here,
+        flops=2.0 * math.prod(n for f, n in shapes.items() if f != "g"),
+    )  # fmt: skip
+
+
+def _before(ragged: int, contract: Sequence[int], batch: Sequence[int], rank: int) -> list[int]:
+    """Dimensions of the left operand for which there are sizes of their own."""
+    if ragged in batch:
+        return list(batch[: batch.index(ragged)])
+    outer = contract if ragged in contract else [d for d in range(rank) if d not in (*contract, *batch)]
+    return [*batch, *outer[: outer.index(ragged)]]
+
+
+def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
+    numbers = site.op.params["ragged_dot_dimension_numbers"]
+    ragged, group = numbers.lhs_ragged_dimensions[0], numbers.rhs_group_dimensions
+    by_row = site.operands[0].axes_of(ragged)
+    result_groups = not group and ragged in numbers.dot_dimension_numbers[0][0]
+    by_group = site.operands[1].axes_of(group[0]) if group else site.results[0].axes_of(0) if result_groups else ()
+    if by_row:
+        offset, valid = (jnp.asarray(n, sizes.dtype) for n in site.operand_extent(0, ragged))
+        ends = jnp.cumsum(sizes, -1, sizes.dtype)
+        sizes = jnp.clip(ends, offset, offset + valid) - jnp.clip(ends - sizes, offset, offset + valid)
+    if not by_group:
+        return site.bind(x, w, sizes)
+    offset, _ = site.operand_extent(1, group[0]) if group else site.result_extent(0, 0)
+    count = w.shape[group[0]] if group else site.result_shape()[0]
+    earlier = lax.broadcasted_iota(np.int32, sizes.shape, sizes.ndim - 1) < offset
+    skipped = jnp.where(earlier, sizes, 0).sum(-1, keepdims=True, dtype=sizes.dtype)  # a group before ours
+    padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, count)])
+    own = lax.dynamic_slice_in_dim(padded, jnp.asarray(offset, np.int32), count, padded.ndim - 1)
+    if group:
+        w = jnp.pad(w, [(int(d == group[0]), 0) for d in range(w.ndim)])
+    (y,) = site.bind(x, w, jnp.concatenate([skipped, own], -1))
+    return [y if group else y[1:]]

@@ -1,8 +1,8 @@
 """Gather: result[batch, offset] = operand[indices[batch] + offset].
 
 Factors: `i*` dimensions of the indices (shared with the operand where it is batched), `o*` dimensions of which every
-slice takes all, and `v*` dimensions of which every slice takes one element: a split table, to which each device
-answers for the rows that it holds and with zero for the others.
+slice takes all, `v*` dimensions of which every slice takes one element, and `w*` those of which it takes some: split
+tables, to which each device answers for what it holds and with zero for the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from shardc.sbp.piece import masked
 from shardc.sbp.signature import Operation, Rule, Site, dims, passes, rule
 
 _LARGEST: Final = 2**31 - 1
@@ -26,21 +27,21 @@ def gather(op: Operation) -> Rule | None:
         return None
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     batch = dims(len(op.operands[1].shape) - 1, "i")
-    looked_up = _looked_up(op)
+    found = {d: f"v{d}" for d in _looked_up(op)} | {d: f"w{d}" for d in _windowed(op)}
     operand: list[str | None] = [None] * len(sizes)
     for d, (size, whole) in enumerate(zip(sizes, op.operands[0].shape, strict=True)):
-        operand[d] = f"v{d}" if d in looked_up else f"o{d}" if size == whole else None
+        operand[d] = found.get(d, f"o{d}" if size == whole else None)
     for d, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operand[d] = batch[j]
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    offsets = iter([None if d in looked_up else f for d, f in enumerate(operand) if d not in dropped])
+    offsets = iter([None if d in found else f for d, f in enumerate(operand) if d not in dropped])
     rows = iter(batch)
     result = tuple(
         next(offsets) if d in numbers.offset_dims else next(rows) for d in range(len(op.results[0].shape))
     )
     return Rule(
         (tuple(operand), (*batch, None)), (result,),
-        reduced={f"v{d}": "sum" for d in looked_up},
+        reduced=dict.fromkeys(found.values(), "max" if op.operands[0].dtype == np.bool_ else "sum"),
         partials=passes(2, (0,)),
         local=_gather_here,
     )  # fmt: skip
@@ -51,6 +52,12 @@ def _looked_up(op: Operation) -> tuple[int, ...]:
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     shape, collapsed = op.operands[0].shape, numbers.collapsed_slice_dims
     return tuple(d for d in numbers.start_index_map if sizes[d] == 1 and (shape[d] > 1 or d in collapsed))
+
+
+def _windowed(op: Operation) -> tuple[int, ...]:
+    """Dimensions of the operand that one index component addresses, some elements at a time."""
+    sizes, shape = op.params["slice_sizes"], op.operands[0].shape
+    return tuple(d for d in op.params["dimension_numbers"].start_index_map if 1 < sizes[d] < shape[d])
 
 
 def as_int32(indices: Any) -> Any:
@@ -83,8 +90,9 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     numbers, mapped = p["dimension_numbers"], p["dimension_numbers"].start_index_map
     sizes = tuple(n if s == whole else s for s, whole, n in zip(p["slice_sizes"], shape, x.shape, strict=True))
     split = [d for d in _looked_up(site.op) if site.operands[0].axes_of(d)]
+    windows = [d for d in _windowed(site.op) if site.operands[0].axes_of(d)]
     fills = p["mode"] == GatherScatterMode.FILL_OR_DROP
-    if not mapped or not (split or (fills and site.results[0].partial_op == "sum")):
+    if not mapped or not (split or windows or (fills and site.results[0].partial_op == "sum")):
         in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding is in no order
         if mapped and not fills and np.prod(indices.shape[:-1]) == 1:  # XLA makes a slice of it: see _dynamic_piece
             indices = jnp.clip(as_int32(indices), 0, np.asarray([x.shape[d] - sizes[d] for d in mapped], np.int32))
@@ -97,6 +105,10 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
         asked = jnp.clip(asked, 0, limits)  # what XLA does with indices that are promised to be in bounds, too
     starts, counts = ranges_here(site, mapped, split, limits)
     here = asked - starts
+    mine = jnp.all((here >= 0) & (here < counts), axis=-1)
+    for d in windows:
+        x = masked(site, 0, d, x, np.zeros((), x.dtype))
+    x, here = with_margins(site, x, here, mapped, windows, sizes)
     rows = site.bind(
         x, here, slice_sizes=sizes, indices_are_sorted=False, unique_indices=False,
         mode=GatherScatterMode.CLIP, fill_value=None,
@@ -105,8 +117,26 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     def over_rows(mask: Any) -> Any:
         return jnp.expand_dims(mask, numbers.offset_dims)
 
-    found = jnp.where(over_rows(jnp.all((here >= 0) & (here < counts), axis=-1)), rows, jnp.zeros((), rows.dtype))
+    found = jnp.where(over_rows(mine), rows, jnp.zeros((), rows.dtype))
     if not fills:
         return [found]
     missing = ~within & is_first(site, site.results[0].partial_axes)
     return [jnp.where(over_rows(missing), jnp.asarray(p["fill_value"], rows.dtype), found)]
+
+
+def with_margins(
+    site: Site, x: Any, starts: Any, mapped: Sequence[int], windows: Sequence[int], sizes: Sequence[int]
+) -> tuple[Any, Any]:
+    """Operand 0 with zeros around `windows`, as many as they take, and where they start in it: of what a window takes
+    that is not in this piece falls into the zeros."""
+    if not windows:
+        return x, starts
+    margins = [(sizes[d] if d in windows else 0,) * 2 for d in range(x.ndim)]
+    moved: list[Any] = []
+    for j, d in enumerate(mapped):
+        at = starts[..., j]
+        if d in windows:
+            offset = jnp.asarray(site.operand_extent(0, d)[0], np.int32)
+            at = jnp.clip(at - offset, -sizes[d], x.shape[d]) + sizes[d]
+        moved.append(at)
+    return jnp.pad(x, margins), jnp.stack(moved, -1)

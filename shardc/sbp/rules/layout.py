@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardc.sbp.signature import Factors, Operation, Rule, Site, dims, passes, rule
+from shardc.sbp.signature import Factors, Operation, Rule, Site, Window, dims, is_extended, passes, rule
 
 
 def local_shape_param(name: str) -> Any:
@@ -88,9 +88,12 @@ def squeeze(op: Operation) -> Rule:
 
 @rule("rev")
 def rev(op: Operation) -> Rule:
-    """Reversed dimensions stay whole."""
-    names = without(dims(len(op.operands[0].shape)), op.params["dimensions"])
-    return Rule((names,), (names,), partials=passes(1, (0,)))
+    """Every dimension; of a reversed one a device reads the range that mirrors its part of the result."""
+    shape, names, turned = op.operands[0].shape, dims(len(op.operands[0].shape)), op.params["dimensions"]
+    if is_extended(op.operands[0].dtype):
+        names = without(names, turned)
+    windows = tuple(Window(0, f, 1, shape[d] - 1, step=-1) for d in turned if (f := names[d]))
+    return Rule((names,), (names,), partials=passes(1, (0,)), windows=windows)
 
 
 @rule("tile")

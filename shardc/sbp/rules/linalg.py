@@ -23,9 +23,12 @@ def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Ru
     return Rule(operands, results, partials=partials)
 
 
-@rule("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd")
+@rule(
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+    "tridiagonal",
+)  # fmt: skip
 def factorization(op: Operation) -> Rule:
-    """Of the last two dimensions."""
+    """Of the last two dimensions: each step needs all that is left of the matrix."""
     return batched(op, 2)
 
 
@@ -37,8 +40,45 @@ def pivots(op: Operation) -> Rule:
 
 @rule("triangular_solve")
 def triangular_solve(op: Operation) -> Rule:
-    """x of a x = b is linear in b."""
-    return batched(op, 2, linear(2, (1,)))
+    """x of a x = b is linear in b, and each column of b (row, of x a = b) is solved for itself."""
+    return _each_column(batched(op, 2, linear(2, (1,))), -1 if op.params["left_side"] else -2)
+
+
+@rule("tridiagonal_solve")
+def tridiagonal_solve(op: Operation) -> Rule:
+    """As with a triangular matrix."""
+    return _each_column(batched(op, 1, linear(4, (3,))), -1)
+
+
+@rule("ormqr")
+def product_with_q(op: Operation) -> Rule:
+    """q c or c q: linear in c, whose columns or rows are multiplied each for itself."""
+    return _each_column(batched(op, 2, linear(3, (2,))), -1 if op.params["left"] else -2)
+
+
+def _each_column(found: Rule, dim: int) -> Rule:
+    """The rule with a factor more: dimension `dim` of the last operand, and of the result."""
+    *others, last = found.operands
+    split = list(last)
+    split[dim] = "c"
+    return replace(found, operands=(*others, tuple(split)), results=(tuple(split),))
+
+
+@rule("symmetric_product")
+def symmetric_product(op: Operation) -> Rule:
+    """alpha a aᵀ + beta c: a sum over the columns of a; c counts once."""
+    found = batched(op, 2)
+    a, c = found.operands
+    return replace(
+        found, operands=((*a[:-1], "k"), c), reduced={"k": "sum"}, neutral={0: "zero"}, local=_symmetric_piece
+    )
+
+
+def _symmetric_piece(site: Site, a: Any, c: Any) -> Sequence[Any]:
+    axes = site.operands[0].axes_of(a.ndim - 1)
+    if axes:
+        c = jnp.where(site.linear_index(axes) == 0, c, jnp.zeros((), c.dtype))
+    return site.bind(a, c)
 
 
 @rule("fft")

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from shardc.sbp.piece import masked
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Neutral, Operation, Partials, Rule, dims, linear, passes, rule
+from shardc.sbp.signature import (
+    Aval,
+    Neutral,
+    Operation,
+    Partials,
+    Rule,
+    Setting,
+    Site,
+    dims,
+    linear,
+    neutral_value,
+    passes,
+    rule,
+)
 
 NEUTRAL: Mapping[ReduceOp, Neutral] = {"sum": "zero", "max": "lowest", "min": "highest"}
 
@@ -52,34 +69,100 @@ def reduce_min(op: Operation) -> Rule:
 
 @rule("reduce_or", "reduce_and")
 def reduce_logical(op: Operation) -> Rule:
-    """On booleans max and min; bitwise on integers they are neither."""
+    """On booleans max and min; bitwise on integers each device tells what it has."""
     if not jnp.issubdtype(op.operands[0].dtype, np.bool_):
-        return kept_only(op)
+        return _told_reduction(op)
     return reduction(op, "max" if op.name == "reduce_or" else "min")
 
 
 @rule("reduce_prod", "reduce_xor")
-def reduce_kept(op: Operation) -> Rule:
-    """Products and xors leave no partial value that a placement could name."""
-    return kept_only(op)
+def reduce_told(op: Operation) -> Rule:
+    """Products and xors leave no partial value that a placement could name: each device tells what it has."""
+    return _told_reduction(op)
+
+
+def _told_reduction(op: Operation) -> Rule:
+    names, axes = dims(len(op.operands[0].shape)), op.params["axes"]
+    kept = tuple(f for i, f in enumerate(names) if i not in axes)
+    gone = [names[a] for a in axes]
+    return Rule(
+        (names,), (kept,),
+        reduced=dict.fromkeys(gone),
+        told=dict.fromkeys(gone, _reduced_here),
+        across=_reduce_across,
+    )  # fmt: skip
+
+
+def _reduced_here(setting: Setting) -> Sequence[Aval]:
+    return [jax.ShapeDtypeStruct(setting.result_shape(), setting.op.results[0].dtype)]
+
+
+def _reduce_across(site: Site, x: Any) -> Sequence[Any]:
+    axes, kind = site.op.params["axes"], site.op.name
+    none = neutral_value("one" if kind == "reduce_prod" else "zero", x.dtype)
+    for dim in axes:
+        x = masked(site, 0, dim, x, ~none if kind == "reduce_and" else none)
+    (y,) = site.bind(x)
+    for dim in axes:
+        if split := site.operands[0].axes_of(dim):
+            (y,) = site.bind(site.wire.all_gather(y, split), axes=(0,))
+    return [y]
 
 
 @rule("reduce")
 def reduce_any(op: Operation) -> Rule:
-    """Any monoid: only the dimensions that stay; initial values are scalars."""
+    """Any monoid: only the dimensions that stay. Initial values are scalars; they need not be neutral, and parts would
+    count them more than once."""
     n = len(op.results)
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["dimensions"])
     return Rule((names,) * n + ((),) * n, (kept,) * n)
 
 
+_RUNNING: Final[Mapping[str, tuple[Neutral, Callable[[Any, Any], Any]]]] = {
+    "cumsum": ("zero", lax.add), "cumprod": ("one", lax.mul), "cummax": ("lowest", lax.max),
+    "cummin": ("highest", lax.min), "cumlogsumexp": ("lowest", jnp.logaddexp),
+}  # fmt: skip
+
+
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(op: Operation) -> Rule:
-    """The running dimension stays whole; a running sum is linear, a running max passes P(max)."""
-    names = tuple(None if i == op.params["axis"] else f for i, f in enumerate(dims(len(op.operands[0].shape))))
+    """Every dimension. Along the running one each device tells the total of its piece, and goes on from those of the
+    pieces before. A running sum is linear, a running max passes P(max)."""
+    names, axis = dims(len(op.operands[0].shape)), op.params["axis"]
     ops: Mapping[str, tuple[Partials, ...]] = {
         "cumsum": linear(1, (0,)),
         "cummax": passes(1, (0,), ops=("max",)),
         "cummin": passes(1, (0,), ops=("min",)),
     }
-    return Rule((names,), (names,), partials=ops.get(op.name, ()))
+    unordered = op.name in ("cummax", "cummin", "cumlogsumexp") and np.dtype(op.operands[0].dtype).kind == "c"
+    if unordered:  # no element is neutral
+        names = tuple(None if i == axis else f for i, f in enumerate(names))
+    told = names[axis] if op.operands[0].shape[axis] else None
+    return Rule(
+        (names,), (names,),
+        partials=ops.get(op.name, ()),
+        told={told: _running_total} if told else {},
+        across=_run_on,
+    )  # fmt: skip
+
+
+def _running_total(setting: Setting) -> Sequence[Aval]:
+    shape = list(setting.operand_shape(0))
+    shape[setting.op.params["axis"]] = 1
+    return [jax.ShapeDtypeStruct(shape, setting.op.operands[0].dtype)]
+
+
+def _run_on(site: Site, x: Any) -> Sequence[Any]:
+    axis, reverse = site.op.params["axis"], site.op.params["reverse"]
+    axes = site.operands[0].axes_of(axis)
+    kind, combine = _RUNNING[site.op.name]
+    neutral = neutral_value(kind, x.dtype)
+    (here,) = site.bind(masked(site, 0, axis, x, neutral))
+    total = lax.slice_in_dim(here, 0, 1, axis=axis) if reverse else lax.slice_in_dim(here, -1, None, axis=axis)
+    totals = jnp.squeeze(jnp.moveaxis(site.wire.all_gather(total, axes), 0, axis), axis + 1)
+    (others,) = site.bind(totals)
+    none = jnp.full(total.shape, neutral, x.dtype)
+    others = jnp.concatenate([others, none] if reverse else [none, others], axis)
+    before = lax.dynamic_slice_in_dim(others, site.linear_index(axes) + (1 if reverse else 0), 1, axis)
+    return [combine(before, here)]

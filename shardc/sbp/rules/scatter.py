@@ -1,8 +1,9 @@
 """Scatter: operand with operand[indices[batch] + window] combined with updates[batch, window].
 
 Factors: `o*` dimensions that every window covers, `i*` dimensions of indices and updates (shared with the operand where
-it is batched, else reduced where updates may come in any number of parts), and `v*` dimensions of which every window
-touches one element: a split table, of which each device takes the updates of its own rows.
+it is batched, else reduced where updates may come in any number of parts), `v*` dimensions of which every window
+touches one element, and `w*` those of which it touches some: split tables, of which each device takes the updates of
+its own elements. Overwriting and products have no parts: no device knows which elements others have changed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.rules.gather import as_int32, is_first, ranges_here
+from shardc.sbp.rules.gather import as_int32, is_first, ranges_here, with_margins
 from shardc.sbp.rules.reduction import NEUTRAL
-from shardc.sbp.signature import Factors, Operation, Partials, Rule, Site, dims, linear, passes, rule
+from shardc.sbp.signature import Factors, Operation, Partials, Rule, Site, dims, is_extended, linear, passes, rule
 
 _COMBINES: Mapping[str, ReduceOp] = {
     "scatter-add": "sum", "scatter-sub": "sum", "scatter-max": "max", "scatter-min": "min",
@@ -48,6 +49,8 @@ def _partials(op: Operation, combine: ReduceOp | None) -> tuple[Partials, ...]:
         return linear(3, (0, 2))
     if combine:
         return passes(3, (0, 2), (0,), (2,), ops=(combine,))
+    if op.name == "scatter-mul":
+        return linear(3, (0,))
     alone = op.params["unique_indices"] or np.prod(op.operands[1].shape[:-1]) == 1
     return passes(3, (0, 2)) if op.name == "scatter" and op.params["update_jaxpr"] is None and alone else ()
 
@@ -70,6 +73,14 @@ def _looked_up(op: Operation) -> tuple[int, ...]:
     return tuple(d for d in numbers.scatter_dims_to_operand_dims if sizes[d] == 1 and (shape[d] > 1 or d in single))
 
 
+def _windowed(op: Operation) -> tuple[int, ...]:
+    """Dimensions of the operand that one index component addresses, some elements at a time."""
+    mapped, sizes = op.params["dimension_numbers"].scatter_dims_to_operand_dims, _sizes(op)
+    if is_extended(op.operands[0].dtype):  # no zeros for the margins
+        return ()
+    return tuple(d for d in mapped if 1 < sizes[d] < op.operands[0].shape[d])
+
+
 def _factors(op: Operation) -> tuple[Factors, Factors, Factors]:
     """Factors of the operand, of the batch of indices, of the updates."""
     numbers, shape = op.params["dimension_numbers"], op.operands[0].shape
@@ -77,7 +88,8 @@ def _factors(op: Operation) -> tuple[Factors, Factors, Factors]:
     updates: list[str | None] = [None] * len(op.operands[2].shape)
     for f, u in zip(batch, (u for u in range(len(updates)) if u not in numbers.update_window_dims), strict=True):
         updates[u] = f
-    operand: list[str | None] = [f"v{d}" if d in _looked_up(op) else None for d in range(len(shape))]
+    found = {d: f"v{d}" for d in _looked_up(op)} | {d: f"w{d}" for d in _windowed(op)}
+    operand: list[str | None] = [found.get(d) for d in range(len(shape))]
     for d, u in _windows(op).items():
         if u is not None and operand[d] is None and op.operands[2].shape[u] == shape[d]:
             operand[d] = updates[u] = f"o{d}"
@@ -96,7 +108,8 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     split = [d for d in _looked_up(op) if site.operands[0].axes_of(d)]
     if np.prod(indices.shape[:-1]) == 1 and any(site.operands[0].axes_of(d) for d in mapped):
         x = lax.optimization_barrier(x)  # else XLA slices a slice, and wrongly (openxla/xla#49121)
-    if not split:
+    windows = [d for d in _windowed(op) if site.operands[0].axes_of(d)]
+    if not split and not windows:
         ordered = not site.operands[1].splits  # padding is in no order and not unique
         return site.bind(
             x, indices, updates,
@@ -109,7 +122,11 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     starts, counts = ranges_here(site, mapped, split, limits)
     here = asked - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
-    return site.bind(
+    whole = x.shape
+    x, here = with_margins(site, x, here, mapped, windows, _sizes(op))
+    (x,) = site.bind(
         x, jnp.where(mine, here, -1), updates,
         indices_are_sorted=False, unique_indices=False, mode=GatherScatterMode.FILL_OR_DROP,
     )  # fmt: skip
+    begins = [_sizes(op)[d] if d in windows else 0 for d in range(x.ndim)]
+    return [lax.slice(x, begins, [b + n for b, n in zip(begins, whole, strict=True)])]

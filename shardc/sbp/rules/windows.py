@@ -1,44 +1,142 @@
-"""Windowed reductions (pooling) and their transposes: dimensions that the window does not see may be split."""
+"""Windowed reductions (pooling) and their transposes: a device reads the windows of its part of the result."""
 
 from __future__ import annotations
 
-from shardc.sbp.signature import Factors, Operation, Partials, Rule, dims, linear, passes, rule
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend.core import primitives
+
+from shardc.sbp.signature import Factors, Neutral, Operation, Partials, Rule, Site, Window, dims, linear, passes, rule
 
 
-def untouched(op: Operation) -> Factors:
-    """Factors of the dimensions with window 1, stride 1, no padding and no dilation of the base."""
-    p = op.params
-    rank = len(p["window_dimensions"])
-    base = p.get("base_dilation") or (1,) * rank
-    padding = [tuple(pair) for pair in p["padding"]]
-    seen = zip(p["window_dimensions"], p["window_strides"], padding, base, strict=True)
-    return tuple(f if s == (1, 1, (0, 0), 1) else None for f, s in zip(dims(rank), seen, strict=True))
+class Pool(NamedTuple):
+    """How the windows lie along one dimension; no window: each element of the result is one of the operand."""
+
+    size: int
+    stride: int
+    low: int
+    high: int
+    base: int
+    dilation: int
+
+    @property
+    def untouched(self) -> bool:
+        return (self.size, self.stride, self.low, self.high, self.base) == (1, 1, 0, 0, 1)
 
 
-def _windowed(op: Operation, partials: tuple[Partials, ...]) -> Rule:
-    names = untouched(op)
-    return Rule(tuple(names if a.shape else () for a in op.operands), (names,) * len(op.results), partials=partials)
+def pools(op: Operation) -> tuple[Pool, ...]:
+    """The windows of each dimension."""
+    p, rank = op.params, len(op.params["window_dimensions"])
+    base, dilation = (p.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
+    seen = zip(p["window_dimensions"], p["window_strides"], p["padding"], base, dilation, strict=True)
+    return tuple(Pool(size, stride, *pair, b, d) for size, stride, pair, b, d in seen)
 
 
-@rule("reduce_window_sum", "select_and_gather_add", "select_and_scatter_add")
-def linear_window(op: Operation) -> Rule:
-    """Sums over windows, or at the places that the second operand selects: linear in the first operand."""
-    return _windowed(op, linear(len(op.operands), (0,)))
+def _windowed(op: Operation, fills: Sequence[Neutral | int | None], partials: tuple[Partials, ...]) -> Rule:
+    """`fills` has for each windowed operand what lies outside; None: only what has no outside is split."""
+    found, result = pools(op), len(op.operands)
+    empty = [0 in sizes for sizes in zip(op.operands[0].shape, op.results[0].shape, strict=True)]
+    names: list[str | None] = []
+    for f, pool, none in zip(dims(len(found)), found, empty, strict=True):
+        inside = pool.low <= 0 and pool.high <= 0 and pool.base == 1
+        names.append(f if pool.untouched or (not none and (inside or None not in fills)) else None)
+    windows = tuple(
+        Window(i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero")
+        for i, fill in enumerate(fills)
+        for f, pool in zip(names, found, strict=True)
+        if f and not pool.untouched
+    )
+    operands = [tuple(names)] * len(fills) + [()] * (len(op.operands) - len(fills))
+    return Rule(
+        tuple(operands), (tuple(names),) * len(op.results), partials=partials,
+        local=_pool_window, windows=windows, across=_pool_window,
+    )  # fmt: skip
+
+
+def _pool_window(site: Site, *operands: Any) -> Sequence[Any]:
+    """A window has its padding and its dilation already."""
+    p, split = site.op.params, site.operands[0].splits
+    return site.bind(
+        *operands,
+        padding=tuple((0, 0) if d in split else tuple(pair) for d, pair in enumerate(p["padding"])),
+        base_dilation=tuple(1 if d in split else n for d, n in enumerate(p["base_dilation"])),
+    )
+
+
+@rule("reduce_window_sum")
+def sum_window(op: Operation) -> Rule:
+    """A sum of sums."""
+    return _windowed(op, ["zero"], linear(1, (0,)))
 
 
 @rule("reduce_window_max")
 def max_window(op: Operation) -> Rule:
     """A max of maxima."""
-    return _windowed(op, passes(1, (0,), ops=("max",)))
+    return _windowed(op, ["lowest"], passes(1, (0,), ops=("max",)))
 
 
 @rule("reduce_window_min")
 def min_window(op: Operation) -> Rule:
     """A min of minima."""
-    return _windowed(op, passes(1, (0,), ops=("min",)))
+    return _windowed(op, ["highest"], passes(1, (0,), ops=("min",)))
 
 
 @rule("reduce_window")
 def any_window(op: Operation) -> Rule:
-    """Any monoid; initial values are scalars."""
-    return _windowed(op, ())
+    """Any monoid; initial values are scalars. Dimensions with padding stay whole: an initial value need not be neutral,
+    and XLA skips what lies outside."""
+    return _windowed(op, [None] * (len(op.operands) // 2), ())
+
+
+@rule("select_and_gather_add")
+def gather_window(op: Operation) -> Rule:
+    """The first operand where the second is largest, or smallest, in each window: linear in the first."""
+    return _windowed(op, ["zero", _last_choice(op)], linear(2, (0,)))
+
+
+def _last_choice(op: Operation) -> Neutral:
+    """What the selection takes only where there is nothing else."""
+    assert op.params["select_prim"] in (primitives.ge_p, primitives.le_p)
+    return "lowest" if op.params["select_prim"] is primitives.ge_p else "highest"
+
+
+@rule("select_and_scatter_add")
+def scatter_window(op: Operation) -> Rule:
+    """Adds the source to the element that is selected in each window of the operand: linear in the source. A device
+    looks at all windows that touch its part."""
+    names, found = dims(len(op.operands[1].shape)), pools(op)
+    empty = [0 in sizes for sizes in zip(op.operands[0].shape, op.operands[1].shape, strict=True)]
+    split: Factors = tuple(f if p.untouched or not e else None for f, p, e in zip(names, found, empty, strict=True))
+    windows: list[Window] = []
+    for f, p in zip(split, found, strict=True):
+        if f and not p.untouched:
+            reach = p.size - 1
+            windows.append(Window(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
+            windows.append(Window(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
+    return Rule(
+        (split, split), (split,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece
+    )  # fmt: skip
+
+
+def _scatter_piece(site: Site, source: Any, operand: Any) -> Sequence[Any]:
+    """Windows at every position, with zeros for those that are not. If they lie alike on all devices, only those
+    that are."""
+    strides, padding = list(site.op.params["window_strides"]), [tuple(pair) for pair in site.op.params["padding"]]
+    cut: list[tuple[int, int, int]] = [(0, 0, 0)] * len(strides)
+    for d in site.results[0].splits:
+        p, size = pools(site.op)[d], site.result_shape()[d]
+        if p.untouched:
+            continue
+        first, reach = 0, p.size - 1
+        phases = {(reach - p.low - offset) % p.stride for offset, _ in site.extents(2, d)}
+        if len(phases) == 1 and (phase := min(phases)) < source.shape[d]:
+            source, first = lax.slice_in_dim(source, phase, None, p.stride, d), phase
+        else:
+            strides[d] = 1
+        covered = (source.shape[d] - 1) * strides[d] + p.size
+        operand = lax.slice_in_dim(operand, first, first + covered, axis=d)
+        padding[d], cut[d] = (0, 0), (first - reach, size + reach - first - covered, 0)
+    (result,) = site.bind(source, operand, window_strides=tuple(strides), padding=tuple(padding))
+    return [lax.pad(result, result.dtype.type(0), cut)]

@@ -1,0 +1,23 @@
+"""Plans of PPO: carts are the rows. Each device plays with its own; policies are small, and learn from all."""
+
+from shardc import S, rules
+
+EVERYWHERE = rules({"*": {}})
+DONATE = ("params", "opt_state", "carts")
+
+
+def data():
+    """Carts are split: playing sends nothing, learning sums gradients."""
+    carts = {"data": S(0)}
+    places = {"params": EVERYWHERE, "opt_state": EVERYWHERE, "carts": carts, "batch": carts}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+def zero1():
+    """ZeRO stage 1 (Rajbhandari et al. 2019): each device keeps, and updates, its part of the optimizer's state."""
+    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
+    places = data()["in_placements"] | {"opt_state": moments}
+    return {"in_placements": places, "donate_argnames": DONATE}
+
+
+PLANS = {plan.__name__: plan for plan in (data, zero1)}

@@ -1,0 +1,257 @@
+"""Flax on a mesh: placements from the partitioning metadata of linen and nnx, and functions that write to nnx modules.
+
+Imported by hand, `import shardc.flax`; shardc itself does without flax.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, TypeAlias, cast
+
+import jax
+from flax import linen, nnx
+from flax.core import spmd
+from jax.sharding import PartitionSpec
+
+from shardc import api
+from shardc.errors import ArgumentError
+from shardc.mesh import AnyMesh
+from shardc.passes.pins import is_leaf_spec
+from shardc.passes.trace import is_nnx
+from shardc.pipeline_plan import Pipeline
+from shardc.sbp.placement import AUTO, Auto, Placement
+
+LogicalRules: TypeAlias = Sequence[tuple[str, str | tuple[str, ...] | None]]
+"""Where the logical axes of arrays lie, as flax takes it: the name, and the axis of the mesh, or several, or None."""
+
+
+def placements(tree: Any, rules: LogicalRules | None = None) -> Any:
+    """Placements from the metadata of flax's variables, for `in_placements`, `out_placements` and `shardc.put`.
+
+    Args:
+      tree: of linen: variables, or a training state, as `model.init` or `jax.eval_shape` of it gives them, with the
+        boxes of `nn.with_partitioning` or `nn.with_logical_partitioning` in them. Of nnx: a module, an optimizer or a
+        state. An optimizer's state that was made from such parameters has their metadata, too.
+      rules: for logical names, as `nn.logical_axis_rules` takes them; without it those of a box itself or of that
+        context hold. As in flax: a linen name without a rule splits nothing, an nnx one is an axis of the mesh.
+
+    Returns:
+      A pytree like `tree` with a Placement for each box or variable, and AUTO where there is no metadata. It fits the
+      tree with its boxes and, unboxed, without.
+
+    Raises:
+      ArgumentError: one array is split twice over the same axis.
+
+    Example:
+      >>> init = linen.with_logical_partitioning(jax.nn.initializers.zeros, ("embed", "mlp"))
+      >>> variables = linen.Dense(8, kernel_init=init).init(jax.random.key(0), jax.numpy.ones((1, 4)))
+      >>> str(placements(variables, rules=[("embed", None), ("mlp", "model")])["params"]["kernel"])
+      '{model: S(1)}'
+    """
+    if is_nnx(tree):
+        tree = nnx.state(tree) if not isinstance(tree, nnx.Variable | nnx.State) else tree
+    if isinstance(tree, nnx.State):
+        tree = nnx.to_pure_dict(tree, extract_fn=lambda x: x)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_metadata)
+    return jax.tree.unflatten(structure, [_placement(jax.tree_util.keystr(path), x, rules) for path, x in pairs])
+
+
+def _has_metadata(x: object) -> bool:
+    return isinstance(x, linen.meta.AxisMetadata | nnx.Variable)
+
+
+def _placement(path: str, x: Any, rules: LogicalRules | None) -> Placement | Auto:
+    spec = _spec(x, rules)
+    if spec is None:
+        return AUTO
+    axes = [a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+    twice = [a for a in dict.fromkeys(axes) if axes.count(a) > 1]
+    if twice:
+        raise ArgumentError(
+            f"shardc.flax.placements: {path} is split twice over {', '.join(twice)}: {spec}; name each axis once."
+        )
+    return Placement.from_spec(spec)
+
+
+def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
+    """What a box or a variable says; None: nothing."""
+    if isinstance(x, linen.Partitioned):
+        own = x.rules if isinstance(x, linen.LogicallyPartitioned) else None
+        known = rules if rules is not None else own
+        if known is not None or isinstance(x, linen.LogicallyPartitioned):
+            return linen.logical_to_mesh_axes(x.names, known if known is None else tuple(known))
+        return x.get_partition_spec()
+    if isinstance(x, nnx.Variable) and x.get_metadata().get("out_sharding"):
+        with spmd.logical_axis_rules(tuple(rules)) if rules is not None else nullcontext():
+            return nnx.spmd.get_var_pspec(x)
+    return None
+
+
+class Function:
+    """A function with nnx modules as arguments that runs on a mesh and may write to them. Made by `function`."""
+
+    def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, keywords: Mapping[str, Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn, self._mesh, self._in_placements, self._keywords = fn, mesh, in_placements, keywords
+        self._signature = inspect.signature(fn)
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if many := [str(p) for p in self._signature.parameters.values() if p.kind in kinds]:
+            raise ArgumentError(
+                f"shardc.flax.function: {fn.__name__}{self._signature} takes {' and '.join(many)}; give each argument "
+                "a name."
+            )
+        self._made: dict[Any, api.Function] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(lambda function, values: function(**values), args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
+        """The plan of a call; nothing runs and nothing is written."""
+        with nnx.update_context(_TAG):
+            return self._open(lambda function, values: function.plan(**values), args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Plans and compiles a call without running it."""
+        with nnx.update_context(_TAG):
+            return Compiled(self, self._open(lambda function, values: function.compile(**values), args, kwargs))
+
+    def _run(self, use: Use, args: Any, kwargs: Any) -> Any:
+        """Runs, and writes what the modules then hold back into them."""
+        with nnx.update_context(_TAG):
+            states, graph, out = self._open(use, args, kwargs)
+            with nnx.merge_context(_TAG, inner=False) as context:
+                nodes: Any = context.merge(graph, nnx.State(states))
+        return nodes.get(_RESULT, out)
+
+    def _open(self, use: Use, args: Any, kwargs: Any) -> Any:
+        """Uses the function of arrays, with the modules among its arguments taken apart."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        nodes = {n: v for n, v in values.items() if _has_nnx(v)}
+        with nnx.split_context(_TAG) as context:
+            graph, state = context.split(nodes)
+        # what several arguments hold stands under the first of them; nothing may be left for another
+        states: dict[str, Any] = {n: state.get(n, {}) for n in nodes}
+        function = self._function(graph, states)
+        return use(function, {**values, **{n: nnx.as_pure(part) for n, part in states.items()}, _GRAPH: graph})
+
+    def _function(self, graph: Any, states: Mapping[str, Any]) -> api.Function:
+        """The function of arrays for modules that are connected, and annotated, as these are."""
+        key = (graph, tuple(spmd.get_logical_axis_rules()))
+        if key not in self._made:
+            self._made[key] = api.function(
+                self._of_arrays(tuple(states)), mesh=self._mesh, in_placements=self._places(states), **self._keywords
+            )
+        return self._made[key]
+
+    def _places(self, states: Mapping[str, Any]) -> Any:
+        """`in_placements`, and for modules of which it says nothing what their variables say."""
+        said, names = self._in_placements, list(self._signature.parameters)
+        if isinstance(said, tuple | list) and not is_leaf_spec(said):
+            if len(said) > len(names):
+                raise ArgumentError(f"in_placements: {len(said)} for {len(names)} arguments ({', '.join(names)}).")
+            said = dict(zip(names, said, strict=False))
+        elif said is None or isinstance(said, Auto):
+            said = {}
+        elif not (isinstance(said, dict) and set(said) & set(names)):
+            return said  # one for all arguments, or names that do not fit
+        silent = [n for n in states if said.get(n) is None or isinstance(said[n], Auto)]
+        return {**said, **{n: placements(states[n]) for n in silent}}
+
+    def _of_arrays(self, names: Sequence[str]) -> Callable[..., Any]:
+        """The function of arrays: what its modules then hold, how they are connected, and the result."""
+        fn, signature = self._fn, self._signature
+
+        def of_arrays(**values: Any) -> Any:
+            with nnx.merge_context(_TAG, inner=True) as context:
+                nodes: Any = context.merge(values.pop(_GRAPH), nnx.State({n: values[n] for n in names}))
+            bound = signature.bind_partial()
+            bound.arguments.update({**values, **nodes})
+            out = fn(*bound.args, **bound.kwargs)
+            written, out = ({**nodes, _RESULT: out}, None) if _has_nnx(out) else (nodes, out)
+            with nnx.split_context(_TAG) as context:
+                graph, state = context.split(written)
+            return {n: nnx.as_pure(state[n]) for n in written if n in state}, graph, out
+
+        functools.update_wrapper(of_arrays, fn)
+        by_name = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
+        graph = inspect.Parameter(_GRAPH, inspect.Parameter.KEYWORD_ONLY)
+        of_arrays.__signature__ = signature.replace(parameters=[*by_name, graph])  # pyright: ignore[reportFunctionMemberAccess]
+        return of_arrays
+
+
+Use: TypeAlias = Callable[[Any, dict[str, Any]], Any]
+_TAG: Final = "shardc"
+_GRAPH: Final = "nnx_graph"
+_RESULT: Final = "nnx_result"
+
+
+def _has_nnx(tree: Any) -> bool:
+    return any(map(is_nnx, jax.tree.leaves(tree, is_leaf=is_nnx)))
+
+
+class Compiled:
+    """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
+
+    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+        self._function, self._compiled = function, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function._run(lambda _, values: self._compiled(**values), args, kwargs)  # pyright: ignore[reportPrivateUsage]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    in_placements: Any = AUTO,
+    out_placements: Any = AUTO,
+    donate_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
+    pipeline: Pipeline | None = None,
+) -> Any:
+    """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
+
+    Modules, optimizers, random streams and variables among the arguments are taken apart before the call, and what the
+    function writes to them is written back after it. In a plan, and to `shardc.rules`, a module is the tree of its
+    variables: `layers/0/kernel`.
+
+    Args:
+      fn: the function; its arguments have names of their own.
+      mesh: as for `shardc.function`. Without one, `fn` itself comes back.
+      in_placements: as for `shardc.function`. A module of which it says nothing lies where its variables' metadata say,
+        as `placements` reads it; variables without metadata are AUTO.
+      out_placements: of the result. What is written to a module lies where the compiler chooses, that of a donated one
+        where it was.
+      donate_argnames, static_argnames, pipeline: as for `shardc.function`.
+
+    Returns:
+      A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
+
+    Raises:
+      ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is no argument of it.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        if mesh is None and not (pipeline and pipeline.meshes):
+            return fn
+        static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        keywords = {
+            "out_placements": (AUTO, AUTO, out_placements),
+            "donate_argnames": donate_argnames,
+            "static_argnames": (*static, _GRAPH),
+            "pipeline": pipeline,
+        }
+        return Function(fn, cast(AnyMesh, mesh), in_placements, keywords)
+
+    return decorate if fn is None else decorate(fn)

@@ -1,0 +1,284 @@
+"""What one device computes of an operation: masks, windows and what the pieces tell each other, then the local piece.
+
+The internal steps of a signature are the last two: `internal_steps` says what they send, `run_piece` sends it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardc.mesh import MeshView
+from shardc.sbp.cost import boxing_seconds, sent_bytes, step_hops
+from shardc.sbp.placement import local_shape
+from shardc.sbp.signature import Rule, Setting, Site, Window, neutral_value
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Begin and length of a range, for each device along the axes that split a dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective inside an operation: every device puts in an array of `shape`.
+
+    `operand` is the one whose window it is for; None: what the pieces of a factor tell each other.
+    """
+
+    kind: Literal["all_gather", "permute"]
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    operand: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One permute of a window, or what a device holds itself.
+
+    Attributes:
+      pairs: (source, target), by the devices' numbers along the axes; empty if nothing is sent.
+      length: elements that each source sends.
+      first: for each device, where in its piece the sent range begins.
+      at: for each device, where in its window the first element of what it gets lies; may be outside.
+      fills: for each device, begin and end of what this fills of its window.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    length: int
+    first: tuple[int, ...]
+    at: tuple[int, ...]
+    fills: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the devices get their windows of a dimension.
+
+    Attributes:
+      axes: that split it.
+      dim: of the operand.
+      length: elements of the dimension in a window.
+      span: length of a window, dilation counted.
+      phases: for each device, positions of its window before the first element.
+      shifts: how the elements come.
+    """
+
+    axes: tuple[str, ...]
+    dim: int
+    length: int
+    span: int
+    phases: tuple[int, ...]
+    shifts: tuple[Shift, ...]
+
+
+def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
+    """How a window is got at these placements; None if its factor is not split."""
+    dim = rule.operands[w.operand].index(w.factor)
+    by_dim = (*rule.operands, *rule.results)[w.by].index(w.factor)
+    axes = setting.operands[w.operand].axes_of(dim)
+    if not axes:
+        return None
+    aval, placement = setting.port(w.by)
+    block, count = (
+        local_shape(shape, p, setting.sizes)[d]
+        for shape, p, d in (
+            (setting.op.operands[w.operand].shape, setting.operands[w.operand], dim),
+            (aval.shape, placement, by_dim),
+        )
+    )
+    return _reading(
+        axes, dim, w.start, w.step, w.width, w.dilation, count, block,
+        setting.extents(w.operand, dim), setting.extents(w.by, by_dim),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def _reading(
+    axes: tuple[str, ...], dim: int, start: int, step: int, width: int, dilation: int, count: int, block: int,
+    held: Ranges, pieces: Ranges,
+) -> Reading:  # fmt: skip
+    span = (count - 1) * abs(step) + width if count else 0
+    ahead = max(-step, 0)  # where positions fall, the last element reads the first of the window
+    starts = [offset * step + start - ahead * (count - 1) for offset, _ in pieces]
+    ends = [(o if ahead else o + n - 1) * step + start + width for o, n in pieces]
+    firsts = [-(-lo // dilation) for lo in starts]
+    wanted = [
+        (first, -(-end // dilation) if valid else first)
+        for first, end, (_, valid) in zip(firsts, ends, pieces, strict=True)
+    ]
+    phases = tuple(first * dilation - lo for first, lo in zip(firsts, starts, strict=True))
+    length = max(max(-(-(span - phase) // dilation) for phase in phases), 0)
+    return Reading(axes, dim, length, span, phases, _shifts(held, block, wanted))
+
+
+def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tuple[Shift, ...]:
+    """Who sends what: overlaps of what is held and what is wanted, by the distance between the devices."""
+    n = len(held)
+    owners = [k for k, (_, valid) in enumerate(held) if valid]
+    begins = [held[k][0] for k in owners]
+    overlaps: dict[int, list[tuple[int, int, int, int]]] = {}  # by distance: source, target, begin, end
+    for target, (low, high) in enumerate(wanted):
+        i = max(bisect.bisect_right(begins, low) - 1, 0)
+        while i < len(owners) and begins[i] < high:
+            source = owners[i]
+            begin, end = max(low, held[source][0]), min(high, sum(held[source]))
+            if begin < end:
+                overlaps.setdefault((target - source) % n, []).append((source, target, begin, end))
+            i += 1
+    found: list[Shift] = []
+    for distance, parts in sorted(overlaps.items()):
+        length = max(end - begin for *_, begin, end in parts) if distance else block
+        first, at, fills = [0] * n, dict[int, int](), [(0, 0)] * n
+        for source, target, begin, end in parts:
+            first[source] = min(begin - held[source][0], block - length)
+            at[target] = held[source][0] + first[source] - wanted[target][0]
+            fills[target] = (begin - wanted[target][0], end - wanted[target][0])
+        usual = next(iter(at.values()))  # for those that get nothing: one number for all needs no table
+        pairs = tuple((source, target) for source, target, *_ in parts) if distance else ()
+        found.append(Shift(pairs, length, tuple(first), tuple(at.get(k, usual) for k in range(n)), tuple(fills)))
+    return tuple(found)
+
+
+def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
+    """The collectives that an operation needs at these placements, in their order."""
+    crossed = rule.crossed(setting)
+    if not crossed:
+        return ()
+    found: list[Sent] = []
+    shapes: dict[int, list[int]] = {}  # of operands of which one window is taken after another, of several dimensions
+    for w in rule.windows:
+        read = reading(rule, w, setting)
+        if read is not None:
+            shape = shapes.setdefault(w.operand, list(setting.operand_shape(w.operand)))
+            for shift in read.shifts:
+                if shift.pairs:
+                    shape[read.dim] = shift.length
+                    found.append(
+                        Sent("permute", read.axes, tuple(shape), setting.op.operands[w.operand].dtype, w.operand)
+                    )
+            shape[read.dim] = read.length
+    for factor, told in rule.told.items():
+        if factor in crossed:
+            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in told(setting)]
+    return tuple(found)
+
+
+class SentCost(NamedTuple):
+    """Bytes that each device sends in one collective inside an operation, and the seconds that takes."""
+
+    bytes: int
+    seconds: float
+
+
+def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
+    """What a collective inside an operation costs: as much as a boxing step of its kind."""
+    counts = [mesh.sizes[a] for a in sent.axes]
+    width = sent.dtype.itemsize if hasattr(sent.dtype, "itemsize") else np.dtype(sent.dtype).itemsize
+    moved = sent_bytes(sent.kind, math.prod(sent.shape) * int(width), math.prod(counts))
+    return SentCost(moved, boxing_seconds(moved, step_hops(sent.kind, counts), mesh) if moved else 0.0)
+
+
+def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:
+    """The local results of an operation."""
+    operands = mask_padding(site, rule, operands)
+    if not rule.crossed(site):
+        return rule.local(site, *operands)
+    windows = list(operands)
+    found = [(w, read) for w in rule.windows if (read := reading(rule, w, site)) is not None]
+    fills = [
+        neutral_value(w.fill, operands[w.operand].dtype) if isinstance(w.fill, str) else operands[w.fill]
+        for w, _ in found
+    ]
+    for (w, read), fill in zip(found, fills, strict=True):
+        windows[w.operand] = _window(site, read, windows[w.operand], fill)
+    for (w, read), fill in zip(found, fills, strict=True):  # after all is sent: what lies between is not
+        if w.dilation > 1:
+            windows[w.operand] = _dilated(site, read, windows[w.operand], fill, w.dilation)
+    return rule.across(site, *windows)
+
+
+def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
+    """This device's window, not yet dilated: its own elements, those of others, `fill` where the dimension has none."""
+    me, dim = site.linear_index(read.axes), read.dim
+    shape = [*x.shape[:dim], read.length, *x.shape[dim + 1 :]]
+    window = jnp.full(shape, fill, x.dtype)
+    for shift in read.shifts:
+        part = x
+        if shift.pairs:
+            part = lax.dynamic_slice_in_dim(x, at_device(shift.first, me), shift.length, axis=dim)
+            part = site.wire.permute(part, read.axes, shift.pairs)
+        part = laid(part, dim, at_device(shift.at, me), read.length, fill)
+        if set(shift.fills) == {(0, read.length)}:
+            window = part
+        else:
+            begin, end = (at_device(side, me) for side in zip(*shift.fills, strict=True))
+            position = lax.broadcasted_iota(np.int32, window.shape, dim)
+            window = jnp.where((position >= begin) & (position < end), part, window)
+    return window
+
+
+def _dilated(site: Site, read: Reading, window: Any, fill: Any, dilation: int) -> Any:
+    """The window with `fill` between its elements. Where all devices have one phase that is one `pad`, as XLA can make
+    it part of a convolution."""
+    dim, phase = read.dim, at_device(read.phases, site.linear_index(read.axes))
+    alike = len(set(read.phases)) == 1 and read.length > 0
+    low, high = (phase, read.span - phase - (read.length - 1) * dilation - 1) if alike else (0, 0)
+    config = [(low, high, dilation - 1) if d == dim else (0, 0, 0) for d in range(window.ndim)]
+    window = lax.pad(window, jnp.asarray(fill, window.dtype), config)
+    return window if alike else laid(window, dim, phase, read.span, fill)
+
+
+def at_device(table: Sequence[int], me: Any) -> Any:
+    """The entry of device number `me`; a plain number where all entries are one."""
+    if len(set(table)) == 1:
+        return table[0]
+    return table[me] if isinstance(me, int) else jnp.asarray(np.asarray(table, np.int32))[me]
+
+
+def laid(x: Any, dim: int, at: Any, length: int, fill: Any) -> Any:
+    """`length` elements of `dim`: those of `x`, the first at position `at` (-size to length), and `fill` elsewhere."""
+    size = x.shape[dim]
+    if isinstance(at, int):
+        widths = [(at, length - at - size, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+        return lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+    widths = [(length, length, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    return lax.dynamic_slice_in_dim(lax.pad(x, jnp.asarray(fill, x.dtype), widths), length - at, length, axis=dim)
+
+
+def along(mask: Any, shape: Sequence[int]) -> Any:
+    """A mask that is True everywhere, or as it is: what is ANDed for some dimensions, or none."""
+    return jnp.broadcast_to(mask, shape)
+
+
+def mask_padding(site: Site, rule: Rule, operands: Sequence[Any]) -> list[Any]:
+    """The operands with their declared neutral values in the padding of reduced factors.
+
+    Kept factors are left alone: what their padding holds stays in padding. Even splits cost nothing.
+    """
+    return [_mask_operand(site, rule, i, x) if i in rule.neutral else x for i, x in enumerate(operands)]
+
+
+def _mask_operand(site: Site, rule: Rule, i: int, x: Any) -> Any:
+    windowed = {w.factor for w in rule.windows if w.operand == i}  # a window brings its own `fill`
+    for dim in [d for d, f in enumerate(rule.operands[i]) if f in rule.reduced and f not in windowed]:
+        x = masked(site, i, dim, x, neutral_value(rule.neutral[i], x.dtype))
+    return x
+
+
+def masked(site: Site, i: int, dim: int, x: Any, value: Any) -> Any:
+    """Operand `i` with `value` in the padding of `dim`, if it has some."""
+    axes = site.operands[i].axes_of(dim)
+    if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes) == 0:
+        return x
+    _, valid = site.operand_extent(i, dim)
+    inside = jax.lax.broadcasted_iota(np.int32, x.shape, dim) < valid
+    return jax.numpy.where(inside, x, value)
