@@ -113,6 +113,26 @@ def test_they_run_as_on_one_device(program):
         assert not exe.plan.gathered
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
+def test_numbers_of_64_bits_keep_them(dtype):
+    """Also where x64 is on in this thread alone: another one runs the callback."""
+    with jax.enable_x64(True):
+        x = np.asarray([[2**53 + 1, 5, 1], [7, 2**40 + 3, 0]], np.int64).astype(dtype) * np.asarray(3, dtype)
+
+        def look(v, n):
+            assert v.dtype == dtype and n.dtype == np.int32
+            return np.asarray(v) + 1, np.asarray(v)[0, 0]
+
+        def program(x):
+            shapes = (like(x), jax.ShapeDtypeStruct((), x.dtype))
+            return jax.pure_callback(look, shapes, x, jnp.int32(1)), io_callback(look, shapes, x, jnp.int32(2))
+
+        got = shardc.function(program, mesh=MESHES[0], in_placements={"x": {"a": S(1)}})(x)
+        for whole, first in got:
+            np.testing.assert_array_equal(np.asarray(whole), x + 1)
+            assert np.asarray(first) == x[0, 0] and first.dtype == dtype
+
+
 def test_prints_come_once(capfd):
     def noisy(x):
         jax.debug.print("sum {s}", s=x.sum())

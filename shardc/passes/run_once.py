@@ -48,23 +48,61 @@ class Guarded:
     """A callback that does not raise: what it would is added to `raised`, and its results are zeros.
 
     A loop that waits for what a failed callback does not say would not end: after so many failures it does raise.
+    Numbers of 64 bits come and go as words: the thread that runs it need not have x64, and JAX would narrow them.
     """
 
     MOST = 1000
 
-    def __init__(
-        self, callback: Callable[..., Sequence[Any]], results: Sequence[Any], raised: list[BaseException]
-    ) -> None:
-        self.callback, self.results, self.raised = callback, results, raised
+    def __init__(self, callback: Callable[..., Sequence[Any]], eqn: Eqn, raised: list[BaseException]) -> None:
+        self.callback, self.raised = callback, raised
+        self.operands, self.results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+        self.wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         try:
-            return _checked(self.callback(*args), self.results)
+            with jax.enable_x64(self.wide):
+                made = _checked(self.callback(*map(_of_words, args, self.operands)), self.results)
         except BaseException as error:
             self.raised.append(error)
             if len(self.raised) > self.MOST:
                 raise
-            return [np.zeros(a.shape, a.dtype) for a in self.results]
+            made = [np.zeros(a.shape, a.dtype) for a in self.results]
+        return [_words(np.asarray(x, order="C")) for x in made]
+
+
+def words_of(aval: Any) -> int:
+    """Of how many words a number is that may be narrowed; 0 for those of 32 bits and less, and for complex64."""
+    return {"float64": 2, "int64": 2, "uint64": 2, "complex128": 4}.get(str(aval.dtype), 0)
+
+
+def _words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """On the host, `f64[2,3] --> u32[2,3,2]`."""
+    return x.reshape(*x.shape, 1).view(np.uint32) if words_of(x) else x
+
+
+def _of_words(x: Any, aval: Any) -> Any:
+    """On the host, what words stand for."""
+    if not words_of(aval):
+        return x
+    return jnp.asarray(np.asarray(x, order="C").view(aval.dtype).reshape(aval.shape))
+
+
+def _to_words(x: Any) -> Any:
+    """On a device: `f64[2,3] --> u32[2,3,2]`."""
+    if not words_of(x):
+        return x
+    parts = jnp.stack([x.real, x.imag], -1) if words_of(x) == 4 else x
+    return lax.bitcast_convert_type(parts, np.uint32).reshape(*x.shape, words_of(x))
+
+
+def _from_words(x: Any, aval: Any) -> Any:
+    """On a device, the reverse."""
+    if not words_of(aval):
+        return x
+    if words_of(aval) == 2:
+        return lax.bitcast_convert_type(x, aval.dtype)
+    parts = lax.bitcast_convert_type(x.reshape(*aval.shape, 2, 2), np.float64)
+    return lax.complex(parts[..., 0], parts[..., 1])
 
 
 def _checked(values: Sequence[Any], avals: Sequence[Any]) -> Sequence[Any]:
@@ -103,9 +141,9 @@ def run_once(
     arrays = [jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
     if not sizes:
         return compat.bind_with(eqn.primitive, params)(*arrays)
-    if "callback" in params:
-        params["callback"] = Guarded(params["callback"], [v.aval for v in eqn.outvars], raised)
     bind = compat.bind_with(eqn.primitive, params)
+    if "callback" in params:
+        bind = _bind_guarded(eqn, params, raised)
 
     def elsewhere(*_: Any) -> list[jax.Array]:
         kinds: Mapping[ReduceOp, Any] = {"sum": "zero", "max": "lowest"}
@@ -113,3 +151,18 @@ def run_once(
         return [lax.full(v.aval.shape, x) for v, x in zip(eqn.outvars, neutral, strict=True)]
 
     return lax.cond(sum(map(lax.axis_index, sizes)) == 0, bind, elsewhere, *arrays)
+
+
+def _bind_guarded(eqn: Eqn, params: Mapping[str, Any], raised: list[BaseException]) -> Callable[..., list[Any]]:
+    more: dict[str, Any] = {"callback": Guarded(params["callback"], eqn, raised)}
+    avals = [v.aval for v in eqn.outvars]
+    if "result_avals" in params:
+        more["result_avals"] = tuple(
+            compat.shaped_array((*a.shape, words_of(a)), np.dtype(np.uint32)) if words_of(a) else a for a in avals
+        )
+
+    def bind(*operands: Any) -> list[Any]:
+        made = compat.bind_with(eqn.primitive, {**params, **more})(*map(_to_words, operands))
+        return list(map(_from_words, made, avals))
+
+    return bind

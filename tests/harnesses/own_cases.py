@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 
 from tests.harnesses.cases import Case
 
@@ -140,6 +141,10 @@ def _key(rng):
     return np.asarray(jax.random.key_data(jax.random.key(rng.randint(1000))))
 
 
+def _keys(words):
+    return jax.random.split(_wrap(words), 8)
+
+
 _wrap = jax.random.wrap_key_data
 for _shape in ((13,), (8, 6), (4, 3, 5)):
     for _bits in (np.uint8, np.uint32, np.uint64):
@@ -169,7 +174,78 @@ define(
 )
 define("random_permutation", "rows", lambda k, x: jax.random.permutation(_wrap(k), x), _key, (11, 3))
 define("random_gamma", "shape", lambda k, a: jax.random.gamma(_wrap(k), jnp.abs(a) + 0.5), _key, (8, 3))
-define("random_bits", "rbg", lambda: jax.random.bits(jax.random.key(7, impl="rbg"), (8, 6)))
+define(
+    "random_gamma",
+    "one_key_for_each",
+    lambda k, a: jax.vmap(jax.random.gamma)(_keys(k), jnp.abs(a) + 0.5),
+    _key,
+    (8, 3),
+)
+for _name in ("rbg", "unsafe_rbg", "threefry4x32"):
+    define("random_bits", _name, lambda n=_name: jax.random.bits(jax.random.key(7, impl=n), (8, 6)))
+    define(
+        "random_bits",
+        f"of_keys_of_{_name}",
+        lambda n=_name: jax.vmap(jax.random.bits)(jax.random.split(jax.random.key(7, impl=n), 8)),
+    )
+    define(
+        "random_split",
+        f"of_{_name}",
+        lambda n=_name: jax.random.key_data(jax.random.split(jax.random.fold_in(jax.random.key(7, impl=n), 3), (6, 2))),
+    )
+define("rng_bit_generator", "both", lambda: lax.rng_bit_generator(np.arange(4, dtype=np.uint32), (6, 5)))
+define("random_uniform", "bounds", lambda k, x: jax.random.uniform(_wrap(k), (7, 3), minval=x, maxval=9), _key, (7, 1))
+define("random_truncated", "normal", lambda k: jax.random.truncated_normal(_wrap(k), -1, 2, (5, 9)), _key)
+define("random_categorical", "rows", lambda k, x: jax.random.categorical(_wrap(k), x, 1), _key, (9, 5))
+define("random_permutation", "independent", lambda k, x: jax.random.permutation(_wrap(k), x, 1, True), _key, (6, 9))
+define("random_choice", "of_rows", lambda k, x: jax.random.choice(_wrap(k), x, (5,), replace=False), _key, (8, 3))
+define(
+    "random_keys",
+    "moved",
+    lambda k, i: jax.random.key_data(jnp.where(i > 3, _keys(k)[::-1], _keys(k)[i])),
+    _key,
+    whole_numbers(0, 8, 8),
+)
+define(
+    "random_keys",
+    "carried",
+    lambda k, x: lax.scan(lambda k, r: (jax.random.split(k)[0], jax.random.bits(k, r.shape)), _wrap(k), x)[1],
+    _key,
+    (6, 5),
+)
+
+# --- calls ---
+define(
+    "custom_linear_solve",
+    "conjugate_gradient",
+    lambda a, b: jax.scipy.sparse.linalg.cg(lambda v: a.T @ (a @ v) + 5 * v, b, maxiter=20)[0],
+    (6, 6),
+    (6, 3),
+)
+define(
+    "custom_linear_solve",
+    "gradient",
+    jax.grad(lambda a, b: jnp.linalg.solve(a + 9 * jnp.eye(6), b).sum(), (0, 1)),
+    (6, 6),
+    (6, 3),
+)
+define("optimization_barrier", "three", lambda x, y: lax.optimization_barrier((x, y.T, x.sum(0))), (8, 3), (5, 4))
+define("device_put", "tree", lambda x, y: jax.device_put({"x": x * 2, "y": y}), (8, 3), (5,))
+define("scan", "map_of_batches", lambda xs: lax.map(lambda x: jnp.outer(x, x), xs, batch_size=4), (7, 3))
+
+
+def _doubled(x):
+    return np.asarray(x) * 2
+
+
+define("pure_callback", "one", lambda x: jax.pure_callback(_doubled, jax.ShapeDtypeStruct(x.shape, x.dtype), x), (8, 3))
+define("io_callback", "sum", lambda x: io_callback(_doubled, jax.ShapeDtypeStruct((3,), x.dtype), x.sum(0)), (7, 3))
+define(
+    "pure_callback",
+    "of_booleans",
+    lambda x: jax.pure_callback(lambda v: np.asarray(v) > 0, jax.ShapeDtypeStruct(x.shape, bool), x) & (x < 1),
+    (5, 4),
+)
 
 # --- operations ---
 for _axis in (0, 1, 2):
