@@ -8,9 +8,13 @@ os.environ["NPROC"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import signal
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
