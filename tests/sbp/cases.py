@@ -169,6 +169,8 @@ case("slice_few", lambda x: lax.slice(x, (11, 0), (16, 2), (2, 1)), floats(31, 2
 case("slice_few_bool", lambda x: lax.slice(x, (30,), (31,)), bools(31))
 case("concatenate_far", lambda x, y: lax.concatenate([x, y, x], 0), floats(7), floats(1))
 case("concatenate_few", lambda x, y: lax.concatenate([y, x, y, x], 0), floats(9), floats(2))
+case("dynamic_update_slice_wide", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), floats(5, 3), floats(3, 1),
+     np.int64(1), primitive="dynamic_update_slice")  # fmt: skip
 case("dynamic_slice_bool", lambda x, i: lax.dynamic_slice(x, (i,), (3,)), bools(7), np.int32(3),
      primitive="dynamic_slice")  # fmt: skip
 case("dynamic_slice_clamped", lambda x, i: lax.dynamic_slice(x, (i, -i), (2, 3)), X, np.int32(2),

@@ -135,12 +135,12 @@ def _update_piece(site: Site, x: Any, update: Any, *starts: Any) -> Sequence[Any
     split = [d for d in site.operands[0].splits if given[d] != whole[d]]
     if not split:
         return site.bind(x, update, *starts)
-    begins = [_clamped(s, n - k) for s, n, k in zip(starts, whole, given, strict=True)]
+    begins = [_clamped(s, n - k).astype(np.int32) for s, n, k in zip(starts, whole, given, strict=True)]
     inside: Any = True
     for d in split:
         offset, _ = site.operand_extent(0, d)
         block, size = x.shape[d], min(given[d], x.shape[d])
-        begin = begins[d].astype(np.int32) - jnp.asarray(offset, np.int32)  # in this piece; may be outside
+        begin = begins[d] - jnp.asarray(offset, np.int32)  # in this piece; may be outside
         here = jnp.clip(begin, 0, block - size)
         update = laid(update, d, jnp.clip(begin - here, -given[d], size), size, np.zeros((), update.dtype))
         position = here + lax.broadcasted_iota(np.int32, update.shape, d) - begin
