@@ -60,7 +60,8 @@ def _unlike(got: np.ndarray, want: np.ndarray, slack: float) -> str:
     close = slack * (np.abs(want) + (finite.max() if finite.size else 0.0))
     with np.errstate(all="ignore"):
         flushed = (got == 0) & (np.abs(want) < least)  # a reduction to all adds zeros, and XLA then drops subnormals
-        same = (got == want) | flushed | (np.isnan(got) & np.isnan(want)) | (np.isfinite(want) & (np.abs(got - want) <= close))
+        near = np.isfinite(want) & (np.abs(got - want) <= close)
+        same = (got == want) | flushed | near | (np.isnan(got) & np.isnan(want))
     return _message(got, want, ~same)
 
 
