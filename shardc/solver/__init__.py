@@ -1,0 +1,8 @@
+"""Minimum of a sum of cost tables over discrete variables, within a limit on memory. Knows no placements."""
+
+from shardc.solver.eliminate import elimination_order
+from shardc.solver.memory import Memory
+from shardc.solver.solve import Assignment, Solution, minimize, solve
+from shardc.solver.tables import FORBIDDEN, Memo
+
+__all__ = ["FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "elimination_order", "minimize", "solve"]

@@ -1,0 +1,198 @@
+"""Minimum of a sum of cost tables by variable elimination: exact where the graph is narrow enough, else around the
+values that an assignment has.
+
+Eliminating a variable minimises it out of the tables it stands in, leaving one table over its neighbours (Bertele and
+Brioschi 1972, "Nonserial Dynamic Programming"). The work is exponential in the width of the graph only; a training
+step's graph is almost a tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from shardc.solver.tables import Pair, Table
+
+Scope: TypeAlias = tuple[int, ...]
+
+HUB: Final = 24
+"""Variables with more neighbours are eliminated last, whatever they would join."""
+HELD_TABLE: Final = 1 << 16, 1 << 20
+"""Entries of a table from which on one of its variables is held at the value it has, of many variables and of few."""
+HELD_WORK: Final = 1 << 29
+"""Entries that all such tables may have together, if that is more."""
+SLAB: Final = 1 << 18
+"""Entries of a sum of tables that stay in a core's cache."""
+
+
+def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
+    """Variables in the order in which eliminating them joins the fewest new pairs of neighbours (min-fill)."""
+    around: list[set[int]] = [set() for _ in range(count)]
+    for i, j in pairs:
+        around[i].add(j)
+        around[j].add(i)
+
+    def fill(v: int) -> tuple[int, int]:
+        if len(around[v]) > HUB:  # counting its pairs takes longer than it is worth: it comes last
+            return len(around[v]) ** 2, len(around[v])
+        near = sorted(around[v])
+        missing = sum(1 for k, a in enumerate(near) for b in near[:k] if b not in around[a])
+        return missing, len(near)
+
+    queue = [(*fill(v), v) for v in range(count)]
+    heapq.heapify(queue)
+    order: list[int] = []
+    done = [False] * count
+    while queue:
+        *cost, v = heapq.heappop(queue)
+        if done[v]:
+            continue
+        now = fill(v)
+        if now > tuple(cost):
+            heapq.heappush(queue, (*now, v))
+            continue
+        done[v] = True
+        order.append(v)
+        for i in around[v]:
+            around[i] |= around[v]
+            around[i] -= {i, v}
+        for i in around[v]:
+            heapq.heappush(queue, (*fill(i), i))
+    return order
+
+
+def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequence[int]) -> tuple[float, float]:
+    """Entries of all tables that eliminating in this order makes, its variable included; and those of the largest."""
+    around: list[set[int]] = [set() for _ in sizes]
+    for i, j in pairs:
+        around[i].add(j)
+        around[j].add(i)
+    work = largest = 0.0
+    for v in order:
+        near = around[v]
+        entries = math.prod((float(sizes[i]) for i in near), start=float(sizes[v]))
+        work, largest = work + entries, max(largest, entries)
+        for i in near:
+            around[i] |= near
+            around[i] -= {i, v}
+        around[v] = set()
+    return work, largest
+
+
+class Elimination:
+    """One run over all variables.
+
+    Args:
+      unary, pairwise: the costs; pairs are (i, j) with i < j.
+      held: an assignment. A variable is fixed at its value there if a table would grow too large; what is found costs
+        no more than the assignment. Without one, all tables are made, whatever their size.
+
+    Attributes:
+      least: the minimum over those variables that were not fixed, after `run`.
+      work: entries touched.
+    """
+
+    def __init__(
+        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None
+    ) -> None:
+        self.least, self.work = 0.0, 0.0
+        self._held = held
+        self._largest = float(np.clip(HELD_WORK / max(len(unary), 1), *HELD_TABLE))
+        self._own = list(unary)
+        self._tables: list[dict[Scope, Table]] = [{} for _ in unary]
+        for scope, table in pairwise.items():
+            self._add(scope, table)
+
+    def run(self, order: Sequence[int]) -> list[int]:
+        """The values of an assignment of least cost."""
+        values = [-1] * len(self._own)
+        back: list[tuple[int, Table, dict[Scope, Table]]] = []
+        for v in order:
+            if self._held is not None:
+                self._hold(v, self._held, values)
+            if values[v] >= 0:
+                continue
+            tables = dict(self._tables[v])
+            back.append((v, self._own[v], tables))
+            for scope in tables:
+                for i in scope:
+                    self._tables[i].pop(scope, None)
+            self._minimize_out(v, tables)
+        for v, alone, tables in reversed(back):
+            total = alone
+            for scope, table in tables.items():
+                total = total + table[tuple(slice(None) if i == v else values[i] for i in scope)]
+            values[v] = int(np.argmin(total))
+        return values
+
+    def _add(self, scope: Scope, table: Table) -> None:
+        present = self._tables[scope[0]].get(scope)
+        if present is not None:
+            table = present + table
+        for i in scope:
+            self._tables[i][scope] = table
+
+    def _hold(self, v: int, held: Sequence[int], values: list[int]) -> None:
+        """Fixes variables until the table of `v` is small, or `v` itself is fixed."""
+        while values[v] < 0:
+            near = {i for scope in self._tables[v] for i in scope} | {v}
+            if math.prod(float(self._own[i].size) for i in near) <= self._largest:
+                return
+            wide = max(near, key=lambda i: (len(self._tables[i]) * self._own[i].size, -i))
+            values[wide] = held[wide]
+            self._fix(wide, held[wide])
+
+    def _fix(self, v: int, value: int) -> None:
+        """Each table of `v` --> its slice at that value."""
+        self.least += float(self._own[v][value])
+        for scope, table in list(self._tables[v].items()):
+            for i in scope:
+                self._tables[i].pop(scope, None)
+            self._put(tuple(i for i in scope if i != v), np.asarray(table.take(value, axis=scope.index(v))))
+
+    def _put(self, scope: Scope, table: Table) -> None:
+        if not scope:
+            self.least += float(table)
+        elif len(scope) == 1:
+            self._own[scope[0]] = self._own[scope[0]] + table
+        else:
+            self._add(scope, table)
+
+    def _minimize_out(self, v: int, tables: Mapping[Scope, Table]) -> None:
+        """`v` out of its tables: --> one table over the others."""
+        rest = tuple(sorted({i for scope in tables for i in scope} - {v}))
+        position = {i: p for p, i in enumerate((*rest, v))}
+        terms = [self._own[v].reshape((1,) * len(rest) + (-1,))]
+        for scope, table in sorted(tables.items(), key=lambda item: item[0]):  # so that sums always round alike
+            by_position = sorted(range(len(scope)), key=lambda k, s=scope: position[s[k]])
+            shape = [1] * (len(rest) + 1)
+            for k in by_position:
+                shape[position[scope[k]]] = table.shape[k]
+            terms.append(table.transpose(by_position).reshape(shape))
+        sizes = [self._own[i].size for i in (*rest, v)]
+        self.work += math.prod(map(float, sizes))
+        self._put(rest, _least_sum(terms, sizes))
+
+
+def _least_sum(terms: Sequence[Table], sizes: Sequence[int]) -> Table:
+    """The minimum over the last dimension of a sum of arrays that broadcast to one of `sizes`."""
+    inner = math.prod(sizes[1:])
+    if len(sizes) > 1 and inner > SLAB:
+        return np.stack([_least_sum([t[min(k, len(t) - 1)] for t in terms], sizes[1:]) for k in range(sizes[0])])
+    step = SLAB // inner
+    if len(sizes) > 1 and sizes[0] > step:
+        starts = range(0, sizes[0], step)
+        return np.concatenate(
+            [
+                _least_sum([t[k : k + step] if len(t) > 1 else t for t in terms], [min(step, sizes[0] - k), *sizes[1:]])
+                for k in starts
+            ]
+        )
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return np.asarray(np.broadcast_to(total, sizes).min(-1))

@@ -1,0 +1,218 @@
+"""What is done to cost tables, each remembered by the identity of its operands. What is infinite is not allowed.
+
+Tables of a pair are held in both directions, the rows being the values of the variable that holds it. Vectors and
+tables are never changed in place: equal ones are one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.solver.tables import A, Index, Memo, Table
+
+COPY: Final = 4
+"""Entries that could be touched in the time in which one is made, kept and compared."""
+CHUNK: Final = 1 << 16
+"""Entries of a temporary array that stay in a core's cache."""
+
+
+class Operations:
+    """Operations on tables, done once for the same operands. `work` counts the entries that were touched."""
+
+    def __init__(self, memo: Memo) -> None:
+        self.memo = memo
+        self.work = 0.0
+
+    def one(self, table: A) -> A:
+        return self.memo.one(table)
+
+    def turned(self, table: Table) -> Table:
+        def make() -> Table:
+            other = self.memo.one(np.ascontiguousarray(table.T))
+            self.memo.do(("T", id(other)), other, lambda: table)
+            return other
+
+        return self.memo.do(("T", id(table)), table, make)
+
+    def sum(self, a: Table, b: Table) -> Table:
+        return self.memo.do(("+", id(a), id(b)), (a, b), lambda: self._one(a + b))
+
+    def normal(self, table: Table) -> tuple[float, Table]:
+        """The least entry, and the table less that."""
+
+        def make() -> tuple[float, Table]:
+            least = float(table.min())
+            return (least, self._one(table - least)) if least and np.isfinite(least) else (0.0, table)
+
+        return self.memo.do(("normal", id(table)), table, make)
+
+    def rows(self, table: Table, index: Index) -> Table:
+        """table[index]"""
+        return self.memo.do(("rows", id(table), id(index)), (table, index), lambda: self._one(table[index]))
+
+    def where(self, mask: NDArray[np.bool_]) -> Index:
+        return self.memo.one(np.flatnonzero(mask))
+
+    def finite(self, own: Table) -> Index:
+        """The values that are allowed; all if there are none."""
+
+        def make() -> Index:
+            allowed = np.isfinite(own)
+            return self.where(allowed if allowed.any() else np.ones_like(allowed))
+
+        return self.memo.do(("finite", id(own)), own, make)
+
+    def supported(self, table: Table) -> Index | None:
+        """Rows with an allowed entry; None: all of them."""
+
+        def make() -> Index | None:
+            self.work += table.size
+            some = np.isfinite(table).any(1)
+            return None if some.all() else self.where(np.asarray(some))
+
+        return self.memo.do(("supported", id(table)), table, make)
+
+    def follower(self, table: Table) -> Index | None:
+        """For each row its one allowed column, if there is but one in every row."""
+
+        def make() -> Index | None:
+            self.work += table.size
+            finite = np.isfinite(table)
+            return self.memo.one(finite.argmax(1)) if (finite.sum(1) == 1).all() else None
+
+        return self.memo.do(("follower", id(table)), table, make)
+
+    def entries(self, table: Table, columns: Index) -> Table:
+        """table[a, columns[a]]"""
+        return self.memo.do(
+            ("entries", id(table), id(columns)),
+            (table, columns),
+            lambda: self._one(table[np.arange(columns.size), columns]),
+        )
+
+    def apart(self, table: Table) -> tuple[Table, Table] | None:
+        """Two vectors whose sum the table is, if there are any."""
+
+        def make() -> tuple[Table, Table] | None:
+            self.work += table.size
+            if not np.isfinite(table).all():
+                return None
+            rows = table.min(1)
+            columns = (table - rows[:, None]).min(0)
+            rest = table - rows[:, None] - columns
+            if rest.max(initial=0.0) > 1e-13 * np.abs(table).max(initial=0.0):
+                return None
+            return self.memo.one(rows), self.memo.one(columns)
+
+        return self.memo.do(("apart", id(table)), table, make)
+
+    def classes(self, table: Table) -> tuple[Index, Index]:
+        """(first, number): the first of each kind of equal rows, and each row's kind."""
+
+        def make() -> tuple[Index, Index]:
+            self.work += table.size
+            kinds: dict[bytes, int] = {}
+            first: list[int] = []
+            number = np.empty(len(table), np.intp)
+            for i, row in enumerate(table):
+                kind = kinds.setdefault(row.tobytes(), len(first))
+                if kind == len(first):
+                    first.append(i)
+                number[i] = kind
+            return self.memo.one(np.asarray(first, np.intp)), self.memo.one(number)
+
+        return self.memo.do(("classes", id(table)), table, make)
+
+    def least_gain(self, table: Table) -> Table:
+        """For rows a, b the least over the columns of table[a] - table[b]."""
+
+        def make() -> Table:
+            if table.size * len(table) <= CHUNK:
+                self.work += table.size * len(table)
+                return self._one(_least_gain(table))
+            first, number = self.classes(table)
+            small = table[first]
+            columns, _ = self.classes(np.ascontiguousarray(small.T))
+            small = small[:, columns]
+            self.work += small.size * len(small)
+            return self._one(_least_gain(small)[np.ix_(number, number)])
+
+        return self.memo.do(("gain", id(table)), table, make)
+
+    def needed(self, own: Table, tables: Sequence[Table], uses: Sequence[Table]) -> Index | None:
+        """The values that no other beats, whatever the neighbours take; None: all of them.
+
+        b beats a if own[a] - own[b] + sum over the tables of the least gain is not negative, and b uses no more.
+        """
+
+        def make() -> Index | None:
+            self.work += own.size * own.size * (len(tables) + 1)
+            gain = own[:, None] - own
+            with np.errstate(invalid="ignore"):  # opposite infinities: not comparable
+                for table in tables:
+                    gain = gain + self.least_gain(table)
+            beaten = gain >= 0
+            for use in uses:
+                beaten &= use[:, None] >= use
+            np.fill_diagonal(beaten, False)
+            alive = np.ones(own.size, np.bool_)
+            for a in np.flatnonzero(beaten.any(1)):
+                alive[a] = not (beaten[a] & alive).any()
+            return None if alive.all() else self.where(alive)
+
+        key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
+        return self.memo.do(key, (own, tables, uses), make)
+
+    def out_of_one(self, own: Table, table: Table) -> Table:
+        """Least over the rows of own[row] + table[row]."""
+
+        def make() -> Table:
+            self.work += table.size
+            return self._one((table + own[:, None]).min(0))
+
+        return self.memo.do(("out", id(own), id(table)), (own, table), make)
+
+    def out_of_two(self, own: Table, left: Table, right: Table) -> Table:
+        """Least over the rows of own[row] + left[row, a] + right[row, b], for all a, b."""
+
+        def make() -> Table:
+            if left.size * right.shape[1] < CHUNK:
+                self.work += left.size * right.shape[1]
+                return self._one(((left + own[:, None])[:, :, None] + right[:, None, :]).min(0))
+            first, number = self.classes(self.turned(left))
+            last, name = self.classes(self.turned(right))
+            return self._one(self._least_sum(left[:, first] + own[:, None], right[:, last])[np.ix_(number, name)])
+
+        return self.memo.do(("join", id(own), id(left), id(right)), (own, left, right), make)
+
+    def _least_sum(self, left: Table, right: Table) -> Table:
+        self.work += left.size * right.shape[1]
+        least = np.full((left.shape[1], right.shape[1]), np.inf)
+        buffer = np.empty_like(least)
+        for a, b in zip(left, right, strict=True):
+            np.add(a[:, None], b, out=buffer)
+            np.minimum(least, buffer, out=least)
+        return least
+
+    def _one(self, table: Table) -> Table:
+        self.work += COPY * table.size
+        return self.memo.one(np.ascontiguousarray(table))
+
+
+def _least_gain(table: Table) -> Table:
+    """For rows a, b the least over the columns of table[a] - table[b]; infinite where neither is allowed."""
+    gain = np.full((len(table), len(table)), np.inf)
+    change = np.empty_like(gain)
+    columns = np.ascontiguousarray(table.T)
+    if np.isfinite(table).all():
+        for column in columns:
+            np.minimum(gain, np.subtract(column[:, None], column, out=change), out=gain)
+        return gain
+    with np.errstate(invalid="ignore"):
+        for column in columns:  # what is no number is left out
+            np.fmin(gain, np.subtract(column[:, None], column, out=change), out=gain)
+    return gain

@@ -1,0 +1,417 @@
+"""Makes a problem smaller without losing its minimum: what follows from something else, what costs nothing, what no
+best assignment needs, and what has at most two neighbours is taken out, and put back afterwards.
+
+    j follows i       one column of T(i, j) is allowed in each row --> j's tables become i's
+    T = f(i) + g(j)   --> no table
+    value beaten      another one is at least as good whatever the neighbours take --> dropped
+    one neighbour     least over j of u(j) + T(i, j) --> added to u(i)
+    two neighbours    least over j of u(j) + T(i, j) + T(j, k) --> a table of i, k
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from shardc.solver.operations import Operations
+from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
+
+DOMINANCE_WORK: Final = 1 << 24
+"""Entries touched in looking for beaten values of one variable, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Memory that a variable takes during [begin, end): bytes for each of its values."""
+
+    begin: int
+    end: int
+    bytes: Table
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Value v of the variable was index[v] before."""
+
+    variable: int
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class _Follows:
+    """The variable takes index[value of `leader`]."""
+
+    variable: int
+    leader: int
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """The variable takes what is least, its neighbours given."""
+
+    variable: int
+    own: Table
+    tables: tuple[tuple[int, Table], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """The variable's value v means first[v] of itself and second[v] of `other`, which is out."""
+
+    variable: int
+    other: int
+    first: Index
+    second: Index
+
+
+_Step: TypeAlias = _Kept | _Follows | _Out | _Joined
+
+
+@dataclass
+class Reduction:
+    """A problem that is made smaller in place; `restore` gives the assignment of the whole one.
+
+    Attributes:
+      own: for each variable the cost of its values; meaningless for variables that are out.
+      near: for each variable its neighbours and the tables, its own values being the rows.
+      uses: memory of the values.
+      constant: cost of what is decided.
+      fixed_uses: memory of what is decided: (begin, end, bytes).
+      inside: the variables that are left.
+      pair_work: entries that may be touched in making one table of two neighbours.
+      feasible: False where some variable had no allowed value.
+    """
+
+    ops: Operations
+    own: list[Table]
+    near: list[dict[int, Table]]
+    uses: list[list[Use]]
+    constant: float = 0.0
+    fixed_uses: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
+    feasible: bool = True
+    pair_work: int = 1 << 20
+    steps: list[_Step] = field(default_factory=list["_Step"])
+
+    def __post_init__(self) -> None:
+        self.inside = [True] * len(self.own)
+        self._waiting: deque[int] = deque()
+        self._queued = [False] * len(self.own)
+        self._touched: set[int] = set()
+        self._begun = False
+
+    @classmethod
+    def of(
+        cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], uses: Sequence[Sequence[Use]], ops: Operations
+    ) -> Reduction:
+        own: list[Table] = []
+        raw: dict[int, tuple[Table, Table]] = {}
+
+        def clean(array: Table) -> Table:
+            found = raw.get(id(array))
+            if found is None:
+                table = np.array(array, np.float64, order="C")
+                table[table >= FORBIDDEN] = np.inf
+                found = raw[id(array)] = (array, ops.one(table))
+            return found[1]
+
+        own = [clean(u) for u in unary]
+        near: list[dict[int, Table]] = [{} for _ in own]
+        for (i, j), table in pairwise.items():
+            if i == j:
+                raise ValueError(f"variable {i} in a table with itself")
+            table = clean(table)
+            if table.shape != (own[i].size, own[j].size):
+                raise ValueError(f"table of variables {i}, {j}: {table.shape}, not {(own[i].size, own[j].size)}")
+            near[i][j] = ops.sum(near[i][j], table) if j in near[i] else table
+            near[j][i] = ops.turned(near[i][j])
+        return cls(ops, own, near, [list(u) for u in uses] if uses else [[] for _ in own])
+
+    def run(self, join: bool = True) -> None:
+        """All that is exact and cheap. Without `join` variables only merge; none is minimised out."""
+        if not self._begun:
+            self._begun = True
+            self._touch(range(len(self.own)))
+        self._simplify()
+        heap: list[tuple[int, int]] = []
+        fresh = set(self._touched)
+        while fresh and self.feasible:
+            self._touched.clear()
+            for v in sorted(fresh):
+                if self.inside[v] and self.feasible:
+                    self._drop_beaten(v)
+            self._simplify()
+            if join:
+                for v in fresh | self._touched:
+                    work = self._work_of(v)
+                    if work is not None:
+                        heapq.heappush(heap, (work, v))
+            fresh = set(self._touched)
+            while heap and not fresh:
+                work, v = heapq.heappop(heap)
+                if self._work_of(v) == work:
+                    self._touched.clear()
+                    self._minimize_out(v)
+                    self._simplify()
+                    fresh = set(self._touched)
+
+    def restore(self, values: Sequence[int]) -> list[int]:
+        """The assignment of the whole problem, from that of the variables that are left (others: anything)."""
+        found = [int(v) for v in values]
+        for step in reversed(self.steps):
+            match step:
+                case _Kept(v, index):
+                    found[v] = int(index[found[v]])
+                case _Follows(v, leader, index):
+                    found[v] = int(index[found[leader]])
+                case _Out(v, own, tables):
+                    total = own
+                    for j, table in tables:
+                        total = total + table[:, found[j]]
+                    found[v] = int(np.argmin(total))
+                case _Joined(v, other, first, second):
+                    found[v], found[other] = int(first[found[v]]), int(second[found[v]])
+        return found
+
+    def reduce(self, values: Sequence[int]) -> list[int] | None:
+        """An assignment of the whole problem, for the variables that are left; None: a value of it was dropped."""
+        found = list(values)
+        for step in self.steps:
+            match step:
+                case _Kept(v, index):
+                    where = int(np.searchsorted(index, found[v]))
+                    if where == index.size or index[where] != found[v]:
+                        return None
+                    found[v] = where
+                case _Follows(v, leader, index):
+                    if index[found[leader]] != found[v]:
+                        return None
+                case _Out():
+                    pass
+                case _Joined(v, other, first, second):
+                    where = np.flatnonzero((first == found[v]) & (second == found[other]))
+                    if not where.size:
+                        return None
+                    found[v] = int(where[0])
+        return found
+
+    def drop(self, slack: float) -> None:
+        """Drops the values and forbids the pairs of values that cost more than this. Wants costs nowhere negative."""
+        with np.errstate(invalid="ignore"):
+            least = [{j: t.min(1) for j, t in n.items()} for n in self.near]
+            star = [sum(m.values(), u) for u, m in zip(self.own, least, strict=True)]
+            for v, near in enumerate(self.near):
+                for j, table in near.items():
+                    if j > v:
+                        cost = table + ((star[v] - least[v][j])[:, None] + (star[j] - least[j][v]))
+                        over = ~(cost <= slack)
+                        if (over & np.isfinite(table)).any():
+                            near[j] = self.ops.one(np.where(over, np.inf, table))
+                            self.near[j][v] = self.ops.turned(near[j])
+        for v, cost in enumerate(star):
+            if self.inside[v]:
+                alive = cost <= slack
+                if not alive.any():
+                    self.feasible = False
+                elif not alive.all():
+                    self.keep(v, self.ops.where(alive))
+        self._touch(v for v, inside in enumerate(self.inside) if inside)
+
+    def join(self, v: int, other: int) -> None:
+        """Two neighbours --> one variable, whose values are the allowed pairs of theirs."""
+        ops = self.ops
+        table = self.near[v][other]
+        cost = table + (self.own[v][:, None] + self.own[other])
+        first, second = (ops.one(index) for index in np.nonzero(np.isfinite(cost)))
+        self.inside[other] = False
+        self.steps.append(_Joined(v, other, first, second))
+        self._forget(v, other)
+        self.own[v] = ops.one(cost[first, second])
+        for k, own in list(self.near[v].items()):
+            self.near[v][k] = ops.rows(own, first)
+            self.near[k][v] = ops.turned(self.near[v][k])
+        for k, theirs in list(self.near[other].items()):
+            self._forget(other, k)
+            self._add(v, k, ops.rows(theirs, second))
+        self.uses[v] = [Use(u.begin, u.end, ops.rows(u.bytes, first)) for u in self.uses[v]]
+        self.uses[v] += [Use(u.begin, u.end, ops.rows(u.bytes, second)) for u in self.uses[other]]
+        self._touch((v, *self.near[v]))
+
+    def join_small(self, values: int, entries: int) -> None:
+        """Joins neighbours of at most so many pairs of values, those first whose tables grow least, and reduces what
+        comes of it, until the different tables together have so many entries."""
+        while self.feasible:
+            found: list[tuple[int, int, int]] = []
+            distinct: dict[int, int] = {}
+            for v, near in enumerate(self.near):
+                found += [(self._growth(v, j), v, j) for j, t in near.items() if j > v and t.size <= values]
+                distinct.update((id(t), t.size) for t in near.values())
+            if sum(distinct.values()) > 2 * entries or not found:
+                return
+            found.sort()
+            taken: set[int] = set()
+            for growth, v, j in found:
+                if growth > 2 * abs(found[0][0]) + values:
+                    break
+                if v not in taken and j not in taken:
+                    taken.update((v, j), self.near[v], self.near[j])
+                    self.join(v, j)
+                    self._drop_beaten(v)
+            self.run()
+
+    def _growth(self, v: int, j: int) -> int:
+        """Entries that joining two variables adds."""
+        own, size = self.near[v], self.own[v].size * self.own[j].size
+        after = size * sum(self.own[k].size for k in (own.keys() | self.near[j].keys()) - {v, j})
+        return after - sum(t.size for t in own.values()) - sum(t.size for t in self.near[j].values()) + size
+
+    def copy(self) -> Reduction:
+        """To be made smaller by itself."""
+        other = Reduction(
+            self.ops, list(self.own), [dict(n) for n in self.near], [list(u) for u in self.uses],
+            self.constant, list(self.fixed_uses), self.feasible, self.pair_work, list(self.steps),
+        )  # fmt: skip
+        other.inside, other._begun = list(self.inside), self._begun
+        return other
+
+    def _touch(self, variables: Iterable[int]) -> None:
+        for v in variables:
+            self._touched.add(v)
+            if not self._queued[v]:
+                self._queued[v] = True
+                self._waiting.append(v)
+
+    def _simplify(self) -> None:
+        while self._waiting and self.feasible:
+            v = self._waiting.popleft()
+            self._queued[v] = False
+            if self.inside[v]:
+                self._simplify_one(v)
+        self._touched = {v for v in self._touched if self.inside[v]}
+
+    def _simplify_one(self, v: int) -> None:
+        ops = self.ops
+        allowed = ops.finite(self.own[v])
+        if allowed.size != self.own[v].size:
+            self.keep(v, allowed)
+        elif not np.isfinite(self.own[v][0]):
+            self.feasible = False
+        for j in list(self.near[v]):
+            rows = ops.supported(self.near[v][j])
+            if rows is not None:
+                if not rows.size:
+                    self.feasible = False
+                    self._forget(v, j)
+                else:
+                    self.keep(v, rows)
+        if self.own[v].size == 1:
+            self._fix(v)
+            return
+        for j in sorted(self.near[v]):
+            if j not in self.near[v]:
+                continue
+            table = self.near[v][j]
+            apart = ops.apart(table)
+            if apart is not None:
+                self._forget(v, j)
+                self.own[v] = ops.sum(self.own[v], apart[0])
+                self.own[j] = ops.sum(self.own[j], apart[1])
+                self._touch((v, j))
+                continue
+            behind, ahead = ops.follower(table), ops.follower(self.near[j][v])
+            if behind is not None and (ahead is None or len(self.near[j]) <= len(self.near[v])):
+                self._follow(j, v, behind)
+            elif ahead is not None:
+                self._follow(v, j, ahead)
+                return
+
+    def keep(self, v: int, index: Index) -> None:
+        """Only these values of a variable."""
+        ops = self.ops
+        index = ops.one(index)
+        self.steps.append(_Kept(v, index))
+        self.own[v] = ops.rows(self.own[v], index)
+        for j, table in self.near[v].items():
+            self.near[v][j] = ops.rows(table, index)
+            self.near[j][v] = ops.turned(self.near[v][j])
+        self.uses[v] = [Use(u.begin, u.end, ops.rows(u.bytes, index)) for u in self.uses[v]]
+        self._touch((v, *self.near[v]))
+
+    def _forget(self, i: int, j: int) -> None:
+        del self.near[i][j], self.near[j][i]
+
+    def _fix(self, v: int) -> None:
+        self.inside[v] = False
+        self.constant += float(self.own[v][0])
+        self.steps.append(_Out(v, self.own[v], ()))
+        for j, table in list(self.near[v].items()):
+            self._forget(v, j)
+            self.own[j] = self.ops.sum(self.own[j], self.ops.one(table[0]))
+            self._touch((j,))
+        self.fixed_uses += [(u.begin, u.end, float(u.bytes[0])) for u in self.uses[v]]
+
+    def _follow(self, v: int, leader: int, index: Index) -> None:
+        """Each value of the leader allows one of v: --> v's costs and tables are the leader's."""
+        ops = self.ops
+        self.inside[v] = False
+        self.steps.append(_Follows(v, leader, index))
+        own = ops.sum(ops.entries(self.near[leader][v], index), ops.rows(self.own[v], index))
+        self.own[leader] = ops.sum(self.own[leader], own)
+        self._forget(v, leader)
+        for k, table in list(self.near[v].items()):
+            self._forget(v, k)
+            self._add(leader, k, ops.rows(table, index))
+        self.uses[leader] += [Use(u.begin, u.end, ops.rows(u.bytes, index)) for u in self.uses[v]]
+        self._touch((leader,))
+
+    def _add(self, i: int, j: int, table: Table) -> None:
+        present = self.near[i].get(j)
+        self.near[i][j] = table if present is None else self.ops.sum(present, table)
+        self.near[j][i] = self.ops.turned(self.near[i][j])
+        self._touch((i, j))
+
+    def _normal(self, table: Table) -> Table:
+        """So that what differs by a constant only, as from layer to layer, is one object."""
+        least, table = self.ops.normal(table)
+        self.constant += least
+        return table
+
+    def _drop_beaten(self, v: int) -> None:
+        size = self.own[v].size
+        tables = [self.near[v][j] for j in sorted(self.near[v])]
+        if size < 2 or size * sum(t.size for t in tables) > DOMINANCE_WORK:
+            return
+        alive = self.ops.needed(self.own[v], tables, [u.bytes for u in self.uses[v]])
+        if alive is not None:
+            self.keep(v, alive)
+
+    def _work_of(self, v: int) -> int | None:
+        """Entries that minimising a variable out touches; None: it stays."""
+        if not self.inside[v] or len(self.near[v]) > 2 or self.uses[v]:
+            return None
+        work = self.own[v].size
+        for table in self.near[v].values():
+            work *= table.shape[1]
+        return work if work <= self.pair_work or len(self.near[v]) < 2 else None
+
+    def _minimize_out(self, v: int) -> None:
+        near = sorted(self.near[v].items())
+        self.inside[v] = False
+        self.steps.append(_Out(v, self.own[v], tuple(near)))
+        for j, _ in near:
+            self._forget(v, j)
+        match near:
+            case []:
+                self.constant += float(self.own[v].min())
+            case [(j, table)]:
+                self.own[j] = self.ops.sum(self.own[j], self._normal(self.ops.out_of_one(self.own[v], table)))
+                self._touch((j,))
+            case [(j, left), (k, right)]:
+                self._add(j, k, self._normal(self.ops.out_of_two(self.own[v], left, right)))
+            case _:
+                raise AssertionError(v)

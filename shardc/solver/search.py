@@ -1,0 +1,236 @@
+"""Minimum of a sum of cost tables, by turns: a bound, an assignment, and a smaller problem.
+
+What costs more than the best assignment known and the bound leave room for cannot be part of a better one and is
+dropped (reduced-cost fixing); what remains is reduced exactly. Where nothing more falls, neighbours are joined into one
+variable of their allowed pairs, which makes the bound sharper; joined often enough, it is the minimum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.solver.costs import Costs
+from shardc.solver.dual import Dual
+from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
+from shardc.solver.reduce import Reduction
+from shardc.solver.tables import Index, Pair, Table
+
+log = logging.getLogger("shardc")
+
+CLOSE: Final = 1e-6
+"""Relative distance of cost and bound at which an assignment counts as proved best."""
+ROUNDING: Final = 1e-9
+"""Relative error that sums of costs may have."""
+LOOK: Final = 2
+"""Raisings of the bound from one look for better assignments to the next."""
+WINDOW: Final = 4
+"""Looks over which the bound is to rise."""
+SLOW: Final = 0.1
+"""The bound rises slowly if the gap shrinks by less than this part of it in a window."""
+NEAR: Final = (1e-4, 3e-3, 0.1)
+"""Parts of the room between bound and cost: better assignments are looked for among the values in them."""
+FEW: Final = 0.6
+"""Part of the values that may be left, for the problem to be made smaller at once."""
+ENTRIES: Final = 1 << 23
+"""Entries of different tables, up to which variables are joined."""
+FIRST_PAIRS: Final = 256
+"""Pairs of values of neighbours that are joined before anything is known."""
+SOME: Final = 0.7
+"""Neighbours are joined if more than this part of the values is left."""
+EXACT: Final = 1 << 24
+"""Entries of all tables of an elimination that is done at once."""
+WORTH: Final = 0.25
+"""Part of the work done so far that an elimination of more may add, in entries."""
+LARGE: Final = 1 << 28
+"""Entries of a table of an elimination, at most."""
+STEP: Final = 1 << 16
+"""Entries that could be touched in the time in which a variable is eliminated."""
+
+
+@dataclass
+class Search:
+    """The state: what is left of the problem, and the best assignment of the whole one.
+
+    Attributes:
+      problem: made smaller as the search goes on.
+      full: costs of whole assignments.
+      close: relative distance of cost and bound that is close enough.
+      values: the best assignment known, if any; cost: what it costs.
+      limit: entries that may be touched (`problem.ops.work`) until no new turn begins.
+      bound: no assignment costs less, nor less than `cost` where that is smaller.
+    """
+
+    problem: Reduction
+    full: Costs
+    limit: float
+    close: float = CLOSE
+    values: list[int] | None = None
+    cost: float = np.inf
+    bound: float = -np.inf
+
+    def run(self) -> None:
+        pairs = FIRST_PAIRS
+        self.problem.run()
+        log.debug("reduced to %d variables, work %.1e", sum(self.problem.inside), self.problem.ops.work)
+        while not self.closed:
+            r = self.problem
+            inside = [v for v, some in enumerate(r.inside) if some]
+            if not r.feasible:  # nothing better than what is known
+                self._raise_to(self.cost)
+                return
+            if not inside:
+                self._offer(r.restore([0] * len(r.own)))
+                self._raise_to(min(r.constant, self.cost))
+                return
+            part = self._sweep(inside)
+            if self.closed or r.ops.work > self.limit:
+                return
+            part.drop(self.cost - part.constant + ROUNDING * abs(self.cost))
+            before, after = _values(r), _values(part)
+            self.problem = part
+            part.run()
+            if after > SOME * before:
+                part.join_small(pairs, ENTRIES)
+                pairs *= 4
+                part.pair_work *= 8
+            log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
+
+    @property
+    def closed(self) -> bool:
+        return self.cost - self.bound <= self.close * abs(self.cost) < np.inf
+
+    def _sweep(self, inside: Sequence[int]) -> Reduction:
+        """Raises the bound for as long as it pays, looking for better assignments. Gives the problem as the messages
+        write it: its constant is the bound."""
+        r = self.problem
+        number = {v: k for k, v in enumerate(inside)}
+        near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
+        part = _Part([r.own[v] for v in inside], near)
+        everything = [np.arange(u.size) for u in part.own]
+        if part.easy(everything):
+            self._offer_part(inside, self._eliminate(part, everything))
+            self._raise_to(self.cost)
+            return r
+        dual = Dual(part.own, near)
+        best = self._known(inside, dual.values)
+        gaps: list[float] = []
+        for turn in itertools.count(1):
+            for _ in range(LOOK):
+                dual.raise_bound()
+                r.ops.work += dual.work
+                for reading in dual.readings:
+                    best = dual.improve(dual.better_of(best, dual.improve(reading, 2)), 1)
+            bound = r.constant + dual.bound
+            self._raise_to(bound)
+            excess, first = dual.excess()
+            alive = excess <= NEAR[turn % len(NEAR)] * (min(self.cost, r.constant + dual.cost(best)) - bound)
+            alive[first + best] = True
+            best = self._eliminate(part, _split(alive, first), best)
+            if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
+                self._offer_part(inside, best)
+            alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
+            some = np.count_nonzero(alive) / alive.size
+            values = _split(alive, first)
+            if min(map(len, values)) == 0:
+                self._raise_to(self.cost)
+            elif not self.closed and part.easy(values, WORTH * r.ops.work):
+                self._offer_part(inside, self._eliminate(part, values))
+                self._raise_to(self.cost)
+            gaps.append(self.cost - self.bound)
+            log.debug("bound %.9g, cost %.9g, %.2f left, work %.1e", self.bound, self.cost, some, r.ops.work)
+            if self.closed or r.ops.work > self.limit or some < FEW:
+                break
+            if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
+                break
+        rest = r.copy()
+        constant, own, tables = dual.rest()
+        rest.constant += constant
+        for v, u in zip(inside, own, strict=True):
+            rest.own[v] = r.ops.one(u)
+        for (i, j), table in tables.items():
+            v, k = inside[i], inside[j]
+            rest.near[v][k] = r.ops.one(table)
+            rest.near[k][v] = r.ops.turned(rest.near[v][k])
+        return rest
+
+    def _known(self, inside: Sequence[int], otherwise: Index) -> Index:
+        """The best assignment known, as far as variables are left, if none of its values was dropped."""
+        known = None if self.values is None else self.problem.reduce(self.values)
+        return otherwise if known is None else np.asarray(known, np.intp)[inside]
+
+    def _eliminate(self, part: _Part, values: Sequence[Index], held: Index | None = None) -> Index:
+        """The best assignment of these values; with `held` one that is no worse, and quickly."""
+        found, work = part.eliminate(values, held)
+        self.problem.ops.work += work
+        return found
+
+    def _raise_to(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def _offer_part(self, inside: Sequence[int], values: Index) -> None:
+        whole = np.zeros(len(self.problem.own), np.intp)
+        whole[inside] = values
+        self._offer(self.problem.restore(whole.tolist()))
+
+    def _offer(self, values: list[int]) -> None:
+        cost = self.full.cost(values)
+        if cost < self.cost:
+            self.values, self.cost = values, cost
+
+
+class _Part:
+    """Costs and tables of variables among which some values are looked at."""
+
+    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
+        self.own, self.near = own, near
+        self._order = elimination_order(len(own), [(v, j) for v, n in enumerate(near) for j in n if v < j])
+
+    def easy(self, values: Sequence[Index], work: float = 0.0) -> bool:
+        """Whether eliminating all variables touches no more entries than this, or few."""
+        order, pairs = self._open(values)
+        entries, largest = elimination_work([len(values[v]) for v in order], pairs, range(len(order)))
+        return entries <= max(work, EXACT) and largest <= LARGE
+
+    def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
+        """The best assignment of these values, or one no worse than `held`; and the work."""
+        order, pairs = self._open(values)
+        own: list[Table] = []
+        for v in order:
+            some = values[v]
+            mine = self.own[v][some]
+            for j, table in self.near[v].items():
+                if len(values[j]) == 1:
+                    mine = mine + table[some, values[j][0]]
+            own.append(mine)
+        pairwise = {(a, b): self.near[v := order[a]][w := order[b]][values[v][:, None], values[w]] for a, b in pairs}
+        start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
+        elimination = Elimination(own, pairwise, start)
+        found = elimination.run(range(len(order)))
+        whole = np.asarray([some[0] for some in values])
+        for v, value in zip(order, found, strict=True):
+            whole[v] = values[v][value]
+        return whole, elimination.work + STEP * len(order)
+
+    def _open(self, values: Sequence[Index]) -> tuple[list[int], list[Pair]]:
+        """The variables of more than one value in the order to eliminate them in, and the pairs of places there."""
+        order = [v for v in self._order if len(values[v]) > 1]
+        place = {v: k for k, v in enumerate(order)}
+        return order, [(k, place[j]) for v, k in place.items() for j in self.near[v] if k < place.get(j, -1)]
+
+
+def _split(alive: NDArray[np.bool_], first: Index) -> list[Index]:
+    """For each variable its values that are alive."""
+    where = np.flatnonzero(alive)
+    bounds = np.searchsorted(where, np.append(first, alive.size))
+    return [where[a:b] - f for a, b, f in zip(bounds, bounds[1:], first, strict=False)]
+
+
+def _values(problem: Reduction) -> int:
+    return sum(u.size for u, inside in zip(problem.own, problem.inside, strict=True) if inside)

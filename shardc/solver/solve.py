@@ -1,0 +1,174 @@
+"""The solver's face: arrays in, an assignment, its cost and a proved bound out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shardc.solver.costs import Costs
+from shardc.solver.eliminate import elimination_order
+from shardc.solver.limited import Limited
+from shardc.solver.memory import Memory
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+from shardc.solver.search import CLOSE, Search
+from shardc.solver.tables import Memo, Pair, Table
+
+log = logging.getLogger("shardc")
+
+WORK: Final = 8e9
+"""Table entries that one call may touch: about ten seconds."""
+
+UNLIMITED_PART: Final = 0.3
+"""Part of the work that may go to the problem without its memory limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The value chosen for each variable, its cost, and a lower bound of the minimum."""
+
+    values: list[int]
+    cost: float
+    bound: float
+
+    @property
+    def exact(self) -> bool:
+        return self.cost <= self.bound + CLOSE * abs(self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What `solve` found.
+
+    Attributes:
+      values: the value chosen for each variable. Where nothing fits, those that need the least memory that was found.
+      cost: their cost; infinite if they are not allowed or do not fit.
+      bound: no assignment that is allowed and fits costs less. Infinite: it is proved that there is none.
+      peak: bytes that the values have in use at once, at most; 0 without a memory limit.
+      least_peak: no allowed assignment has less.
+      cost_unlimited, bound_unlimited: the same for the problem without its memory limit.
+      work: table entries touched, roughly.
+    """
+
+    values: list[int]
+    cost: float
+    bound: float
+    peak: float
+    least_peak: float
+    cost_unlimited: float
+    bound_unlimited: float
+    work: float
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the values are allowed and fit."""
+        return bool(np.isfinite(self.cost))
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: by what part of it the cost may at most be above the minimum."""
+        if not self.feasible:
+            return float("inf")
+        excess = max(self.cost - self.bound, 0.0)
+        return excess / abs(self.cost) if excess else 0.0
+
+
+def solve(
+    unary: Sequence[Table],
+    pairwise: Mapping[Pair, Table],
+    memory: Memory | None = None,
+    start: Sequence[int] | None = None,
+    work: float = WORK,
+    memo: Memo | None = None,
+) -> Solution:
+    """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j], within a limit on memory if there is one.
+
+    Work is counted, not time: the same arguments give the same solution on every machine.
+
+    Args:
+      unary: for each variable the cost of each of its values; FORBIDDEN and above rules one out.
+      pairwise: tables of pairs of variables, values of the first one in rows; equal tables had better be one object.
+      memory: what the values have in use when, and the limit.
+      start: an assignment to start from; the result costs no more, if it is allowed and fits.
+      work: table entries that may be touched, roughly. A turn that has begun is finished.
+      memo: to share work with other problems of the same tables.
+
+    Raises:
+      ValueError: a table whose shape is not that of its variables.
+    """
+    ops = Operations(memo or Memo())
+    pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
+    unary = [np.asarray(u, np.float64) for u in unary]
+    full = Costs(unary, pairwise)
+    limit = work if memory is None else UNLIMITED_PART * work
+    search = Search(Reduction.of(unary, pairwise, [], ops), full, limit)
+    if start is not None:
+        search.values, search.cost = list(start), full.cost(start)
+    search.run()
+    values, cost, bound = search.values, search.cost, search.bound
+    if memory is None:
+        chosen = values if values is not None else [0] * len(unary)
+        return Solution(chosen, cost, bound, 0.0, 0.0, cost, bound, ops.work)
+    if values is not None and memory.peak(values) <= memory.limit:
+        return Solution(values, cost, bound, memory.peak(values), 0.0, cost, bound, ops.work)
+    problem = Reduction.of(unary, pairwise, memory.of(len(unary)), ops)
+    problem.run(join=False)
+    limited = Limited(problem, memory.limit, work)
+    if not limited.times.room.size:  # without what takes more memory for nothing, all fits
+        problem.uses = [[] for _ in problem.uses]
+        rest = Search(problem, full, work)
+        rest.run()
+        if rest.values is not None:
+            return Solution(rest.values, rest.cost, rest.bound, memory.peak(rest.values), 0.0, cost, bound, ops.work)
+    limited.run()
+    found: list[int] | None = None
+    if limited.values is not None:
+        found = limited.whole(limited.values)
+    if start is not None and memory.peak(start) <= memory.limit and full.cost(start) < limited.cost:
+        found = list(start)
+    least = float(limited.times.least.max(initial=0.0))
+    if found is None:
+        values, least = limited.least_peak()
+        found = limited.whole(values)
+    peak = memory.peak(found)
+    cost_limited = full.cost(found) if peak <= memory.limit else np.inf
+    cost = min(cost, cost_limited)
+    below = np.inf if least > memory.limit or bound == np.inf else max(bound, limited.bound)
+    return Solution(found, cost_limited, below, peak, least, cost, bound, ops.work)
+
+
+def minimize(
+    unary: Sequence[Table],
+    pairwise: Mapping[Pair, Table],
+    start: Sequence[int] | None = None,
+    memo: Memo | None = None,
+    work: float = WORK,
+    close: float = CLOSE,
+) -> Assignment:
+    """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
+
+    Args:
+      unary: for each variable the cost of each of its values; FORBIDDEN and above rules one out.
+      pairwise: tables of pairs of variables.
+      start: an assignment that the result is not to be worse than.
+      memo: to share work with other problems of the same tables.
+      work: table entries that may be touched, roughly.
+      close: relative distance of cost and bound that is close enough.
+    """
+    ops = Operations(memo or Memo())
+    pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
+    unary = [np.asarray(u, np.float64) for u in unary]
+    full = Costs(unary, pairwise)
+    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close)
+    if start is not None:
+        search.values, search.cost = list(start), full.cost(start)
+    search.run()
+    values = search.values if search.values is not None else [0] * len(unary)
+    return Assignment(values, search.cost, search.bound)
+
+
+__all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "solve"]

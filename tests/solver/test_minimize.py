@@ -1,0 +1,26 @@
+"""The call that placement makes."""
+
+import numpy as np
+import pytest
+
+from shardc.solver import FORBIDDEN, elimination_order, minimize
+from tests.solver.problems import cost_of, minimum, random_problem
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_minimum_is_found_and_proved(seed):
+    unary, pairwise = random_problem("sparse", seed)
+    found = minimize(unary, pairwise)
+    assert found.exact
+    assert found.cost == cost_of(unary, pairwise, found.values) == minimum(unary, pairwise)
+
+
+def test_what_is_forbidden_is_not_chosen():
+    unary = [np.array([0.0, 2 * FORBIDDEN, 5.0]), np.array([1.0, 0.0])]
+    pairwise = {(0, 1): np.array([[9.0, 9.0], [0.0, 0.0], [1.0, 2.0]])}
+    assert minimize(unary, pairwise).values == [2, 1]
+
+
+def test_the_order_takes_leaves_first():
+    star = [(0, i) for i in range(1, 40)]
+    assert elimination_order(40, star)[-2:] in ([0, 39], [39, 0])
