@@ -1,18 +1,15 @@
-"""Meshes and topologies: names, sizes, links and memory. Imports nothing of ours but the errors.
-
-Figures of TPUs are those of the "How to Scale Your Model" book (Austin et al. 2025, chapters tpus and sharding), of
-GPUs those of NVIDIA's data sheets and of autoparallel's cost model (H100: NVSwitch all-gather about 320 GB/s, 7 us
-to launch a kernel).
-"""
+"""Meshes: made, and seen as the planner sees them: names, sizes, and where each axis lies in which machine."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
@@ -20,59 +17,16 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc.errors import MeshError, did_you_mean
-
-
-@dataclass(frozen=True)
-class Link:
-    """One mesh axis's connection.
-
-    Attributes:
-      bandwidth: bytes/s that a device can send along it.
-      latency: seconds for each hop from neighbour to neighbour.
-    """
-
-    bandwidth: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class Topology:
-    """What a device of a kind can do.
-
-    Attributes:
-      kind: name, as in `make_mesh(topology="v5p:4x4x2")`.
-      flops: matrix operations per second, in bfloat16 (on CPU: float32).
-      memory_bandwidth: bytes/s between the device and its memory.
-      hbm: bytes of memory.
-      link: the connection between neighbours along one mesh axis.
-      shape: devices along each physical dimension; empty if not said.
-    """
-
-    kind: str
-    flops: float
-    memory_bandwidth: float
-    hbm: int
-    link: Link
-    shape: tuple[int, ...] = ()
-
-
-GB: Final = 10**9
-TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
-    {
-        t.kind: t
-        for t in (
-            # Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone takes
-            # some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
-            Topology("cpu", 1e10, 4e9, 4 * GB, Link(1e9, 2e-7)),
-            Topology("v4", 2.75e14, 1.2e12, 32 * GB, Link(9e10, 1e-7)),
-            Topology("v5e", 1.97e14, 8.1e11, 16 * GB, Link(9e10, 1e-7)),
-            Topology("v5p", 4.59e14, 2.8e12, 95 * GB, Link(1.8e11, 1e-7)),
-            Topology("v6e", 9.2e14, 1.6e12, 32 * GB, Link(1.8e11, 1e-7)),
-            Topology("h100", 9.89e14, 3.35e12, 80 * GB, Link(3.2e11, 1e-7)),
-            Topology("h200", 9.89e14, 4.8e12, 141 * GB, Link(3.2e11, 1e-7)),
-            Topology("b200", 2.25e15, 8e12, 180 * GB, Link(7e11, 1e-7)),
-        )
-    }
+from shardc.topology import (
+    TOPOLOGIES,
+    Link,
+    Span,
+    Topology,
+    default_spans,
+    lay_along,
+    lay_out,
+    parse_topology,
+    read_topology,
 )
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -84,16 +38,30 @@ class MeshView:
 
     axes: tuple[tuple[str, int], ...]
     topology: Topology
+    limit: int | None = None
+    """Bytes that a plan may take of each device; None: not known, as with fake devices, which share a host's memory."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
+    spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
+    """What each axis lies along."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", MappingProxyType(dict(self.axes)))
+        spans = dict(self.topology.layout)
+        if not spans.keys() >= {a for a, n in self.axes if n > 1}:
+            spans = default_spans(self.topology, self.axes) | spans
+        object.__setattr__(self, "spans", MappingProxyType({a: spans.get(a, ()) for a, _ in self.axes}))
 
     @property
     def size(self) -> int:
         return math.prod(n for _, n in self.axes)
+
+    @property
+    def link(self) -> Link:
+        """To the next mesh along the axis that this is a part of; of a whole mesh, between neighbours."""
+        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
+        return self.topology.link_along(cut[0]) if cut else self.topology.link
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
@@ -110,23 +78,17 @@ def parse_bytes(text: str | int | float) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def parse_topology(text: str) -> Topology:
-    """A topology from its name and, after a colon, its shape: `"v5p:4x4x2"`."""
-    kind, _, dims = text.partition(":")
-    if kind not in TOPOLOGIES:
-        raise MeshError(
-            f"There is no topology {kind!r}.{did_you_mean(kind, TOPOLOGIES)} Known are {', '.join(TOPOLOGIES)}."
-        )
-    if dims and not re.fullmatch(r"\d+(x\d+)*", dims):
-        raise MeshError(f"topology={text!r}: the shape after the colon is written 4x4x2.")
-    return replace(TOPOLOGIES[kind], shape=tuple(int(d) for d in dims.split("x")) if dims else ())
-
-
-def make_mesh(*, topology: str | None = None, hbm: str | int | None = None, **axes: int) -> AnyMesh:
+def make_mesh(
+    *, topology: str | None = None, calibration: str | None = None, hbm: str | int | None = None, **axes: int
+) -> AnyMesh:
     """A mesh with the named axes, over the first devices that are needed.
 
     Args:
-      topology: plan for this machine and without its devices, as in `"v5p:4x4x2"`; an AbstractMesh comes back.
+      topology: plan for this machine and without its devices; an AbstractMesh comes back. A name and, after a colon,
+        the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
+        network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
+        The last axis of the mesh lies along neighbours of the first dimension.
+      calibration: such a file, to plan for the devices that are there by what was measured of them.
       hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's.
       **axes: name and size of each axis, outermost first.
 
@@ -134,7 +96,8 @@ def make_mesh(*, topology: str | None = None, hbm: str | int | None = None, **ax
       A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
 
     Raises:
-      MeshError: more devices are asked for than there are, or a size is not a positive integer.
+      MeshError: more devices are asked for than there are, a size is not a positive integer, or there is no such
+        topology or file.
 
     Example:
       >>> mesh = make_mesh(data=1, model=1)
@@ -150,14 +113,15 @@ def make_mesh(*, topology: str | None = None, hbm: str | int | None = None, **ax
     need, shape, names = math.prod(axes.values()), tuple(axes.values()), tuple(axes)
     asked = " x ".join(f"{a}={n}" for a, n in axes.items())
     auto = (AxisType.Auto,) * len(names)
+    if topology is not None and calibration is not None:
+        raise MeshError("topology= plans without devices and calibration= for those that are there; give one of them.")
     if topology is not None:
         machine = parse_topology(topology)
-        have = math.prod(machine.shape)
-        if machine.shape and need > have:
-            raise MeshError(f"The mesh {asked} wants {need} devices, topology {topology} has {have}.")
-        kind = topology if hbm is None else f"{topology} hbm={parse_bytes(hbm)}"
-        return AbstractMesh(shape, names, auto, abstract_device=AbstractDevice(kind, None, "shardc"))
-    devices = jax.devices()
+        _check_room(asked, need, topology, machine)
+        kind = machine.to_json() if topology.endswith(".json") else topology  # a mesh needs no file to be read again
+        kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
+        return AbstractMesh(shape, names, auto, abstract_device=AbstractDevice(kind, None, _OURS))
+    devices = sorted(jax.devices(), key=_along_links)
     if need > len(devices):
         raise MeshError(
             f"The mesh {asked} wants {need} devices, this machine has {len(devices)} ({devices[0].platform}). Use a "
@@ -166,13 +130,28 @@ def make_mesh(*, topology: str | None = None, hbm: str | int | None = None, **ax
             'name a topology, as in topology="v5p".'
         )
     mesh = Mesh(np.asarray(devices[:need]).reshape(shape), names, auto)
+    if calibration is not None:
+        machine = read_topology(calibration)
+        _check_room(asked, need, Path(calibration).name, machine)
+        _calibration_of_mesh[mesh] = machine
+    else:
+        _calibration_of_mesh.pop(mesh, None)
     if hbm is not None:
         _hbm_of_mesh[mesh] = parse_bytes(hbm)
+    else:
+        _hbm_of_mesh.pop(mesh, None)
     return mesh
 
 
+def _check_room(asked: str, need: int, name: str, machine: Topology) -> None:
+    have = math.prod(machine.shape)
+    if machine.shape and need > have:
+        raise MeshError(f"The mesh {asked} wants {need} devices, topology {name} has {have}.")
+
+
 _hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
-"""What `make_mesh(hbm=...)` said of a mesh of real devices; JAX interns meshes, so the last word counts."""
+_calibration_of_mesh: WeakKeyDictionary[Mesh, Topology] = WeakKeyDictionary()
+"""What `make_mesh` said of a mesh of real devices; JAX interns meshes, so the last word counts."""
 
 _KINDS: Final = (
     ("cpu", r"cpu"), ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
@@ -180,25 +159,107 @@ _KINDS: Final = (
 )  # fmt: skip
 
 
+_OURS: Final = "shardc"
+"""The platform of devices that are not there. Their kind is a topology, what else was said of it, and for a part of a
+mesh the axes of the whole."""
+
+
 def view(mesh: AnyMesh) -> MeshView:
     """The planner's view of a jax `Mesh` or `AbstractMesh`, whatever its axis types."""
     axes = tuple(mesh.shape.items())
     if isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-        machine = TOPOLOGIES[_known_kind(device.device_kind)]
-        return MeshView(axes, replace(machine, hbm=_hbm_of_mesh.get(mesh, machine.hbm)))
+        machine = _calibration_of_mesh.get(mesh)
+        if machine is None:
+            machine = _seen(mesh)
+            known = _is_known(mesh.devices.flat[0].device_kind)
+            return _with_memory(axes, machine, _hbm_of_mesh.get(mesh), known)
+        if machine.shape:
+            machine = replace(machine, layout=lay_out(machine, axes))
+        return _with_memory(axes, machine, _hbm_of_mesh.get(mesh))
     device = mesh.abstract_device
     if device is None:
         return MeshView(axes, TOPOLOGIES["cpu"])
-    if device.platform != "shardc":
-        return MeshView(axes, TOPOLOGIES[_known_kind(device.device_kind)])
-    kind, _, hbm = device.device_kind.partition(" hbm=")
+    if device.platform != _OURS:
+        kind = device.device_kind
+        return _with_memory(axes, TOPOLOGIES[_known_kind(kind)], None, _is_known(kind))
+    kind, hbm, whole = _said(device.device_kind)
     machine = parse_topology(kind)
-    return MeshView(axes, replace(machine, hbm=int(hbm)) if hbm else machine)
+    if machine.shape:
+        machine = replace(machine, layout=lay_out(machine, whole or axes))
+    elif whole:
+        machine = replace(machine, layout=tuple(default_spans(machine, whole).items()))
+    return _with_memory(axes, machine, hbm or None)
+
+
+def _with_memory(
+    axes: tuple[tuple[str, int], ...], machine: Topology, said: int | None, known: bool = True
+) -> MeshView:
+    """The view of a mesh whose devices have the memory that was said, or that of their kind. Fake devices have what the
+    host has to spare, and of a device of another kind it is not known: what is a guess is no limit."""
+    limit = machine.hbm if known and not machine.kind.startswith("cpu") else None
+    return MeshView(axes, replace(machine, hbm=said or machine.hbm), said or limit)
+
+
+def _said(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    """Of devices that are not there: the topology, the memory (0: the topology's), and the axes of the whole mesh."""
+    match = re.fullmatch(r"(.*?)(?: hbm=(\d+))?(?: in (\S.*))?", device_kind, re.DOTALL)
+    assert match is not None
+    pairs = (pair.rpartition("=") for pair in match[3].split(",")) if match[3] else ()
+    return match[1], int(match[2] or 0), tuple((axis, int(n)) for axis, _, n in pairs)
+
+
+def _seen(mesh: Mesh) -> Topology:
+    """The machine that a mesh's devices are of, and how the mesh lies in it as far as the devices tell."""
+    machine = TOPOLOGIES[_known_kind(mesh.devices.flat[0].device_kind)]
+    if len(machine.fabrics) == 1:
+        return machine
+    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=len(machine.fabrics) - 1)
+    if places is None:
+        return machine
+    at = np.asarray(places) - np.min(places, 0)
+    numbered = at.reshape(*mesh.devices.shape, -1)
+
+    def place(axis: int, i: int) -> tuple[int, ...]:
+        index = [0] * mesh.devices.ndim
+        index[axis] = i
+        return tuple(int(x) for x in numbered[tuple(index)])
+
+    machine = replace(machine, shape=tuple(int(n) for n in at.max(0) + 1))
+    return replace(machine, shape=(), layout=lay_along(machine, tuple(mesh.shape.items()), place))
+
+
+def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tuple[int, ...]] | None:
+    """Where devices are: their first `rank` coordinates on a torus, their number in an NVLink domain; and after that
+    which slice or domain. None if they do not tell."""
+    found: list[tuple[int, ...]] = []
+    members: Counter[int] = Counter()
+    for device in devices:
+        domain = getattr(device, "slice_index", None)
+        if on_torus:
+            coords = getattr(device, "coords", None)
+            if coords is None:
+                return None
+            found.append((*coords[:rank], domain or 0))
+        else:
+            domain = device.process_index if domain is None else domain
+            found.append((members[domain], domain))
+            members[domain] += 1
+    return found
+
+
+def _along_links(device: Any) -> tuple[int, ...]:
+    """Sorts what lies on a torus by coordinates, the first fastest, and leaves the rest as it is."""
+    return (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ())[::-1])
 
 
 def _known_kind(device_kind: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, device_kind.lower())), "h100")
+
+
+def _is_known(device_kind: str) -> bool:
+    """Whether the kind says how much memory a device has; an A100 has one of two."""
+    kind = device_kind.lower()
+    return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
@@ -231,4 +292,8 @@ def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
         ranks = np.split(mesh.devices, mesh.shape[axis], at)
         return [Mesh(d.reshape([mesh.shape[a] if a != axis else 1 for a in rest]), rest, auto) for d in ranks]
     sizes = tuple(mesh.shape[a] if a != axis else 1 for a in rest)
-    return [AbstractMesh(sizes, rest, auto, abstract_device=mesh.abstract_device)] * mesh.shape[axis]
+    device = mesh.abstract_device
+    if device is not None and device.platform == _OURS:  # where its axes lie follows from the whole mesh
+        whole = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
+        device = AbstractDevice(f"{device.device_kind} in {whole}", None, _OURS)
+    return [AbstractMesh(sizes, rest, auto, abstract_device=device)] * mesh.shape[axis]

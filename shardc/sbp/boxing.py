@@ -1,8 +1,8 @@
 """Boxing: turning a value from one placement into another on the same mesh, by the cheapest path of steps.
 
 A step changes some axes of a placement. `neighbours` lists the steps that leave a placement; a boxing is a shortest
-path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`:
-fewest bytes first, of these the fewest hops, of these the fewest steps. All three are integers, so ties are real.
+path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`: the
+least time, of these the least on the links, of these the fewest steps. All three are integers, so ties are real.
 Nothing here runs anything: `shardc.passes.lower_boxing` emits the steps.
 """
 
@@ -14,13 +14,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
-from shardc.sbp.cost import LOCAL_STEPS, StepKind, boxing_seconds, step_bytes, step_hops
+from shardc.sbp.cost import (
+    FEMTO,
+    LOCAL_STEPS,
+    LONGEST,
+    StepKind,
+    StepPrice,
+    group_of,
+    memory_cost,
+    rest_cost,
+    sent_pieces,
+    step_price,
+    wire_cost,
+)
 from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
 
 Shape: TypeAlias = tuple[int, ...]
@@ -42,15 +54,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Boxing:
-    """The cheapest path: its steps, the bytes each device sends in each of them, and the seconds all that takes."""
+    """The cheapest path: its steps, and what each of them costs."""
 
     steps: tuple[Step, ...]
-    moved: tuple[int, ...]
-    seconds: float
+    prices: tuple[StepPrice, ...]
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Bytes that each device sends in each step."""
+        return tuple(p.bytes for p in self.prices)
 
     @property
     def bytes(self) -> int:
-        return sum(self.moved)
+        return sum(p.bytes for p in self.prices)
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(p.wire + p.rest for p in self.prices)) / FEMTO
 
 
 def _move(p: Placement, axes: tuple[str, ...], sbp: SBP) -> Placement:
@@ -100,15 +120,19 @@ def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes
 
 def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
     """What the pieces of each dimension are, whoever holds them; placements with equal blocks are one permute apart."""
+    counts = [tuple(sizes[a] for a in p.axes_of(dim)) for dim in range(len(shape))]
+    return (p.partial_axes, p.partial_op, *map(_pieces, shape, counts))
 
-    def pieces(size: int, axes: tuple[str, ...]) -> object:
-        counts = [sizes[a] for a in axes]
-        if size % math.prod(counts) == 0:
-            return size // math.prod(counts)
-        coords = itertools.product(*(range(n) for n in counts))
-        return tuple(sorted(piece_of(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords))
 
-    return (p.partial_axes, p.partial_op, *(pieces(size, p.axes_of(dim)) for dim, size in enumerate(shape)))
+@lru_cache(maxsize=65536)
+def _pieces(size: int, counts: tuple[int, ...]) -> object:
+    """The pieces of a dimension that axes of `counts` devices cut, in any order; all of one size are known by that."""
+    if size % math.prod(counts) == 0:
+        return size // math.prod(counts)
+    axes = tuple(map(str, range(len(counts))))
+    sizes = dict(zip(axes, counts, strict=True))
+    coords = itertools.product(*map(range, counts))
+    return tuple(sorted(piece_of(size, axes, sizes, dict(zip(axes, c, strict=True))) for c in coords))
 
 
 @lru_cache(maxsize=256)
@@ -128,44 +152,50 @@ def _active(mesh: MeshView) -> dict[str, int]:
     return {a: n for a, n in mesh.axes if n > 1}
 
 
-_Graph: TypeAlias = dict[Placement, tuple[tuple[Step, int, int], ...]]
-"""For each placement of a shape the steps that leave it, each with its bytes and hops."""
+def _regrouped(p: Placement, q: Placement, sizes: AxisSizes) -> tuple[str, ...]:
+    """The axes of a permute between two placements."""
+    return tuple(a for a in sizes if isinstance(p[a], S) or isinstance(q[a], S))
 
 
-@lru_cache(maxsize=4096)
-def _graph(shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Graph:
-    sizes = _active(mesh)
-    nodes = dict.fromkeys(p for op in ops for p in all_placements(len(shape), tuple(sizes), op))
-    alike: dict[tuple[object, ...], list[Placement]] = {}
-    for p in nodes:
-        alike.setdefault(_blocks(p, shape, sizes), []).append(p)
-    graph: _Graph = {}
-    for p in nodes:
-        found = list(neighbours(p, shape, sizes, ops))
-        for q in alike[_blocks(p, shape, sizes)]:
-            changed = tuple(a for a in sizes if isinstance(p[a], S) or isinstance(q[a], S))
-            if q != p:
-                found.append(Step("permute", changed, p, q))
-        priced: list[tuple[Step, int, int]] = []
-        for step in found:
-            counts = [sizes[a] for a in step.axes]
-            moved = step_bytes(step.kind, shape, itemsize, step.src, step.dst, mesh, math.prod(counts))
-            priced.append((step, moved, step_hops(step.kind, counts)))
-        graph[p] = tuple(priced)
-    return graph
+class _Graph:
+    """The placements of a shape and the steps between them, each made when it is asked for."""
+
+    def __init__(self, shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> None:
+        self._shape, self._itemsize, self._mesh, self._ops = shape, itemsize, mesh, ops
+        self._sizes = _active(mesh)
+        self._steps: dict[Placement, tuple[tuple[Step, StepPrice], ...]] = {}
+        self._alike: dict[tuple[object, ...], list[Placement]] = {}
+        for p in dict.fromkeys(p for op in ops for p in all_placements(len(shape), tuple(self._sizes), op)):
+            self._alike.setdefault(_blocks(p, shape, self._sizes), []).append(p)
+
+    def steps(self, p: Placement) -> tuple[tuple[Step, StepPrice], ...]:
+        """The steps from a placement, each with its price."""
+        if p not in self._steps:
+            shape, sizes = self._shape, self._sizes
+            found = list(neighbours(p, shape, sizes, self._ops))
+            alike = self._alike[_blocks(p, shape, sizes)]
+            found += [Step("permute", _regrouped(p, q, sizes), p, q) for q in alike if q != p]
+            self._steps[p] = tuple(
+                (s, step_price(s.kind, shape, self._itemsize, s.src, s.dst, self._mesh, s.axes)) for s in found
+            )
+        return self._steps[p]
+
+
+_graph = lru_cache(maxsize=4096)(_Graph)
 
 
 def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView) -> Boxing:
     """The cheapest boxing of a value of `shape` (logical) from `src` to `dst`.
 
-    Fewest bytes first, then fewest hops, then fewest steps. Axes of size 1 cost nothing and need no step.
+    Least time, of these the least on the links, of these the fewest steps. Axes of size 1 cost nothing and need none.
+    A path may be a sum on its way, whatever P means for the value: zeros in place of what others hold.
     """
     idle = [a for a, n in mesh.axes if n == 1]
     src, dst = src.without(idle), dst.without(idle)
     if src == dst:
-        return Boxing((), (), 0.0)
-    ops = tuple(sorted({p.partial_op for p in (src, dst) if p.partial_op}))
-    return _shortest(shape, itemsize, src, dst, mesh, ops or ("sum",))
+        return Boxing((), ())
+    ops = tuple(sorted({"sum", *(p.partial_op for p in (src, dst) if p.partial_op)}))
+    return _shortest(shape, itemsize, src, dst, mesh, ops)
 
 
 @lru_cache(maxsize=65536)
@@ -173,8 +203,8 @@ def _shortest(
     shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, ops: tuple[ReduceOp, ...]
 ) -> Boxing:
     graph = _graph(shape, itemsize, mesh, ops)
-    best: dict[Placement, tuple[int, int, int]] = {src: (0, 0, 0)}  # bytes, hops, steps
-    came: dict[Placement, tuple[Step, int]] = {}
+    best: dict[Placement, tuple[int, int, int]] = {src: (0, 0, 0)}  # time, time on the links, steps
+    came: dict[Placement, tuple[Step, StepPrice]] = {}
     queue: list[tuple[tuple[int, int, int], int, Placement]] = [((0, 0, 0), 0, src)]
     order = itertools.count(1)
     while queue:
@@ -183,20 +213,19 @@ def _shortest(
             break
         if cost > best[p]:
             continue
-        for step, moved, hops in graph[p]:
-            further = (cost[0] + moved, cost[1] + hops, cost[2] + 1)
+        for step, price in graph.steps(p):
+            further = (cost[0] + price.wire + price.rest, cost[1] + price.wire, cost[2] + 1)
             if step.dst not in best or further < best[step.dst]:
                 best[step.dst] = further
-                came[step.dst] = (step, moved)
+                came[step.dst] = (step, price)
                 heapq.heappush(queue, (further, next(order), step.dst))
-    path: list[tuple[Step, int]] = []
+    path: list[tuple[Step, StepPrice]] = []
     at = dst
     while at != src:
         path.append(came[at])
         at = came[at][0].src
     path.reverse()
-    moved, hops, _ = best[dst]
-    return Boxing(tuple(s for s, _ in path), tuple(m for _, m in path), boxing_seconds(moved, hops, mesh))
+    return Boxing(tuple(s for s, _ in path), tuple(p for _, p in path))
 
 
 @dataclass(frozen=True)
@@ -205,44 +234,51 @@ class BoxingTable:
 
     Attributes:
       index: position of each placement.
+      placements: the placement at each position.
       seconds: matrix, from row to column.
       local_bytes: what a device holds of the value at each placement.
     """
 
     index: dict[Placement, int]
+    placements: tuple[Placement, ...]
     seconds: NDArray[np.float64]
     local_bytes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """All steps but permutes between the placements of a rank, as columns: they are the same for every shape."""
+    """All steps but permutes between the placements of a rank: they are the same for every shape.
+
+    Attributes:
+      index: position of each placement.
+      alike: for each kind and group of axes its steps: from, to, and 1 for all-to-alls that stand for the
+        reduce-scatter of a max or min.
+    """
 
     index: dict[Placement, int]
-    src: NDArray[np.intp]
-    dst: NDArray[np.intp]
-    kind: NDArray[np.str_]
-    devices: NDArray[np.int64]
-    hops: NDArray[np.int64]
-    reduced: NDArray[np.bool_]
-    """All-to-alls that stand for the reduce-scatter of a max or min."""
+    alike: tuple[tuple[StepKind, tuple[str, ...], NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]], ...]
 
 
 @lru_cache(maxsize=256)
 def _steps(rank: int, axes: tuple[tuple[str, int], ...], op: ReduceOp) -> _Steps:
     sizes = dict(axes)
-    index = {p: i for i, p in enumerate(all_placements(rank, tuple(sizes), op))}
-    steps = [s for p in index for s in neighbours(p, (1,) * rank, sizes, (op,))]
-    counts = [[sizes[a] for a in s.axes] for s in steps]
+    ops: tuple[ReduceOp, ...] = (op,) if op == "sum" else (op, "sum")
+    every = dict.fromkeys(p for o in ops for p in all_placements(rank, tuple(sizes), o))
+    index = {p: i for i, p in enumerate(every)}
+    alike: dict[tuple[StepKind, tuple[str, ...]], list[tuple[int, int, bool]]] = {}
+    for step in (s for p in index for s in neighbours(p, (1,) * rank, sizes, ops)):
+        reduced = step.src.partial_axes != step.dst.partial_axes
+        group = tuple(a for a in sizes if a in step.axes)
+        alike.setdefault((step.kind, group), []).append((index[step.src], index[step.dst], reduced))
     return _Steps(
         index,
-        np.array([index[s.src] for s in steps], np.intp),
-        np.array([index[s.dst] for s in steps], np.intp),
-        np.array([s.kind for s in steps], np.str_),
-        np.array([math.prod(c) for c in counts], np.int64),
-        np.array([step_hops(s.kind, c) for s, c in zip(steps, counts, strict=True)], np.int64),
-        np.array([s.src.partial_axes != s.dst.partial_axes for s in steps], np.bool_),
-    )
+        tuple(
+            (kind, group, *np.asarray(found, np.int64).T) for (kind, group), found in alike.items()
+        ),
+    )  # fmt: skip
+
+
+_FAR: Final = 2 * LONGEST
 
 
 @lru_cache(maxsize=4096)
@@ -253,30 +289,42 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
     shapes = [local_shape(shape, p, sizes) for p in steps.index]
     local = np.array(shapes, np.int64).reshape(len(shapes), len(shape))
     held = local.prod(-1) * itemsize
-    # bytes + hops·i: numpy orders complex numbers by their real part, then by their imaginary part
-    cost: NDArray[np.complex128] = np.full((len(held), len(held)), np.inf, np.complex128)
-    np.minimum.at(cost, (steps.src, steps.dst), _step_bytes(steps, local, held, itemsize) + 1j * steps.hops)
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for p, i in steps.index.items():
-        alike.setdefault(_blocks(p, shape, sizes), []).append(i)
-    for group in alike.values():
-        for i, j in itertools.permutations(group, 2):
-            cost[i, j] = np.minimum(cost[i, j], complex(held[i], step_hops("permute", ())))
-    np.fill_diagonal(cost, 0)
+    cost = _direct(steps, local, held, itemsize, mesh, op)
+    alike: dict[tuple[object, ...], list[Placement]] = {}
+    for p in steps.index:
+        alike.setdefault(_blocks(p, shape, sizes), []).append(p)
+    for p, q in (pair for group in alike.values() for pair in itertools.permutations(group, 2)):
+        i, j = steps.index[p], steps.index[q]
+        price = step_price("permute", shape, itemsize, p, q, mesh, _regrouped(p, q, sizes))
+        cost[i, j] = min(cost[i, j], price.wire + price.rest)
     for k in range(len(held)):
-        cost = np.minimum(cost, cost[:, k : k + 1] + cost[k])
-    return BoxingTable(steps.index, boxing_seconds(cost.real, cost.imag, mesh), held)
+        np.minimum(cost, cost[:, k : k + 1] + cost[k], out=cost)
+    own = {p: i for p, i in steps.index.items() if p.partial_op in (None, op)}
+    m = len(own)  # sums that are something only on the way come last
+    seconds = cost[:m, :m] / FEMTO
+    if op != "sum":  # no maximum is on the way between what is not partial
+        plain = boxing_table(shape, itemsize, mesh)
+        whole = [p for p in own if not p.partial_axes]
+        at, there = [own[p] for p in whole], [plain.index[p] for p in whole]
+        seconds[np.ix_(at, at)] = plain.seconds[np.ix_(there, there)]
+    return BoxingTable(own, tuple(own), seconds, held[:m])
 
 
-def _step_bytes(
-    steps: _Steps, local: NDArray[np.int64], held: NDArray[np.int64], itemsize: int
+def _direct(
+    steps: _Steps, local: NDArray[np.int64], held: NDArray[np.int64], itemsize: int, mesh: MeshView, op: ReduceOp
 ) -> NDArray[np.int64]:
-    """`step_bytes` of all steps at once."""
-    before, after, others = held[steps.src], held[steps.dst], steps.devices - 1
-    pieces = np.minimum(local[steps.src], local[steps.dst]).prod(-1) * itemsize
-    return np.select(
-        [steps.kind == k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")],
-        [others * before, others * after, 2 * others * before // steps.devices,
-         others * np.where(steps.reduced, after, pieces)],
-        0,
-    )  # fmt: skip
+    """`step_price` of all steps at once, between every two placements."""
+    cost = np.full((len(held), len(held)), _FAR, np.int64)
+    memory = memory_cost(mesh.topology)
+    summed = np.asarray([p.partial_op == "sum" for p in steps.index])
+    for kind, axes, src, dst, reduced in steps.alike:
+        group = group_of(mesh, axes)
+        before, after = held[src], held[dst]
+        smaller = np.minimum(local[src], local[dst]).prod(-1) * itemsize
+        found = wire_cost(kind, sent_pieces(kind, before, after, smaller, reduced), before + after, group, memory)
+        besides = rest_cost(kind, after, False, group, memory)
+        if kind == "keep" and op != "sum":
+            besides = np.where(summed[dst], besides, 0)
+        cost[src, dst] = np.minimum(cost[src, dst], found + besides)  # steps of one kind and group have other ends
+    np.fill_diagonal(cost, 0)
+    return cost

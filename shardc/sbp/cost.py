@@ -1,82 +1,365 @@
 """The one cost model: what a boxing step moves and how long that takes, and how long an operation computes.
 
-Bytes are those that each device sends. A collective over several axes at once is a multi-dimensional ring: its bytes
-are those of one ring of all its devices, its latency that of one ring after the other ("How to Scale Your Model",
-Austin et al. 2025, chapter "sharding"). The formulas for one ring are those of the alpha-beta model (Thakur et al.
-2005, "Optimization of Collective Communication Operations in MPICH").
+Bytes are those that each device sends. Times follow the alpha-beta model (Thakur et al. 2005, "Optimization of
+Collective Communication Operations in MPICH"): a latency for each message that has to wait for another, and bytes over
+bandwidth. They are integers, in femtoseconds, so that ties are real and sums do not depend on their order.
+
+A collective over a group of axes passes the tiers of the machine one after the other (NVLink, then the network): a
+gather the slowest first, while the pieces are small; a reduction is a scatter and a gather. Within a tier
+
+  a ring of n         pieces go both ways: gather (n-1)·p / 2w in n/2 hops, exchange (n²/4)·p / 2w
+  a line of n         gather (n-1)·p / w in n-1 hops, exchange (n²/4)·p / w
+  several such at once ("How to Scale Your Model", Austin et al. 2025, chapter sharding): their bandwidths add up in a
+                      gather, each carries its share of an exchange
+  a switch of n       gather (n-1)·p / w, exchange (n-1)·p / w, one ring of messages for each axis
+
+for pieces of p bytes and w bytes/s, one way along a link or through a device's port. An exchange over several tiers
+sends each piece straight to its goal. See docs/design/cost-model.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from shardc.mesh import MeshView
 from shardc.sbp.placement import Placement, local_shape
+from shardc.topology import Span, Topology, merged
 
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 StepKind: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "slice", "keep", "fill"
 ]
 """The five collectives, and three local steps: `slice` B->S, `keep` B->P, `fill` S->P."""
-Amount = TypeVar("Amount", float, np.ndarray)
+COLLECTIVES: Final[tuple[CollectiveKind, ...]] = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"
+)  # fmt: skip
 LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
 
-LAUNCH_HOPS: Final = 10
-"""What it costs to start a collective, in hops. Started alone it costs far more; XLA combines the many small ones of a
-step, so this is what each of them counts for."""
+FEMTO: Final = 10**15
+"""Femtoseconds in a second."""
+LONGEST: Final = 2**59
+"""Femtoseconds that no step is longer than: ten minutes. What would be is as bad as can be; a sum of two still fits."""
 LIGHT: Final = 1e-4
-"""Share of a light operation's memory traffic that counts. XLA fuses such operations into their neighbours, whose
-traffic is priced; what is left decides between placements that move the same, for the one that holds less."""
+"""Share of a light operation's memory traffic that counts where placements are chosen. XLA fuses such operations, and
+the local steps of boxings, into their neighbours, whose traffic is priced; what is left decides between placements that
+move the same, for the one that holds less."""
+_FUSED: Final = round(1 / LIGHT)
 
 
-def step_bytes(
-    kind: StepKind, shape: Sequence[int], itemsize: int, src: Placement, dst: Placement, mesh: MeshView, n: int
-) -> int:
-    """Bytes that each device sends in one boxing step over a group of `n` devices, padding included."""
-    if kind in LOCAL_STEPS:
-        return 0
-    before, after = (math.prod(local_shape(shape, p, mesh.sizes)) * itemsize for p in (src, dst))
-    match kind:
-        case "all_gather" | "permute":
-            return sent_bytes(kind, before, n)
-        case "reduce_scatter":
-            return (n - 1) * after
-        case "all_reduce":  # a reduce-scatter and an all-gather
-            return 2 * (n - 1) * before // n
-        case _:  # all_to_all: n-1 of n pieces leave
-            if dst.partial_axes == src.partial_axes:
-                pieces = zip(*(local_shape(shape, p, mesh.sizes) for p in (src, dst)), strict=True)
-                return (n - 1) * math.prod(map(min, pieces)) * itemsize
-            return (n - 1) * after  # P(max) -> S: the pieces of a reduce-scatter, reduced at their goal
+# --- groups of axes --------------------------------------------------------------------------------------------------
 
 
-def sent_bytes(kind: Literal["all_gather", "permute"], held: int, n: int) -> int:
-    """Bytes that each of `n` devices sends of the `held` bytes that it puts in."""
-    return held if kind == "permute" else (n - 1) * held  # to n-1 others, passed on around the ring
+@dataclass(frozen=True)
+class Group:
+    """What collectives over a group of devices cost.
 
-
-def step_hops(kind: StepKind, counts: Sequence[int]) -> int:
-    """Messages that follow one another in one boxing step over axes of `counts` devices, its start counted in them.
-
-    Each costs a latency.
+    Attributes:
+      n: devices.
+      wire: by kind, femtoseconds for each byte of a piece: of what each device puts into a gather, gets out of a
+        scatter, sends to each of the others in an exchange, or holds before a permute. For an all-reduce the piece is
+        the n-th part of what a device holds.
+      latency: by kind, femtoseconds before the last byte moves: the start, and hops that wait for each other.
     """
+
+    n: int
+    wire: Mapping[str, int]
+    latency: Mapping[str, int]
+
+
+def group_of(mesh: MeshView, axes: Sequence[str]) -> Group:
+    """The devices that differ in the given axes only."""
+    return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch)
+
+
+@lru_cache(maxsize=4096)
+def _group(spans: tuple[Span, ...], launch: float) -> Group:
+    ways = merged(spans)
+    tiers = [tuple(found) for _, found in itertools.groupby(ways, key=lambda s: s.fabric.tier)]
+    around = sum(_hops(s) * s.fabric.latency for s in ways)
+    across = sum((1 if s.fabric.kind == "switch" else _hops(s)) * s.fabric.latency for s in ways)
+    latency = {
+        "all_gather": around, "reduce_scatter": around, "all_reduce": 2 * around, "all_to_all": around,
+        "permute": across,
+    }  # fmt: skip
+    wire = {
+        "all_gather": _gather("all_gather", tiers),
+        "reduce_scatter": _gather("reduce_scatter", tiers),
+        "all_reduce": 2 * _gather("all_reduce", tiers),
+        "all_to_all": _exchange(tiers),
+        "permute": max((_permute(t) for t in tiers), default=0),
+    }
+    return Group(
+        math.prod(s.count for s in ways),
+        MappingProxyType(wire),
+        MappingProxyType({kind: round((launch + hops) * FEMTO) for kind, hops in latency.items()}),
+    )
+
+
+def _hops(s: Span) -> int:
+    """Messages that follow one another until all devices have heard of each other."""
+    if s.fabric.kind == "switch":
+        return s.count - 1
+    return s.stride * (s.count // 2 if s.closed else s.count - 1)
+
+
+def _width(s: Span, kind: str) -> float:
+    """Bytes/s that a device sends along a span: on a torus by both links, if there are two, which others share."""
+    links = 2 if s.closed else 1
+    return s.fabric.rate(kind) * (links / s.stride if s.fabric.kind == "torus" else 1)
+
+
+def _tier_width(tier: Sequence[Span], kind: str) -> float:
+    if tier[0].fabric.kind == "torus":
+        return sum(_width(s, kind) for s in tier)
+    return min(_width(s, kind) for s in tier)
+
+
+def _gather(kind: str, tiers: Sequence[Sequence[Span]]) -> int:
+    """Femtoseconds for each byte that each device puts in: the outer tiers gather first."""
+    total, held = 0, 1
+    for tier in reversed(tiers):
+        n = math.prod(s.count for s in tier)
+        total += (n - 1) * held * _per_byte(_tier_width(tier, kind))
+        held *= n
+    return total
+
+
+def _exchange(tiers: Sequence[Sequence[Span]]) -> int:
+    """Femtoseconds for each byte that each device sends to each of the others, straight to where it belongs."""
+    total, inside = 0, 1
+    for tier in tiers:
+        n = math.prod(s.count for s in tier)
+        if tier[0].fabric.kind == "torus":  # half of all pieces cross the middle of each dimension
+            loads = (s.count**2 // 4 * (n // s.count) * _per_byte(_width(s, "all_to_all")) for s in tier)
+            total += inside * max(loads)
+        else:
+            total += inside * (n - 1) * _per_byte(_tier_width(tier, "all_to_all"))
+        inside *= n
+    return total
+
+
+def _permute(tier: Sequence[Span]) -> int:
+    """Femtoseconds for each byte that each device sends to some other. On a torus the way is as long as it is on
+    average to all others, and all links are in use."""
+    if tier[0].fabric.kind == "switch":
+        return _per_byte(_tier_width(tier, "permute"))
+    return max(max(s.count**2 // 4, s.count) * _per_byte(_width(s, "permute")) // s.count for s in tier)
+
+
+def _per_byte(bandwidth: float) -> int:
+    """Femtoseconds; whole, so that equal bytes are ties."""
+    return max(round(FEMTO / bandwidth), 1)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What one step of a boxing costs.
+
+    Attributes:
+      bytes: that each device sends.
+      wire: femtoseconds that the links, or the memory if that is slower, are busy.
+      rest: femtoseconds of latency, and of local copies.
+    """
+
+    bytes: int
+    wire: int
+    rest: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.wire + self.rest) / FEMTO
+
+
+def step_price(
+    kind: StepKind, shape: Sequence[int], itemsize: int, src: Placement, dst: Placement, mesh: MeshView,
+    axes: Sequence[str],
+) -> StepPrice:  # fmt: skip
+    """What one boxing step over a group of axes costs."""
+    shapes = [local_shape(shape, p, mesh.sizes) for p in (src, dst)]
+    before, after = (math.prod(s) * itemsize for s in shapes)
+    smaller = math.prod(map(min, zip(*shapes, strict=True))) * itemsize
+    piece = sent_pieces(kind, before, after, smaller, int(src.partial_axes != dst.partial_axes))
+    group, memory = group_of(mesh, axes), memory_cost(mesh.topology)
+    return StepPrice(
+        moved_bytes(kind, piece, group.n),
+        wire_cost(kind, piece, before + after, group, memory),
+        rest_cost(kind, after, dst.partial_op in ("max", "min"), group, memory),
+    )
+
+
+def sent_pieces(kind: StepKind, before: Any, after: Any, smaller: Any, reduced: Any) -> Any:
+    """Bytes of the pieces of a collective, of numbers or of arrays of them.
+
+    Args:
+      before, after: bytes that a device holds, padding included.
+      smaller: of all-to-alls, the bytes of a piece that has been cut for its goal and not yet put together.
+      reduced: 1 where an all-to-all stands for the reduce-scatter of a max or min, else 0.
+
+    Returns:
+      The pieces of `Group.wire`; of an all-reduce all n of them together.
+    """
+    match kind:
+        case "reduce_scatter":
+            return after
+        case "all_to_all":
+            return after * reduced + smaller * (1 - reduced)
+        case _:
+            return before
+
+
+def moved_bytes(kind: StepKind, piece: int, n: int) -> int:
+    """Bytes that each of `n` devices sends, padding included."""
     if kind in LOCAL_STEPS:
         return 0
     if kind == "permute":
-        return LAUNCH_HOPS + 1
-    return LAUNCH_HOPS + sum(n - 1 for n in counts) * (2 if kind == "all_reduce" else 1)
+        return piece
+    if kind == "all_reduce":  # a reduce-scatter and an all-gather
+        return 2 * (n - 1) * piece // n
+    return (n - 1) * piece  # to n-1 others, passed on around the ring
 
 
-def boxing_seconds(moved: Amount, hops: Amount, mesh: MeshView) -> Amount:
-    """Time of boxing steps that send `moved` bytes in `hops` messages."""
-    return hops * mesh.topology.link.latency + moved / mesh.topology.link.bandwidth
+def wire_cost(kind: StepKind, piece: Any, touched: Any, group: Group, memory: int) -> Any:
+    """Femtoseconds that a step's bytes are on their way: as long as the links take, and no less than the memory that
+    gives and takes them. Of numbers or of arrays.
+
+    Args:
+      touched: bytes held before and after.
+      memory: femtoseconds to read or write a byte.
+    """
+    if kind in LOCAL_STEPS:
+        return 0 * piece
+    wire = group.wire[kind]
+    if kind == "all_reduce":  # of pieces n times as small, without a product that is n times as large
+        sent = _times(piece // group.n, wire) + piece % group.n * wire // group.n
+    else:
+        sent = _times(piece, wire)
+    least = _times(touched, memory)
+    return (max(sent, least) if isinstance(piece, int) else np.maximum(sent, least)) * (touched > 0)
 
 
-def compute_seconds(flops: float, memory: float, mesh: MeshView) -> float:
-    """Roofline time of a local piece: `flops` operations of a heavy one, else `memory` bytes read and written."""
+def _times(held: Any, cost: int) -> Any:
+    """`held * cost`, at most LONGEST."""
+    if isinstance(held, int):
+        return min(held * cost, LONGEST)
+    cost = min(cost, LONGEST)
+    return np.where(held * float(cost) < LONGEST, held * np.int64(cost), LONGEST)
+
+
+def rest_cost(kind: StepKind, after: Any, idle: bool, group: Group, memory: int) -> Any:
+    """Femtoseconds of a step besides: latency, or the share of a local copy that counts. Of numbers or of arrays.
+
+    Args:
+      idle: a `keep` writes nothing, for what all hold is its own max or min.
+    """
+    if kind not in LOCAL_STEPS:
+        return group.latency[kind] + 0 * after
+    written = 0 * after if idle and kind == "keep" else after
+    return 2 * written * memory // _FUSED
+
+
+@lru_cache(maxsize=256)
+def memory_cost(topology: Topology) -> int:
+    """Femtoseconds to read or write a byte."""
+    return _per_byte(topology.memory_bandwidth)
+
+
+def send_price(kind: CollectiveKind, piece: int, mesh: MeshView, axes: Sequence[str]) -> StepPrice:
+    """What a collective costs that is no step of a boxing: those inside operations, and a user's own.
+
+    Args:
+      piece: bytes, as `sent_pieces` has them.
+    """
+    group = group_of(mesh, axes)
+    if group.n == 1 or not piece:
+        return StepPrice(0, 0, 0)
+    wire = wire_cost(kind, piece, piece, group, memory_cost(mesh.topology))
+    return StepPrice(moved_bytes(kind, piece, group.n), wire, group.latency[kind])
+
+
+# --- rings -----------------------------------------------------------------------------------------------------------
+
+
+class RingTime(NamedTuple):
+    """Seconds of a product whose pieces go around: of its arithmetic, of its permutes, and from begin to end."""
+
+    computing: Any
+    moving: Any
+    total: Any
+
+
+def ring_time(
+    piece: Any, flops: Any, memory: Any, added: Any, mesh: MeshView, axis: str, dtype: Any
+) -> RingTime:  # fmt: skip
+    """What a product in pieces costs, of numbers or of arrays of them. Half of the pieces come from either side, and
+    while those of one step are on their way, those of the step before are multiplied.
+
+    Args:
+      piece: bytes of a piece that goes around.
+      flops, memory: of the product with one piece: operations, and bytes read and written.
+      added: bytes that are read and written to add it up.
+      axis: that it goes around.
+      dtype: of the operands.
+    """
+    n = mesh.sizes[axis]
+    each = heavy_seconds(flops, memory, mesh, dtype) + memory_seconds(added, mesh)
+    held, late, wires = memory_seconds(piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
+    one, two = (np.maximum(piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
+    steps = [two] * ((n - 1) // 2) + [one] * (n % 2 == 0)
+    moving = sum(steps)
+    if not mesh.topology.overlaps:
+        return RingTime(n * each, moving, n * each + moving)
+    first, last = np.maximum(steps[0], each), each * (1 + n % 2)
+    return RingTime(n * each, moving, first + sum(np.maximum(step, 2 * each) for step in steps[1:]) + last)
+
+
+def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
+    """Femtoseconds for each byte of a piece that every device passes on to the next, and for each of two pieces at
+    once, one each way. Those pass different links of a torus that closes; elsewhere the last device's piece goes all
+    the way back, and a port to a switch is one. Dimensions further out are crossed by the pieces of one device in
+    each row: those that go forth cross at one end of it, and those that go back at the other."""
+    spans = merged(mesh.spans[axis])
+    wires = [_per_byte(s.fabric.rate("permute") / (s.stride if s.fabric.kind == "torus" else 1)) for s in spans]
+    apart = spans[0].fabric.kind == "torus" and spans[0].closed
+    return max(wires), max(wires[0] * (1 if apart else 2), *wires)
+
+
+def _hop_latency(mesh: MeshView, axis: str) -> float:
+    """Seconds before the last byte of such a piece moves: the start, and the longest way of all."""
+    hops = ((1, s) if s.fabric.kind == "switch" else (s.stride * (1 if s.closed else s.count - 1), s)
+            for s in merged(mesh.spans[axis]))  # fmt: skip
+    return mesh.topology.launch + sum(n * s.fabric.latency for n, s in hops)
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+def compute_seconds(flops: float, memory: float, mesh: MeshView, dtype: Any = "bfloat16") -> float:
+    """Roofline time of a local piece: `flops` operations of a heavy one, else `memory` bytes read and written.
+
+    Args:
+      dtype: of its operands; matrix units are faster in some.
+    """
     if flops:
-        return max(flops / mesh.topology.flops, memory / mesh.topology.memory_bandwidth)
-    return LIGHT * memory / mesh.topology.memory_bandwidth
+        return max(flops / mesh.topology.flops_in(str(dtype)), memory_seconds(memory, mesh))
+    return LIGHT * memory_seconds(memory, mesh)
+
+
+def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any) -> Any:
+    """The same of a heavy one alone, for arrays of them."""
+    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), memory / mesh.topology.memory_bandwidth)
+
+
+def memory_seconds(memory: float, mesh: MeshView) -> float:
+    """Time to read and write so many bytes."""
+    return memory / mesh.topology.memory_bandwidth

@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 
 from shardc.mesh import MeshView
-from shardc.sbp.cost import boxing_seconds, sent_bytes, step_hops
+from shardc.sbp.cost import send_price
 from shardc.sbp.placement import local_shape
+from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import Rule, Setting, Site, Window, neutral_value
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -151,6 +152,11 @@ def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tupl
 
 def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     """The collectives that an operation needs at these placements, in their order."""
+    ring = ring_of(rule, setting)
+    if ring is not None:
+        aval, placement = setting.port(ring.port(rule))
+        shape = local_shape(aval.shape, placement, setting.sizes)
+        return (Sent("permute", (ring.axis,), shape, aval.dtype, ring.operand),) * (setting.sizes[ring.axis] - 1)
     crossed = rule.crossed(setting)
     if not crossed:
         return ()
@@ -182,15 +188,17 @@ class SentCost(NamedTuple):
 
 def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
     """What a collective inside an operation costs: as much as a boxing step of its kind."""
-    counts = [mesh.sizes[a] for a in sent.axes]
     width = sent.dtype.itemsize if hasattr(sent.dtype, "itemsize") else np.dtype(sent.dtype).itemsize
-    moved = sent_bytes(sent.kind, math.prod(sent.shape) * int(width), math.prod(counts))
-    return SentCost(moved, boxing_seconds(moved, step_hops(sent.kind, counts), mesh) if moved else 0.0)
+    price = send_price(sent.kind, math.prod(sent.shape) * int(width), mesh, sent.axes)
+    return SentCost(price.bytes, price.seconds)
 
 
 def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:
     """The local results of an operation."""
     operands = mask_padding(site, rule, operands)
+    ring = ring_of(rule, site)
+    if ring is not None:
+        return run_ring(site, rule, ring, operands)
     if not rule.crossed(site):
         return rule.local(site, *operands)
     windows = list(operands)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Final, Literal, TypeAlias, cast
 
@@ -303,10 +303,14 @@ def local_extent(
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a user has said of one value: the sbp of some axes; those not `fixed` are the compiler's to choose."""
+    """What a user has said of one value: the sbp of some axes; those not `fixed` are the compiler's to choose.
+
+    `said` is where, as in `in_placements: params '*/kernel'`; pins that say the same are equal wherever they say it.
+    """
 
     placement: Placement
     fixed: frozenset[str] | None = None  # None: every axis is fixed
+    said: str = field(default="", compare=False)
 
     def allows(self, placement: Placement) -> bool:
         """Whether `placement` agrees with the pin."""

@@ -177,6 +177,14 @@ class Window:
     fill: Neutral | int = "zero"
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of a product: what `local` gives for pieces of the operands, to be added up in `dtype`."""
+
+    dtype: Any
+    local: Local
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one operation may be placed.
@@ -195,6 +203,8 @@ class Rule:
       told: factors whose split makes the pieces tell each other something.
       across: what a device computes where a factor of `windows` or `told` is split. It gets windows instead of pieces:
         in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
+      terms: of a product of two operands, how it is had in terms; None: its pieces do not go around
+        (`shardc.sbp.ring`).
       flops: floating-point operations of the whole operation if it is heavy, 0 if it is bound by memory.
     """
 
@@ -208,6 +218,7 @@ class Rule:
     windows: tuple[Window, ...] = ()
     told: Mapping[str, Told] = field(default_factory=dict[str, Told])
     across: Local = bind_same
+    terms: Terms | None = None
     flops: float = 0.0
 
     def factors(self) -> tuple[str, ...]:
@@ -328,11 +339,13 @@ def neutral_value(kind: Neutral, dtype: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One legal combination on one axis. `split` names the factor that is split, if one is."""
+    """One legal combination on one axis. `split` names the factor that is split, if one is: whose work is shared.
+    `around` names the one whose pieces go around (`shardc.sbp.ring`)."""
 
     operands: tuple[SBP, ...]
     results: tuple[SBP, ...]
     split: str | None = None
+    around: str | None = None
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
@@ -343,7 +356,8 @@ def is_extended(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
 
 
-def _may_be_partial(aval: Aval, op: ReduceOp) -> bool:
+def may_be_partial(aval: Aval, op: ReduceOp) -> bool:
+    """Whether values like this one can be P(op)."""
     if is_extended(aval.dtype):
         return False
     dtype = np.dtype(aval.dtype)
@@ -351,7 +365,8 @@ def _may_be_partial(aval: Aval, op: ReduceOp) -> bool:
 
 
 def signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
-    """All legal one-axis signatures, all-B first. Signatures of several axes are products of these."""
+    """All legal one-axis signatures but those of rings (`shardc.sbp.ring`), all-B first. Signatures of several axes are
+    products of these."""
     found = [Signature((B,) * len(rule.operands), (B,) * len(rule.results))]
     for factor in rule.factors():
         left = rule.reduced.get(factor)
@@ -369,7 +384,7 @@ def _sbp_of(factors: Factors, factor: str) -> SBP:
 
 def _legal(s: Signature, op: Operation) -> bool:
     pairs = (*zip(s.operands, op.operands, strict=True), *zip(s.results, op.results, strict=True))
-    return all(_may_be_partial(aval, sbp.op) for sbp, aval in pairs if isinstance(sbp, P))
+    return all(may_be_partial(aval, sbp.op) for sbp, aval in pairs if isinstance(sbp, P))
 
 
 def parse_factors(text: str) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:

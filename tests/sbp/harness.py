@@ -21,6 +21,7 @@ from jax.extend import core
 
 from shardc.sbp.piece import internal_steps, run_piece
 from shardc.sbp.placement import AxisSizes, B, P, Placement, S, local_extent, local_shape
+from shardc.sbp.ring import ring_of
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, find_rule, neutral_value
 
 Combo = Mapping[str, tuple[int, Signature]]
@@ -94,7 +95,7 @@ def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool
         return run_piece(Site(eqn.op, tuple(operands), tuple(results), sizes, *where), rule, xs)
 
     setting = Setting(eqn.op, tuple(operands), tuple(results), sizes)
-    talks = bool(rule.crossed(setting))
+    talks = bool(rule.crossed(setting)) or ring_of(rule, setting) is not None
     run = jax.jit(piece) if traced and not talks else piece
     at = {device: dict(zip(sizes, device, strict=True)) for device in devices(sizes)}
     held = {device: [s.piece(coords) for s in split] for device, coords in at.items()}

@@ -12,7 +12,7 @@ import shardc
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule, signatures
 from tests.sbp.cases import CASES
-from tests.sbp.harness import equation_of
+from tests.sbp.harness import equation_of, on_device
 
 assert rules  # imported for what it registers
 ROUNDING = "the parts are rounded each for itself: equal up to an error that nobody bounds"
@@ -45,12 +45,12 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("random_")])  # it draws no keys
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found_that_no_rule_has(name: str) -> None:
     fn, args, primitive = CASES[name]
     with jax.enable_x64(True):
         eqn = equation_of(fn, *args, primitive=primitive)
-        found = shardc.discover(lambda *xs: eqn.bind(*xs), *eqn.inputs)
+        found = shardc.discover(lambda *xs: eqn.bind(*xs), *map(on_device, eqn.inputs))
         known = set(map(str, signatures(find_rule(eqn.op), eqn.op)))
     reasons = [said for cases, said, _ in REASONS if re.fullmatch(cases, name)]
     missing = [str(s) for s in found.signatures if str(s) not in known]
@@ -69,6 +69,22 @@ FOUND = [
     (lambda x: (x.sum(1), x.T), (_floats(3, 5),), '"a _ -> a, _ a", linear=(0,)'),
     (lambda x, y: x + y, (_floats(1, 5), _floats(1, 5)), '"_ a, _ a -> _ a", linear=((0, 1),)'),
 ]
+
+OF_KEYS = [
+    (jax.vmap(jax.random.bits), 6, (), "a -> a", "_ -> _"),  # rbg draws for all keys at once, from the first
+    (lambda k: jax.random.split(k, 3), (), (), " -> _", " -> _"),
+    (jax.vmap(jax.random.split), 6, (), "a -> a _", "a -> a _"),
+    (jax.vmap(jax.random.fold_in), 6, (np.arange(6),), "a, a -> a", "a, a -> a"),
+    (lambda k, x: x + jax.random.normal(k, x.shape), (), (_floats(4, 6),), ", _ _ -> _ _", ", _ _ -> _ _"),
+    (jax.random.key_data, (4, 3), (), "a b -> a b _", "a b -> a b _"),
+]
+
+
+@pytest.mark.parametrize(("fn", "shape", "args", "said", "said_of_rbg"), OF_KEYS)
+def test_keys_are_drawn_and_cut(fn, shape, args, said, said_of_rbg) -> None:
+    for impl, text in (("threefry2x32", said), ("rbg", said_of_rbg)):
+        key = jax.random.key(0, impl=impl)
+        assert shardc.discover(fn, jax.random.split(key, shape) if shape else key, *args).text == text
 
 
 @pytest.mark.parametrize(("fn", "args", "said"), FOUND)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Operation, Partials, Rule, Site, dims, linear, rule
+from shardc.sbp.signature import Operation, Partials, Rule, Site, Terms, bind_same, dims, linear, rule
 
 
 def bilinear(op: Operation) -> tuple[Partials, ...]:
@@ -43,8 +43,19 @@ def dot_general(op: Operation) -> Rule:
         reduced={f"k{j}": "sum" for j in range(len(contract[0]))},
         partials=bilinear(op),
         neutral={0: "zero", 1: "zero"},
+        terms=_terms(op),
         flops=2.0 * math.prod(sizes.values()),
     )
+
+
+def _terms(op: Operation) -> Terms:
+    """Parts of the sums are not rounded to a narrow type before they are added up."""
+    said, dtype = op.params.get("precision"), op.results[0].dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    if not narrow or isinstance(said, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return Terms(dtype, bind_same)
+    wide = np.dtype(np.float32)
+    return Terms(wide, lambda site, x, w: site.bind(x, w, preferred_element_type=wide))
 
 
 @rule("scaled_dot")

@@ -114,11 +114,16 @@ def _reduce_across(site: Site, x: Any) -> Sequence[Any]:
 @rule("reduce")
 def reduce_any(op: Operation) -> Rule:
     """Any monoid: only the dimensions that stay. Initial values are scalars; they need not be neutral, and parts would
-    count them more than once."""
+    count them more than once. So would XLA, which reduces the parts of a concatenation each by itself: a barrier hides
+    where the operands come from."""
     n = len(op.results)
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["dimensions"])
-    return Rule((names,) * n + ((),) * n, (kept,) * n)
+
+    def local(site: Site, *operands: Any) -> Any:
+        return site.bind(*lax.optimization_barrier(operands))
+
+    return Rule((names,) * n + ((),) * n, (kept,) * n, local=local)
 
 
 _RUNNING: Final[Mapping[str, tuple[Neutral, Callable[[Any, Any], Any]]]] = {

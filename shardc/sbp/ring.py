@@ -1,0 +1,206 @@
+"""Products whose pieces go around: an all-gather before a product, or a reduce-scatter behind it, in steps that run
+beside the partial products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
+Large Deep Learning Models", ASPLOS).
+
+    all-gather x along f; x · w      the pieces of x go around the devices of an axis, both ways at once, and each
+                                     device multiplies what it has at hand: one block of the result, or one term of it
+    x · w; reduce-scatter along f    sums go around, one for each piece of the result, and each device adds its term
+
+Both read off the placements: on the axis of a ring the sbps of the operands and the result name two factors, where on
+any other they name one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from shardc.mesh import MeshView
+from shardc.sbp.cost import RingTime, ring_time
+from shardc.sbp.placement import S
+from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, may_be_partial
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What goes around.
+
+    Attributes:
+      axis: of the mesh, the innermost that splits the factor.
+      factor: whose pieces they are.
+      operand: whose pieces; None: sums for those of the result.
+    """
+
+    axis: str
+    factor: str
+    operand: int | None
+
+    def port(self, rule: Rule) -> int:
+        """The port that is split by the factor, as `Setting.port` counts."""
+        return len(rule.operands) if self.operand is None else self.operand
+
+
+def ring_signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
+    """The one-axis signatures whose pieces go around, beside those of `signatures`.
+
+    Of operands split by f and g the pieces of f go around, and the result is split by g, of which the other operand
+    alone has any; or both are split by what is summed, and sums go around for the pieces of the result.
+    """
+    if rule.terms is None:
+        return ()
+    found: list[Signature] = []
+    (result,), sums = rule.results, may_be_partial(op.results[0], "sum")
+    for i, (mine, other) in enumerate(zip(rule.operands, reversed(rule.operands), strict=True)):
+        kept = [g for g in other if g and g in result and g not in mine]
+        for f in (f for f in mine if f and (f in result or sums)):
+            for g in kept:
+                sides = (S(mine.index(f)), S(other.index(g)))
+                found.append(Signature(sides if i == 0 else sides[::-1], (S(result.index(g)),), g, f))
+    for k in (k for k in rule.reduced if sums):
+        sides = tuple(S(side.index(k)) for side in rule.operands)
+        found += [Signature(sides, (S(d),), k, f) for d, f in enumerate(result) if f]
+    return tuple(found)
+
+
+def ring_of(rule: Rule, setting: Setting) -> Ring | None:
+    """The ring that the placements of a legal setting ask for; None if they ask for none."""
+    if rule.terms is None:
+        return None
+    for axis in setting.sizes:
+        sbps = [p[axis] for p in (*setting.operands, *setting.results)]
+        left, right, result = (
+            factors[sbp.dim] if isinstance(sbp, S) else None
+            for factors, sbp in zip((*rule.operands, *rule.results), sbps, strict=True)
+        )
+        if left and right and left != right:
+            return Ring(axis, *((left, 0) if result == right else (right, 1)))
+        if left and left == right and result and result != left:
+            return Ring(axis, result, None)
+    return None
+
+
+def goes_around(ring: Ring, rule: Rule, setting: Setting) -> bool:
+    """Whether the pieces of a ring are alike and lie one after the other: they are all full, and no other axis cuts
+    them once more."""
+    port = ring.port(rule)
+    aval, placement = setting.port(port)
+    dim = (*rule.operands, *rule.results)[port].index(ring.factor)
+    axes = placement.axes_of(dim)
+    return axes[-1] == ring.axis and aval.shape[dim] % math.prod(setting.sizes[a] for a in axes) == 0
+
+
+def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops: Any, mesh: MeshView) -> RingTime:
+    """What a ring costs, of numbers or of arrays of them.
+
+    Args:
+      held: bytes of the piece at each port, results last.
+      flops: of one device.
+    """
+    dtype, result = op.operands[0].dtype, op.results[0]
+    assert rule.terms is not None
+    n, port = mesh.sizes[ring.axis], ring.port(rule)
+    pieces = [
+        size / n if ring.factor in factors and k != port else size
+        for k, (factors, size) in enumerate(zip((*rule.operands, *rule.results), held, strict=True))
+    ]
+    *read, made = pieces
+    if ring.operand is None:
+        return ring_time(held[port], flops / n, sum(read) + made, 2 * made, mesh, ring.axis, dtype)
+    if ring.factor in rule.results[0]:
+        return ring_time(held[port], flops / n, sum(read) + made, 0, mesh, ring.axis, dtype)
+    wide = rule.terms.dtype.itemsize / result.dtype.itemsize
+    return ring_time(held[port], flops / n, sum(read), 2 * wide * made, mesh, ring.axis, dtype)
+
+
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+
+def run_ring(site: Site, rule: Rule, ring: Ring, operands: Sequence[Any]) -> Sequence[Any]:
+    """The local results of an operation whose pieces go around."""
+    run = _Run(site, rule, ring, list(operands))
+    return [run.sums() if ring.operand is None else run.pieces(ring.operand)]
+
+
+class _Run:
+    """One device's part. Half of the pieces come from the one side and half from the other."""
+
+    def __init__(self, site: Site, rule: Rule, ring: Ring, operands: list[Any]) -> None:
+        self.site, self.rule, self.ring, self.operands = site, rule, ring, operands
+        self.n, self.me = site.sizes[ring.axis], site.index(ring.axis)
+        self.forth, self.back = self.n // 2, (self.n - 1) // 2
+        self.dims = [
+            side.index(ring.factor) if ring.factor in side else None for side in (*rule.operands, *rule.results)
+        ]
+
+    def shift(self, x: Any, by: int) -> Any:
+        """The `x` of the device `by` places before this one."""
+        return self.site.wire.permute(x, (self.ring.axis,), [(k, (k + by) % self.n) for k in range(self.n)])
+
+    def device(self, by: int) -> Any:
+        """The number of the device `by` places behind this one."""
+        if isinstance(self.me, int):
+            return (self.me + by) % self.n
+        at = self.me + by % self.n
+        return lax.rem(at, lax.full_like(at, self.n))
+
+    def of(self, number: Any, without: int | None = None) -> list[Any]:
+        """What of the operands belongs to piece `number`."""
+        return [
+            x if dim is None or k == without else self.part(x, number, dim)
+            for k, (x, dim) in enumerate(zip(self.operands, self.dims, strict=False))
+        ]
+
+    def part(self, x: Any, number: Any, dim: int) -> Any:
+        """XLA:TPU makes the slice a part of the product if it can tell that no index counts from the end."""
+        size = x.shape[dim] // self.n
+        return lax.dynamic_slice_in_dim(x, number * size, size, dim, allow_negative_indices=False)
+
+    def pieces(self, operand: int) -> Any:
+        """Pieces of an operand go around."""
+        # A barrier: what another product has had come around is not kept for this one.
+        self.operands = list(lax.optimization_barrier(tuple(self.operands)))
+        forth = back = self.operands[operand]
+        result = self.add(None, operand, forth, self.me)
+        for step in range(1, self.forth + 1):
+            forth = self.shift(forth, 1)
+            back = self.shift(back, -1) if step <= self.back else None
+            result = self.add(result, operand, forth, self.device(-step))
+            if back is not None:
+                result = self.add(result, operand, back, self.device(step))
+        return result.astype(self.site.op.results[0].dtype)
+
+    def add(self, result: Any, operand: int, piece: Any, number: Any) -> Any:
+        """The result with what piece `number` of an operand gives: a block, or a term."""
+        parts, dim = self.of(number, operand), self.dims[-1]
+        parts[operand] = piece
+        if dim is None:
+            assert self.rule.terms is not None
+            (term,) = self.rule.terms.local(self.site, *parts)
+            return term if result is None else lax.optimization_barrier(result + term)  # or all are kept to the end
+        (block,) = self.rule.local(self.site, *parts)
+        if result is None:
+            result = lax.empty(self.site.result_shape(), block.dtype)  # all of it is written
+        start = number * block.shape[dim]
+        return lax.dynamic_update_slice_in_dim(result, block, start, dim, allow_negative_indices=False)
+
+    def sums(self) -> Any:
+        """Sums go around: each starts half way around from where it belongs, on either side, and takes up the terms of
+        the devices that it passes."""
+        total = self.term(self.me)
+        for by, hops in ((1, self.forth), (-1, self.back)):
+            if hops:
+                found = self.term(self.device(by * hops))
+                for left in reversed(range(hops)):
+                    found = self.shift(found, by)
+                    found = found + self.term(self.device(by * left)) if left else found
+                total = total + found
+        return total
+
+    def term(self, number: Any) -> Any:
+        """What this device adds to piece `number` of the result."""
+        (found,) = self.rule.local(self.site, *self.of(number))
+        return found

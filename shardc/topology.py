@@ -1,0 +1,389 @@
+"""Machines: what a device can do, what joins devices, and how a mesh lies in a machine. Imports nothing but the errors.
+
+A machine has physical dimensions, and each a fabric: links between neighbours (a torus), or a switch. A mesh axis lies
+along parts of one dimension or of several: its *spans*. How fast an axis is follows from them, so that an axis inside
+NVLink is fast and one from host to host is slow.
+
+Sources of the figures, by the letter that stands beside them:
+  [B] "How to Scale Your Model" (Austin et al. 2025), chapters tpus and sharding: operations, memory, links (45 and 90
+      GB/s one way), 1 us for a hop, 25 GB/s for a host (of 4 chips; v5e and v6e of 8), what closes to a ring.
+  [N] NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200: operations without sparsity, memory, NVLink, one 400 Gb/s
+      port for each GPU. JAX multiplies float32 in TF32 there.
+  [A] The cost models of autoparallel and DTensor (meta-pytorch/autoparallel; torch.distributed.tensor): 320 of H100's
+      450 GB/s are reached in an all-gather over NVSwitch; 6.6 us to start a collective, 0.6 us for a hop inside a host,
+      2.7 us between hosts.
+  [G] Guessed here: no source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias, cast
+
+from shardc.errors import MeshError, did_you_mean
+
+FabricKind: TypeAlias = Literal["torus", "switch"]
+GB: Final = 10**9
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What joins the devices along a physical dimension.
+
+    Attributes:
+      kind: `torus`: links between neighbours; `switch`: each device has one port, and reaches all others through it.
+      bandwidth: bytes/s that a device sends: on a torus along one link, one way; else through its port.
+      latency: seconds for each hop.
+      tier: collectives pass one tier after the other; what is of one tier is used at once.
+      most: devices along it at most; 0: any number.
+      ring: a torus dimension whose size is a multiple of it closes to a ring; 0: none does.
+      rates: bytes/s in collectives of one kind, where that is known to be another than `bandwidth`.
+    """
+
+    kind: FabricKind
+    bandwidth: float
+    latency: float
+    tier: int = 0
+    most: int = 0
+    ring: int = 0
+    rates: tuple[tuple[str, float], ...] = ()
+
+    def rate(self, kind: str) -> float:
+        return dict(self.rates).get(kind, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a physical dimension that a mesh axis lies along.
+
+    Attributes:
+      dim: number of the dimension.
+      count: devices along it.
+      stride: distance between two of them: so many groups share the links.
+      closed: whether the last is joined to the first.
+    """
+
+    fabric: Fabric
+    dim: int
+    count: int
+    stride: int = 1
+    closed: bool = False
+
+
+Layout: TypeAlias = tuple[tuple[str, tuple[Span, ...]], ...]
+"""For each mesh axis what it lies along."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message from one device to another passes: bytes/s, and seconds until the first of them arrives."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What a device of a kind can do, and what joins it to others.
+
+    Attributes:
+      kind: name, as in `make_mesh(topology="v5p:4x4x2")`.
+      flops: matrix operations per second, in bfloat16.
+      memory_bandwidth: bytes/s between the device and its memory.
+      hbm: bytes of memory.
+      launch: seconds to start a collective.
+      fabrics: of the physical dimensions, in order, the fastest first; the last stands for all further ones.
+      rates: matrix operations per second in other types, by name; types that are not named run as bfloat16 does.
+      shape: devices along each physical dimension; empty if not said.
+      pod: the largest shape there is; empty if there is no limit.
+      layout: how the axes of a mesh lie in the shape; axes that it does not name lie as `default_spans` says.
+      overlaps: whether a collective can run while the device computes. Of XLA:CPU each waits for the one before it.
+    """
+
+    kind: str
+    flops: float
+    memory_bandwidth: float
+    hbm: int
+    launch: float
+    fabrics: tuple[Fabric, ...]
+    rates: tuple[tuple[str, float], ...] = ()
+    shape: tuple[int, ...] = ()
+    pod: tuple[int, ...] = ()
+    layout: Layout = ()
+    overlaps: bool = True
+
+    def fabric(self, dim: int) -> Fabric:
+        return self.fabrics[min(dim, len(self.fabrics) - 1)]
+
+    def flops_in(self, dtype: str) -> float:
+        """Matrix operations per second on operands of a type, by its name."""
+        return dict(self.rates).get(dtype, self.flops)
+
+    @property
+    def link(self) -> Link:
+        """Between neighbours along the first dimension."""
+        return Link(self.fabrics[0].bandwidth, self.fabrics[0].latency)
+
+    def link_along(self, axis: str) -> Link:
+        """Between neighbours along a mesh axis: what is slowest on the way."""
+        spans = dict(self.layout).get(axis, ())
+        links = [Link(s.fabric.bandwidth / s.stride, s.fabric.latency * _hops(s)) for s in spans]
+        return min(links, key=lambda link: link.bandwidth, default=self.link)
+
+    def to_json(self) -> str:
+        """What `make_mesh(topology="file.json")` reads."""
+        said = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
+        said["rates"] = dict(self.rates)
+        said["fabrics"] = [f | {"rates": dict(f["rates"])} for f in said["fabrics"]]
+        return json.dumps(said, indent=1)
+
+
+_NOT_IN_FILES: Final = ("layout", "pod")
+
+
+def _hops(span: Span) -> int:
+    return span.stride if span.fabric.kind == "torus" else 1
+
+
+def _tpu(
+    kind: str, flops: float, memory: float, hbm: int, link: float, pod: tuple[int, ...], chips: int, ring: int,
+    **rates: float,
+) -> Topology:  # fmt: skip
+    """[B] The dimensions of a pod, and after them the network between slices: a host's, shared by its `chips`."""
+    torus = Fabric("torus", link, 1e-6, ring=ring)
+    network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
+    fabrics = (torus,) * len(pod) + (network,)
+    return Topology(kind, flops, memory, hbm * GB, 1e-6, fabrics, tuple(rates.items()), pod=pod)
+
+
+def _gpu(kind: str, flops: float, memory: float, hbm: int, nvlink: float, domain: int, **rates: float) -> Topology:
+    """[N, A] An NVLink domain of at most `domain` GPUs, and the network between domains."""
+    fabrics = Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", 5e10, 2.7e-6, tier=1)
+    return Topology(kind, flops, memory, hbm * GB, 6.6e-6, fabrics, tuple(rates.items()))
+
+
+TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
+    {
+        t.kind: t
+        for t in (
+            # [G] Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone
+            # takes some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
+            # `python -m shardc calibrate` measures a machine.
+            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False),
+            _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
+            _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
+            _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),
+            _tpu("v6e", 9.2e14, 1.6e12, 32, 9e10, (16, 16), 8, 16, int8=1.84e15),
+            _gpu("h100", 9.89e14, 3.35e12, 80, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
+                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
+            _gpu("h200", 9.89e14, 4.8e12, 141, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
+                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
+            # 900 GB/s one way, of which as large a part is reached as on H100; 72 GPUs in a rack of GB200.
+            _gpu("b200", 2.25e15, 8e12, 180, 6.4e11, 72, float32=1.1e15, float64=3.7e13, int8=4.5e15,
+                 float8_e4m3fn=4.5e15, float8_e5m2=4.5e15),
+        )
+    }
+)  # fmt: skip
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def parse_topology(text: str) -> Topology:
+    """A topology from its name and, after a colon, its shape, `"v5p:4x4x2"`; or from JSON, or a `.json` file of it.
+
+    Raises:
+      MeshError: there is no such machine, or none of that shape.
+    """
+    if text.startswith("{"):
+        return topology_from_json(text)
+    if text.endswith(".json"):
+        return read_topology(text)
+    kind, _, dims = text.partition(":")
+    if kind not in TOPOLOGIES:
+        raise MeshError(
+            f"There is no topology {kind!r}.{did_you_mean(kind, TOPOLOGIES)} Known are {', '.join(TOPOLOGIES)}."
+        )
+    if dims and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", dims):
+        raise MeshError(f"topology={text!r}: the shape after the colon is written 4x4x2.")
+    shape = tuple(int(d) for d in dims.split("x")) if dims else ()
+    _check_shape(text, TOPOLOGIES[kind], shape)
+    return replace(TOPOLOGIES[kind], shape=shape)
+
+
+def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
+    inside = sorted(shape[: len(machine.pod)], reverse=True)
+    largest = sorted(machine.pod, reverse=True)
+    if any(n > most for n, most in zip(inside, largest, strict=False)):
+        raise MeshError(
+            f"topology={text!r}: a pod of {machine.kind} has {'x'.join(map(str, machine.pod))} chips. Several slices "
+            f"over the network are a further dimension, as in {machine.kind}:{'x'.join('4' for _ in largest)}x2."
+        )
+    for dim, n in enumerate(shape):
+        most = machine.fabric(dim).most
+        if most and n > most:
+            fit = next(m for m in range(most, 0, -1) if n % m == 0)
+            raise MeshError(
+                f"topology={text!r}: NVLink joins at most {most} {machine.kind}; write how many it joins and after it "
+                f"how many of those there are, as in {machine.kind}:{fit}x{n // fit}."
+            )
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Span, ...]]:
+    """Where no shape is said: on a torus each axis is a ring of its own; else devices fill what is fast first."""
+    first = machine.fabrics[0]
+    if first.kind == "torus":
+        return {a: (Span(first, k, n, closed=True),) for k, (a, n) in enumerate(axes)}
+    if len(machine.fabrics) == 1:
+        return {a: (Span(first, 0, n),) for a, n in axes}
+    whole = math.prod(n for _, n in axes)
+    return dict(lay_out(replace(machine, shape=(first.most or whole, whole)), axes))
+
+
+def lay_out(machine: Topology, axes: Sequence[tuple[str, int]]) -> Layout:
+    """The axes of a mesh over the first devices of a shape: numbered along its first dimension first, the mesh's last
+    axis along neighbours."""
+    strides = [math.prod(n for _, n in axes[k + 1 :]) for k in range(len(axes))]
+
+    def place(axis: int, i: int) -> tuple[int, ...]:
+        number, found = i * strides[axis], list[int]()
+        for d in machine.shape:
+            number, at = divmod(number, d)
+            found.append(at)
+        return tuple(found)
+
+    return lay_along(machine, axes, place)
+
+
+def lay_along(
+    machine: Topology, axes: Sequence[tuple[str, int]], place: Callable[[int, int], tuple[int, ...]]
+) -> Layout:
+    """The layout of a mesh, given where in the machine's shape the i-th device along an axis is."""
+    found: list[tuple[str, tuple[Span, ...]]] = []
+    for k, (axis, n) in enumerate(axes):
+        if n > 1:
+            found.append((axis, _spans(machine, n, [place(k, i) for i in range(n)])))
+    return tuple(found)
+
+
+def _spans(machine: Topology, n: int, at: Sequence[tuple[int, ...]]) -> tuple[Span, ...]:
+    """What devices at these places lie along; if they are no grid, a line along the last dimension they span."""
+    values = {d: sorted(set(column)) for d, column in enumerate(zip(*at, strict=True)) if len(set(column)) > 1}
+    if math.prod(map(len, values.values())) != n or not all(map(_is_even, values.values())):
+        dim = max(values, default=0)
+        return (Span(machine.fabric(dim), dim, n),)
+    return tuple(_span(machine, d, len(v), v[1] - v[0]) for d, v in values.items())
+
+
+def _is_even(values: Sequence[int]) -> bool:
+    return len({b - a for a, b in pairwise(values)}) == 1
+
+
+def _span(machine: Topology, dim: int, count: int, stride: int) -> Span:
+    fabric, size = machine.fabric(dim), machine.shape[dim]
+    closed = bool(fabric.ring) and size % fabric.ring == 0 and count * stride == size
+    return Span(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The spans of several axes together: two that lie along one dimension, end to end, are one."""
+    found: list[Span] = []
+    for s in sorted(spans, key=lambda s: (s.fabric.tier, s.dim, s.stride)):
+        last = found[-1] if found else None
+        if last is not None and s.dim == last.dim and s.fabric.kind == "torus" and s.stride == last.count * last.stride:
+            found[-1] = replace(last, count=last.count * s.count, closed=s.closed)
+        else:
+            found.append(s)
+    return tuple(found)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_topology(path: str) -> Topology:
+    """A topology from a file of JSON.
+
+    Raises:
+      MeshError: there is no such file, or it does not say what a topology has to.
+    """
+    try:
+        return topology_from_json(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshError(f"The topology {path} cannot be read: {error}.") from None
+
+
+def topology_from_json(text: str, where: str = "The topology") -> Topology:
+    """The inverse of `Topology.to_json`."""
+    try:
+        said = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MeshError(f"{where} is not JSON: {error}.") from None
+    said = _named(said, Topology, where)
+    fabrics = said.get("fabrics")
+    if not isinstance(fabrics, list) or not fabrics:
+        raise MeshError(f'{where}: "fabrics" is a list of at least one.')
+    read = tuple(_fabric(f, f"{where}, fabric {i}") for i, f in enumerate(fabrics))
+    kind, shape = said["kind"], said.get("shape", [])
+    if not isinstance(kind, str) or not re.fullmatch(r"[\w.-]+", kind):
+        raise MeshError(f'{where}: "kind" is a name of letters, digits, dots and dashes, not {kind!r}.')
+    if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise MeshError(f'{where}: "shape" is a list of whole numbers, not {shape!r}.')
+    numbers = [_positive(said, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
+    launch = _positive(said, "launch", where, least=0.0)
+    overlaps = said.get("overlaps", True)
+    if not isinstance(overlaps, bool):
+        raise MeshError(f'{where}: "overlaps" is true or false, not {overlaps!r}.')
+    return Topology(
+        kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(said, where), tuple(cast(list[int], shape)),
+        overlaps=overlaps,
+    )  # fmt: skip
+
+
+def _fabric(said: Any, where: str) -> Fabric:
+    said = _named(said, Fabric, where)
+    if said["kind"] not in ("torus", "switch"):
+        raise MeshError(f'{where}: "kind" is "torus" or "switch", not {said["kind"]!r}.')
+    tier, most, ring = (int(_positive({k: said.get(k, 0)}, k, where, 0.0)) for k in ("tier", "most", "ring"))
+    return Fabric(
+        said["kind"], _positive(said, "bandwidth", where), _positive(said, "latency", where, 0.0), tier, most, ring,
+        _rates(said, where),
+    )  # fmt: skip
+
+
+def _named(said: Any, of: type[Topology] | type[Fabric], where: str) -> dict[str, Any]:
+    """What is said, if it has all the names that it must and no others."""
+    names = [f.name for f in fields(of) if f.name not in _NOT_IN_FILES]
+    needed = {f.name for f in fields(of) if f.default is MISSING}
+    if not isinstance(said, dict):
+        raise MeshError(f"{where}: wants an object with {', '.join(names)}.")
+    found = cast(dict[str, Any], said)
+    wrong = [f"has no {n!r}" for n in names if n in needed and n not in found]
+    wrong += [f"has {n!r}, which means nothing.{did_you_mean(n, names)}" for n in found if n not in names]
+    if wrong:
+        raise MeshError(f"{where}: {'; '.join(wrong)}")
+    return found
+
+
+def _positive(said: Mapping[str, Any], name: str, where: str, least: float = 1e-300) -> float:
+    number = said[name]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number < math.inf:
+        raise MeshError(f"{where}: {name!r} is a positive number, not {number!r}.")
+    return number
+
+
+def _rates(said: Mapping[str, Any], where: str) -> tuple[tuple[str, float], ...]:
+    rates = said.get("rates", {})
+    if not isinstance(rates, dict):
+        raise MeshError(f'{where}: "rates" is an object from names to numbers, not {rates!r}.')
+    found = cast(dict[str, Any], rates)
+    return tuple((name, _positive(found, name, where)) for name in found)
