@@ -16,7 +16,7 @@ from jax import lax
 
 from shardc.errors import ArgumentError
 from shardc.passes.boundary import END, mark_cut, microbatches_p
-from shardc.passes.trace import path_text
+from shardc.passes.trace import leaves_by_path, path_text
 
 REDUCTIONS: Final = ("mean", "sum", "stack")
 
@@ -76,7 +76,7 @@ def _split(
     args: Sequence[Any], axes: Sequence[int | None], m: int
 ) -> tuple[list[jax.Array], tuple[list[Any], list[bool]]]:
     """Leaves with a batch as [m, ...] stacks of microbatches, the other leaves, and which leaf is which."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tuple(args))
+    leaves = leaves_by_path(tuple(args))
     flat = [
         f"argument {path_text(p)} has {jnp.ndim(x)} dimensions, and no dimension {a}"
         for (p, x), a in zip(leaves, axes, strict=True)
@@ -113,7 +113,7 @@ def _rebuild(tree: Any, batched: Sequence[bool], slices: Sequence[Any], whole: S
 def _reductions(out: Any, reduce: Any) -> list[str]:
     """The reduction of each leaf of the results."""
     kinds = jax.tree.leaves(jax.tree.broadcast(reduce, out))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(out)
+    leaves = leaves_by_path(out)
     wrong = [k for k in kinds if k not in REDUCTIONS]
     if wrong:
         raise ArgumentError(f"accumulate: reduce={wrong[0]!r}; it is one of {', '.join(REDUCTIONS)}.")

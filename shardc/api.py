@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,8 +21,11 @@ from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
 from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
+from shardc.passes.plan_json import load_plan
 from shardc.passes.program import Program
-from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, path_text, settings, trace
+from shardc.passes.record import SavedPlan
+from shardc.passes.replay import replay
+from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, leaves_by_path, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
 from shardc.placed import PlacedArray, StackedArray, is_placed
@@ -175,7 +179,7 @@ class Function:
 
     def __init__(
         self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, out_placements: Any,
-        donate: Sequence[str], static: Sequence[str], pipeline: Pipeline | None = None,
+        donate: Sequence[str], static: Sequence[str], pipeline: Pipeline | None = None, saved: SavedPlan | None = None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn)
         self._arguments = arguments = Arguments(fn, static)
@@ -184,7 +188,7 @@ class Function:
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
             )
         self.mesh = auto_mesh(mesh)
-        self._pipeline = pipeline
+        self._pipeline, self._saved = pipeline, saved
         self._meshes = [] if pipeline is None else _meshes_of(pipeline, self.mesh, arguments.where)
         self._view = view(mesh)
         if pipeline is not None:
@@ -254,21 +258,18 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = trace(self._arguments, call, marks=self._pipeline is not None)
-        into, out = self._in_pins(call), self._out_pins(program)
-        offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
-        if offenders:
-            raise PlacementError(self._says(offenders))
+        program = self._program(call)
+        into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
             Argument(into.pins[i], arrival, call.names[i] in self._donate)
             for i, arrival in zip(dynamic, arrivals, strict=True)
         )
         notes = [*into.notes, *out.notes]
-        if self._pipeline is None:
-            plan = make_plan(program, self._view, arguments, out.pins, notes)
+        if self._saved is not None:
+            plan = replay(self._saved, program, self._view, arguments, out.pins, notes)
+        elif self._pipeline is None:
+            plan = make_plan(program, self._view, arguments, out.pins, notes, self._view.limit, self._arguments.where)
         else:
             plan = make_pipeline_plan(
                 program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
@@ -276,6 +277,40 @@ class Function:
         plan._in_tree = self._tree_of(call, dynamic, plan)  # pyright: ignore[reportPrivateUsage]
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
+
+    def _program(self, call: Call) -> Program:
+        """What a call runs, with the marks of pipelines if this is one."""
+        marks = self._pipeline is not None
+        key = (self._key(call), marks)
+        if key not in self._programs:
+            self._programs[key] = trace(self._arguments, call, marks)
+        return self._programs[key]
+
+    def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
+        """What is said of a call's arguments, and of its results."""
+        into, out = self._in_pins(call), self._out_pins(program)
+        offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
+        if offenders:
+            raise PlacementError(self._says(offenders))
+        return into, out
+
+    def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
+        """The same function on another mesh, or as a pipeline; what was traced is not traced again."""
+        arguments = self._arguments
+        made = Function(
+            arguments.fn, mesh, self._in_placements, self._out_placements, sorted(self._donate),
+            sorted(arguments.static), pipeline,
+        )  # fmt: skip
+        made._programs = self._programs
+        return made
+
+    def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
+        """The program of a call, with the marks of pipelines if this is one, and all that is said of where its
+        arguments and results live."""
+        call = self._arguments.take_apart(args, {})
+        program = self._program(call)
+        into, out = self._pins(call, program)
+        return program, [*into.pins, *out.pins]
 
     def _says(self, offenders: Sequence[str]) -> str:
         return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
@@ -295,15 +330,18 @@ class Function:
         pins = Pins("in_placements", leaves, self._view)
         numbers: dict[str, Any] = jax.tree.unflatten(call.tree, range(len(leaves)))
         spec: Any = self._in_placements
+        constant = {n for n, _ in call.static} - self._arguments.static  # numbers that this call leaves out
         if isinstance(spec, tuple | list) and not is_leaf_spec(spec):
-            if len(spec) > len(numbers):
-                many = f"{len(spec)} for {len(numbers)} arguments ({', '.join(numbers)})"
+            names = [n for n in self._arguments.names if n in numbers or n in constant]
+            if len(spec) > len(names):
+                many = f"{len(spec)} for {len(names)} arguments ({', '.join(names)})"
                 pins.offenders.append(f"in_placements: {many}; write one for each argument, or a dict by name.")
-            for name, part in zip(numbers, spec, strict=False):
-                pins.spread(part, numbers[name], name)
+            for name, part in zip(names, spec, strict=False):
+                if name in numbers:
+                    pins.spread(part, numbers[name], name)
             return pins
         if says_names(spec, self._arguments.names, self._view):
-            spec = self._arguments.nest_keywords(spec)
+            spec = self._arguments.nest_keywords({n: s for n, s in spec.items() if n not in constant})
         pins.spread(spec, numbers)
         return pins
 
@@ -342,7 +380,7 @@ class Function:
             _as_constraint(x, pin, self.mesh, path) if pin is not None and is_array(x) else x
             for x, pin, path in zip(call.leaves, into.pins, call.paths, strict=True)
         ]
-        program = trace(self._arguments, replace(call, leaves=tuple(map(_abstract, leaves))))
+        program = trace(self._arguments, replace(call, leaves=tuple(map(abstract, leaves))))
         results = self._out_pins(program)
         offenders = [*results.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -356,7 +394,8 @@ class Function:
         return jax.tree.unflatten(program.out_tree, pinned)
 
 
-def _abstract(x: Any) -> Any:
+def abstract(x: Any) -> Any:
+    """An array's shape, dtype and weak type in its place; what is no array, or a number, as it is."""
     if not is_array(x) or isinstance(x, bool | int | float | complex):
         return x
     aval = leaf_aval(x)
@@ -482,6 +521,7 @@ def function(
     static_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     pipeline: Pipeline | None = None,
+    plan: str | PathLike[str] | SavedPlan | None = None,
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
@@ -498,12 +538,16 @@ def function(
       static_argnames, static_argnums: arguments that are constants of the trace; hashable.
       pipeline: runs the loop of `shardc.accumulate` as a pipeline over its microbatches, in stages cut at
         `shardc.stage_boundary`. Its axis of the mesh stands in no placement.
+      plan: a plan that `plan.save(path)` wrote: its path, or what `shardc.load_plan` gives. It is lowered as it is,
+        without a search, and only for calls of the shapes that it was made for; other placements that are given are
+        held against it.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
 
     Raises:
-      ArgumentError: a name that is no argument of `fn`.
+      ArgumentError: a name that is no argument of `fn`; a file that is no plan. When it is called: a plan of another
+        program, with all that differs.
 
     Example:
       >>> mesh = make_mesh(data=1)
@@ -517,13 +561,20 @@ def function(
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule=\"1f1b\").")
 
+    saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
+    if saved is not None and pipeline is not None:
+        raise PipelineError(
+            f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
+            "in_placements=shardc.load_plan(...).in_placements and out_placements=shardc.load_plan(...).out_placements."
+        )
+
     def decorate(fn: Callable[..., Any]) -> Any:
         over = pipeline.meshes[0] if mesh is None and pipeline is not None and pipeline.meshes else mesh
         if over is None:
             return fn
         donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
         static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
-        return Function(fn, over, in_placements, out_placements, donate, static, pipeline)
+        return Function(fn, over, in_placements, out_placements, donate, static, pipeline, saved)
 
     return decorate if fn is None else decorate(fn)
 
@@ -548,7 +599,7 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
       ArgumentError: the mesh has no devices.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed)
+    pairs, structure = leaves_by_path(tree, is_placed), jax.tree.structure(tree, is_leaf=is_placed)
     pins = Pins("placements", [_leaf(p := path_text(path), p, x) for path, x in pairs], view(mesh))
     pins.spread(placements, jax.tree.unflatten(structure, range(len(pairs))))
     if pins.offenders:

@@ -166,7 +166,7 @@ class _Measured:
         views = self.wanted.views
         work = {v: self._work(v) for v in set(views)}
         memory = [self.memory(s) for s in range(len(views))]
-        link, size = views[0].topology.link, min(v.size for v in views)
+        link, size = views[0].link, min(v.size for v in views)
         points = self.points
         return Chain(
             np.stack([work[v][0] for v in views]),

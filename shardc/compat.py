@@ -105,6 +105,14 @@ def with_names_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
+def scopes_of(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
+    """The names of the scopes that an equation stands in, outermost first, as `("GPT2", "blocks_0", "attn")`, and
+    whether it is of a backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope))
+    return names, any(isinstance(s, _source_info_util.Transform) and s.name == "transpose" for s in stack)
+
+
 @functools.lru_cache(maxsize=1024)
 def _line_of(traceback: Any) -> tuple[str, bool]:
     """The text of a line, and whether it is the user's."""

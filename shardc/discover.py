@@ -64,11 +64,11 @@ def discover(
 
     Args:
       fn: takes arrays by position, of any sizes; its results depend on their values and shapes alone.
-      args: arrays of the sizes to try. Dimensions of one element cannot be cut.
+      args: arrays of the sizes to try, of keys too. Dimensions of one element cannot be cut.
       draws: how often each combination is tried, with other data each time.
       seed: of the data.
       draw: makes the arguments of one draw, where not every order of the elements of `args` is meaningful (a matrix
-        that must stay positive definite). By default their elements are shuffled.
+        that must stay positive definite). By default their elements are shuffled, and keys are drawn.
 
     Returns:
       A `Discovery`; printed, it is the `@shardc.signature(...)` to paste.
@@ -92,7 +92,8 @@ def discover(
 
 def _shuffled(x: Any, rng: np.random.Generator) -> Any:
     if not isinstance(x, np.ndarray):
-        return x
+        data = rng.integers(0, 2**32, jax.random.key_data(x).shape, np.uint32)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
     x = rng.permuted(x.ravel()).reshape(x.shape)
     if x.dtype.kind == "f" or x.dtype.kind == "c":  # equal elements hide much
         return (x * rng.uniform(0.7, 1.0, x.shape)).astype(x.dtype)
@@ -100,7 +101,15 @@ def _shuffled(x: Any, rng: np.random.Generator) -> Any:
 
 
 def _results(fn: Callable[..., Any], values: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(y) for y in jax.tree.leaves(fn(*map(jnp.asarray, values)))]
+    return [_on_host(y) for y in jax.tree.leaves(fn(*map(jnp.asarray, values)))]
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """An array; of keys, one whose elements are the bytes of each."""
+    if not is_extended(x.dtype):
+        return np.asarray(x)
+    data = np.ascontiguousarray(jax.random.key_data(x))
+    return data.view(np.dtype((np.void, data.itemsize * data.shape[-1])))[..., 0]
 
 
 def _combos(args: Sequence[Any]) -> Iterator[tuple[SBP, ...]]:
@@ -119,7 +128,8 @@ def _parts(x: Any, sbp: SBP, rng: np.random.Generator) -> Parts:
     """What two devices hold."""
     if isinstance(sbp, S):
         half = -(-x.shape[sbp.dim] // 2)
-        return tuple(np.split(x, [half], axis=sbp.dim))  # pyright: ignore[reportReturnType]
+        before = (slice(None),) * sbp.dim
+        return x[(*before, slice(half))], x[(*before, slice(half, None))]
     if not isinstance(sbp, P):
         return x, x
     if x.dtype.kind in "iu":  # any, as sums wrap

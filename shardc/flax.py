@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from os import PathLike
 from typing import Any, Final, TypeAlias, cast
 
 import jax
@@ -20,6 +21,7 @@ from shardc import api
 from shardc.errors import ArgumentError
 from shardc.mesh import AnyMesh
 from shardc.passes.pins import is_leaf_spec
+from shardc.passes.record import SavedPlan
 from shardc.passes.trace import is_nnx
 from shardc.pipeline_plan import Pipeline
 from shardc.sbp.placement import AUTO, Auto, Placement
@@ -133,8 +135,9 @@ class Function:
     def _open(self, use: Use, args: Any, kwargs: Any) -> Any:
         """Uses the function of arrays, with the modules among its arguments taken apart."""
         bound = self._signature.bind(*args, **kwargs)
+        given = set(bound.arguments)
         bound.apply_defaults()
-        values = dict(bound.arguments)
+        values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
         with nnx.split_context(_TAG) as context:
             graph, state = context.split(nodes)
@@ -220,6 +223,7 @@ def function(
     donate_argnames: str | Sequence[str] = (),
     static_argnames: str | Sequence[str] = (),
     pipeline: Pipeline | None = None,
+    plan: str | PathLike[str] | SavedPlan | None = None,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
 
@@ -234,7 +238,7 @@ def function(
         as `placements` reads it; variables without metadata are AUTO.
       out_placements: of the result. What is written to a module lies where the compiler chooses, that of a donated one
         where it was.
-      donate_argnames, static_argnames, pipeline: as for `shardc.function`.
+      donate_argnames, static_argnames, pipeline, plan: as for `shardc.function`.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -252,6 +256,7 @@ def function(
             "donate_argnames": donate_argnames,
             "static_argnames": (*static, _GRAPH),
             "pipeline": pipeline,
+            "plan": plan,
         }
         return Function(fn, cast(AnyMesh, mesh), in_placements, keywords)
 

@@ -19,6 +19,7 @@ from shardc import compat
 from shardc.compat import Atom, Var
 from shardc.mesh import MeshView
 from shardc.passes.cut_stages import StageProgram
+from shardc.passes.fusion import habits_of
 from shardc.passes.memory import estimate_memory, local_bytes
 from shardc.passes.plan import donations
 from shardc.passes.split_tasks import StageTask, StageTasks
@@ -56,16 +57,16 @@ def pipeline_memory(
 
 
 def working_bytes(task: StageTask) -> int:
-    """Bytes that live inside a task besides its inputs and outputs: an estimate, in program order and nothing fused.
+    """Bytes that live inside a task besides its inputs and outputs: an estimate, in program order (`estimate_memory`).
 
-    Of the tasks of the zoo XLA:CPU wants less for nine in ten, often far less, and for the largest of the rest 3% more
-    (copies into other layouts). The exception are tasks of many independent products, such as W: its scheduler begins
-    them all at once, and that took up to 6 times the estimate. `PipelineExecutable.memory` has XLA's own figures.
+    The exception are tasks of many independent products, such as W: XLA:CPU begins them all at once, which takes more,
+    and is not counted. `PipelineExecutable.memory` has XLA's own figures.
     """
     if task.plan is None:
         return 0
-    boxed = task.plan.boxed
-    return estimate_memory(boxed.jaxpr, boxed.placements, task.plan.mesh.sizes, aside=set(task.outputs)).temporaries
+    boxed, mesh = task.plan.boxed, task.plan.mesh
+    habits = habits_of(mesh.topology.kind)
+    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), habits=habits).temporaries
 
 
 class _Account:

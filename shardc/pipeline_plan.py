@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
 from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
+from shardc.passes.plan_json import to_json
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
+from shardc.passes.record import record
 from shardc.passes.split_scans import Piece, Pieces, whole_program
 from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
 from shardc.passes.tally import short_aval
@@ -266,11 +269,11 @@ class PipelinePlan:
         """Seconds that a step takes."""
         found = self.built.tasks.get(label)
         plan = None if found is None else found[1].plan
-        return 0.0 if plan is None else max(plan.seconds, HOST_SECONDS)
+        return 0.0 if plan is None else max(plan.added_seconds, HOST_SECONDS)
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
-        link = self.mesh.topology.link
+        link = self.mesh.topology.link_along(self.pipeline.axis)
         return link.latency, channel.bytes / link.bandwidth
 
     def simulate(self) -> Timeline:
@@ -330,11 +333,36 @@ class PipelinePlan:
         plan._in_tree = self._in_tree
         return plan
 
-    def explain(self) -> str:
-        """The stages, what each computes and where its values live, what moves, the schedule and its bubbles."""
-        from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes where arguments and results live as JSON, for `shardc.load_plan(path).in_placements`.
 
-        return explain_pipeline(self)
+        A pipeline is planned anew each time: `function(plan=...)` takes no plan of one.
+        """
+        Path(path).write_text(to_json(record(self)), "utf-8")
+
+    def diff(self, other: Plan | PipelinePlan) -> str:
+        """What another plan of the same function does differently, as text; of the stages, what moves on them."""
+        from shardc.report.diff import diff  # noqa: PLC0415  # reports know plans
+
+        return diff(self, other)
+
+    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
+        """The stages, what each computes and where its values live, what moves, the schedule and its bubbles.
+
+        Args:
+          why: asks for one value, as in `Plan.explain`; each stage that has it is solved again for itself.
+          pins: adds, for each stage, what each pin costs it against leaving its values AUTO.
+
+        Raises:
+          ArgumentError: `why` is the name of nothing.
+        """
+        from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
+        from shardc.report.why import pins_section, why_in_stages  # noqa: PLC0415
+
+        if why is not None:
+            return why_in_stages([s.plan for s in self.stages], why)
+        costs = [f"Stage {s.number}. {pins_section(s.plan)}" for s in self.stages] if pins else []
+        return "\n\n".join((explain_pipeline(self), *costs))
 
     def timeline(self, width: int = 120) -> str:
         """The simulated call as text: a row for each rank, `width` characters to a line."""
@@ -625,10 +653,10 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
 
     def cost(stage: int, kind: str) -> float:
         task = stages[stage].tasks.loop.get(position_of(Action(stage, kind, 0), count))
-        return 0.0 if task is None or task.plan is None else max(task.plan.seconds, HOST_SECONDS)
+        return 0.0 if task is None or task.plan is None else max(task.plan.added_seconds, HOST_SECONDS)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
-    latency = stages[0].mesh.topology.link.latency
+    latency = stages[0].mesh.link.latency
     backward = cut.body.backward or count == 1
     costs = Costs.read(costs)
     return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from shardc import compat
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import AnyMesh
-from shardc.passes.trace import is_array, leaf_aval, path_text
+from shardc.passes.trace import is_array, leaf_aval, leaves_by_path, path_text
 from shardc.placed import PlacedArray, StackedArray, is_placed
 from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
 from shardc.report.tables import times_text as times
@@ -48,8 +48,7 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
        [0 0]
        [0 0]]
     """
-    pairs = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_placed)[0]
-    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in pairs]
+    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in leaves_by_path(x, is_placed)]
     if device is not None:
         return _on_device(leaves, device)
     if len(leaves) == 1 and not leaves[0][0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -31,3 +32,11 @@ class Collective:
     value: str = ""
     src: str = ""
     dst: str = ""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The collectives that an equation stands for, and by kind the seconds of one execution."""
+
+    collectives: Sequence[Collective]
+    seconds: Mapping[Kind, float]

@@ -6,10 +6,13 @@ on one device and gives the same numbers.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -22,9 +25,10 @@ from shardc.sbp.boxing import Boxing, find_boxing
 from shardc.sbp.placement import REPLICATED, Placement
 
 box_p = Primitive("box")
-box_p.def_impl(lambda x, *, src, dst, source: x)
-box_p.def_abstract_eval(lambda x, *, src, dst, source: x)
-mlir.register_lowering(box_p, lambda ctx, x, *, src, dst, source: [x])
+"""A second operand is what it waits for: what is boxed once more, later, is in memory for a shorter time."""
+box_p.def_impl(lambda x, *after, src, dst, source: x)
+box_p.def_abstract_eval(lambda x, *after, src, dst, source: x)
+mlir.register_lowering(box_p, lambda ctx, x, *after, src, dst, source: [x])
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,23 @@ class Boxed:
 
 @dataclass
 class _Held:
-    """A value in one scope: the placements that it is there in, and where it is held for its readers."""
+    """A value in one scope: the placements that it is there in, and those it is held in for its readers.
 
-    at: dict[Placement, Var]
+    `age` says between which partings a copy for one reader was made, `again` which copies were there before one.
+    """
+
+    at: dict[Placement, Atom]
     source: str
     made_by: Eqn | None
-    hold: Placement | None
+    holds: Sequence[Placement]
+    age: dict[Placement, int] = field(default_factory=dict[Placement, int])
+    again: set[Placement] = field(default_factory=set[Placement])
+
+    def part(self, age: int) -> None:
+        """Forgets the copies of another age."""
+        for p in [p for p, a in self.age.items() if a != age]:
+            del self.at[p], self.age[p]
+            self.again.add(p)
 
 
 @dataclass
@@ -55,7 +70,9 @@ class _Inserter:
     problem: Problem
     placed: Placed
     mesh: MeshView
+    partings: Sequence[int] = ()
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
+    now: int = 0
 
     def scope(
         self, scope: Scope, inputs: Sequence[Placement], sources: Sequence[str], returns: Sequence[Placement]
@@ -67,27 +84,29 @@ class _Inserter:
         def define(var: Var, placement: Placement, value: Any, source: str, eqn: Eqn | None) -> None:
             self.placements[var] = placement
             hold = self.problem.holds.get(id(value)) if value is not None else None
-            env[var] = _Held({placement: var}, source, eqn, self.placed.ports[hold][0] if hold else None)
+            held = self._in_order(var, placement, self.placed.ports[hold]) if hold else ()
+            env[var] = _Held({placement: var}, source, eqn, held)
 
         def read(atom: Atom, want: Placement) -> Atom:
-            held = _Held({REPLICATED: atom}, "", None, None) if compat.is_literal(atom) else env[atom]
+            held = _Held({REPLICATED: atom}, "", None, ()) if compat.is_literal(atom) else env[atom]
+            held.part(bisect.bisect_right(self.partings, self.now))
+            return reach(atom, held, want, held.holds)
+
+        def reach(atom: Atom, held: _Held, want: Placement, through: Sequence[Placement]) -> Atom:
+            """The value at `want`, boxed from the nearest place that it is in or is to be held in."""
             if want in held.at:
                 return held.at[want]
-            if held.hold is not None and held.hold not in held.at:
-                born = next(iter(held.at))
-                through = self._boxing(atom, held.hold, want).seconds
-                if through < self._boxing(atom, born, want).seconds:
-                    read_to(atom, held, held.hold)
-                    if want == held.hold:
-                        return held.at[want]
-            return read_to(atom, held, want)
-
-        def read_to(atom: Atom, held: _Held, want: Placement) -> Var:
-            src = min(held.at, key=lambda p: self._boxing(atom, p, want).seconds)
+            src = min((*held.at, *through), key=lambda p: self._boxing(atom, p, want).seconds)
+            start = reach(atom, held, src, through[: through.index(src)] if src in through else ())
+            if want == src:
+                return start
             var = compat.fresh_var(atom.aval)
             params = {"src": src, "dst": want, "source": held.source}
-            eqns.append(compat.new_eqn([held.at[src]], [var], box_p, params, held.made_by))
+            after = latest(eqns) if want in held.again else []
+            eqns.append(compat.new_eqn([start, *after], [var], box_p, params, held.made_by))
             held.at[want] = var
+            if want not in held.holds:
+                held.age[want] = bisect.bisect_right(self.partings, self.now)
             self.placements[var] = want
             return var
 
@@ -109,6 +128,7 @@ class _Inserter:
                 source = compat.source_line(eqn) or next(known, "")
                 for var, p, value in zip(eqn.outvars, ports[split:], node.results, strict=True):
                     define(var, p, value, source, eqn)
+            self.now += 1
         outvars = [read(a, p) for a, p in zip(scope.jaxpr.outvars, returns, strict=True)]
         return compat.new_jaxpr(scope.jaxpr.invars, outvars, eqns, scope.jaxpr)
 
@@ -119,40 +139,68 @@ class _Inserter:
         """Parameters of a nested equation with its bodies boxed."""
         bodies: list[Jaxpr] = []
         for k, (scope, returns) in enumerate(zip(nested.scopes, nested.returns, strict=True)):
-            entries = self._entries_of(eqn, nested, k)
+            entries = entries_of(eqn, nested, k)
             inputs = [self._port(n, len(n.operands)) for n in entries]
             back = [self._port(n, port) for n, port in returns] or [REPLICATED] * len(scope.outputs)
+            self.now += 1
             bodies.append(self.scope(scope, inputs, [source] * len(inputs), back))
-        params = dict(eqn.params)
-        match eqn.primitive.name:
-            case "scan":
-                params["jaxpr"] = compat.close(bodies[0])
-            case "while":
-                params["cond_jaxpr"], params["body_jaxpr"] = map(compat.close, bodies)
-            case "cond":
-                params["branches"] = tuple(map(compat.close, bodies))
-            case "optimization_barrier":
-                pass
-            case _:
-                params["jaxpr"] = bodies[0]
-        return params
+        return with_bodies(eqn, bodies)
 
-    @staticmethod
-    def _entries_of(eqn: Eqn, nested: Nested, k: int) -> list[Node]:
-        """The carriers that scope `k` of a nested equation takes its inputs from."""
-        if eqn.primitive.name == "while":
-            nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            consts = nested.entries[:nc] if k == 0 else nested.entries[nc : nc + nb]
-            return [*consts, *nested.entries[nc + nb :]]
-        return nested.entries[1:] if eqn.primitive.name == "cond" else nested.entries
+    def _in_order(self, atom: Atom, born: Placement, holds: Sequence[Placement]) -> Sequence[Placement]:
+        """The places that a value is held in, each to be boxed from where it is born or from one before."""
+
+        def cost(order: Sequence[Placement]) -> float:
+            return sum(
+                min(self._boxing(atom, p, q).seconds for p in (born, *order[:k])) for k, q in enumerate(order)
+            )
+
+        return min(itertools.permutations(dict.fromkeys(holds)), key=cost)
 
     def _boxing(self, atom: Atom, src: Placement, dst: Placement) -> Boxing:
         return find_boxing(tuple(atom.aval.shape), itemsize_of(atom.aval), src, dst, self.mesh)
 
 
-def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView) -> Boxed:
-    """The problem's program with the boxings that its placement needs."""
-    ins = _Inserter(problem, placed, mesh)
+def latest(eqns: Sequence[Eqn]) -> list[Var]:
+    """What was made last: what waits for it begins no earlier."""
+    made = (v for e in reversed(eqns) for v in e.outvars if v.aval.size and isinstance(v.aval.dtype, np.dtype))
+    return list(itertools.islice(made, 1))
+
+
+def with_bodies(eqn: Eqn, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of a nested equation with other bodies."""
+    params = dict(eqn.params)
+    match eqn.primitive.name:
+        case "scan":
+            params["jaxpr"] = compat.close(bodies[0])
+        case "while":
+            params["cond_jaxpr"], params["body_jaxpr"] = map(compat.close, bodies)
+        case "cond":
+            params["branches"] = tuple(map(compat.close, bodies))
+        case "optimization_barrier":
+            pass
+        case _:
+            params["jaxpr"] = bodies[0]
+    return params
+
+
+def entries_of(eqn: Eqn, nested: Nested, k: int) -> list[Node]:
+    """The carriers that scope `k` of a nested equation takes its inputs from."""
+    if eqn.primitive.name == "while":
+        nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        consts = nested.entries[:nc] if k == 0 else nested.entries[nc : nc + nb]
+        return [*consts, *nested.entries[nc + nb :]]
+    return nested.entries[1:] if eqn.primitive.name == "cond" else nested.entries
+
+
+def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView, partings: Sequence[int] = ()) -> Boxed:
+    """The problem's program with the boxings that its placement needs.
+
+    Args:
+      problem, placed, mesh: the problem and its solution.
+      partings: points of the program (`lifetimes`), in order. What is boxed for one reader serves later ones too, but
+        none behind a parting: it is boxed anew for these, as the solution has paid for, and is not in memory between.
+    """
+    ins = _Inserter(problem, placed, mesh, partings)
     inputs = [placed.ports[n][-1] for n in problem.sources]
     returns = [placed.ports[n][0] for n in problem.sinks]
     sources = [f"argument {n.path}" for n in problem.sources]

@@ -52,7 +52,7 @@ class Lowering:
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if eqn.primitive is box_p:
-            return [self.box(eqn, operands[0])]
+            return [self.box(eqn, lax.optimization_barrier(operands)[0] if operands[1:] else operands[0])]
         if pin_of(eqn) is not None or eqn.primitive is send_p:
             return operands
         nested = _NESTED.get(eqn.primitive.name)

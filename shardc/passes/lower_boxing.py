@@ -83,8 +83,33 @@ def _all_gather(e: _Emitter, x: jax.Array) -> jax.Array:
 
 
 def _all_reduce(e: _Emitter, x: jax.Array) -> jax.Array:
-    reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[str(e.step.src.partial_op)]
-    return reduce(_number(x), e.axes).astype(x.dtype)
+    op = str(e.step.src.partial_op)
+    if op == "sum":
+        return lax.psum(_number(x), e.axes).astype(x.dtype)
+    reduce = lax.pmax if op == "max" else lax.pmin
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(_number(x), e.axes).astype(x.dtype)
+    infinity = neutral_value(_NEUTRAL["min" if op == "max" else "max"], x.dtype)
+    if x.dtype.itemsize < 4:  # no library reduces integers of 16 bits: what is no number comes out infinite
+        return reduce(jnp.where(jnp.isnan(x), infinity, x), e.axes)
+    return _from_order(reduce(_in_order(x, op), e.axes), x.dtype)
+
+
+def _in_order(x: jax.Array, op: str) -> jax.Array:
+    """Floats as integers of their order, with NaN above all (or below, for a minimum): all-reduces lose NaN."""
+    info = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, info.dtype)
+    return jnp.where(jnp.isnan(x), info.max if op == "max" else info.min, _turn_negative(bits))
+
+
+def _from_order(x: jax.Array, dtype: Any) -> jax.Array:
+    found = lax.bitcast_convert_type(_turn_negative(x), dtype)
+    return jnp.where(jnp.isnan(found), jnp.asarray(jnp.nan, dtype), found)  # one with a sign would be sorted first
+
+
+def _turn_negative(bits: jax.Array) -> jax.Array:
+    """All bits but the sign of negative numbers inverted: their order as floats is then that as integers, and back."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _number(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import jax
@@ -143,17 +143,18 @@ class Pins:
 
     def _pin(self, spec: Any, numbers: Any, at: str) -> None:
         mine = [(i, leaf) for i in jax.tree.leaves(numbers) if (leaf := self.leaves[i]) is not None]
-        specs = [spec] * len(mine)
+        specs = [(at, spec)] * len(mine)
         if isinstance(spec, Rules):
             leaves = [leaf for _, leaf in mine]
-            specs = list(_by_rules(spec, leaves))
+            specs = [(f"{at} {p!r}".lstrip(), s) for p, s in _by_rules(spec, leaves)]
             for text in _idle_patterns(spec, leaves):
                 self._wrong(at, text)
             self.notes += several_matches(spec, leaves)
         wrong: dict[str, list[str]] = {}
-        for (i, leaf), one in zip(mine, specs, strict=True):
+        for (i, leaf), (said, one) in zip(mine, specs, strict=True):
             try:
-                self.pins[i] = as_pin(one, leaf.shape, leaf.dtype, self.mesh)
+                pin = as_pin(one, leaf.shape, leaf.dtype, self.mesh)
+                self.pins[i] = pin and replace(pin, said=f"{self.what}: {said}".removesuffix(": "))
             except PlacementError as error:
                 wrong.setdefault(str(error), []).append(str(leaf))
         for text, at_leaves in wrong.items():
@@ -173,7 +174,7 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
     """A line for each `shardc.constrain`, JAX sharding constraint and shard_map in a program that cannot be kept."""
     lines: list[str] = []
     for eqn in all_eqns(program.jaxpr):
-        if is_unit(eqn) and (text := wrong_unit(eqn, mesh)):
+        if is_unit(eqn) and (text := wrong_unit(eqn, all_eqns(eqn.params["jaxpr"]), mesh)):
             lines.append(f"shard_map at {compat.source_line(eqn)}: {text}.")
         pin, aval = pin_of(eqn), eqn.outvars[0].aval if eqn.outvars else None
         if pin is None or aval is None:
@@ -189,17 +190,17 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[Any]:
-    """For each leaf what the first pattern that matches says."""
-    matchers = [(_matcher(p), s) for p, s in spec.patterns]
+def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[tuple[str, Any]]:
+    """For each leaf the first pattern that matches, and what it says."""
+    matchers = [((p, s), matcher(p)) for p, s in spec.patterns]
     for leaf in leaves:
-        yield next((s for matcher, s in matchers if matcher.match(leaf.inner)), AUTO)
+        yield next(((p, s) for (p, s), m in matchers if m.match(leaf.inner)), ("", AUTO))
 
 
 def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
     paths = [leaf.inner for leaf in leaves if leaf.inner]
     for pattern, said in spec.patterns:
-        if any(map(_matcher(pattern).match, (leaf.inner for leaf in leaves))):
+        if any(map(matcher(pattern).match, (leaf.inner for leaf in leaves))):
             continue
         help_ = f" Leaves are {_some(paths)}."
         if not leaves:
@@ -212,17 +213,17 @@ def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
 
 def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:
     """For each leaf that several patterns match, a line saying which one decides."""
-    matchers = [(p, _matcher(p)) for p, _ in spec.patterns]
+    matchers = [(p, matcher(p)) for p, _ in spec.patterns]
     lines: list[str] = []
     for leaf in leaves:
-        hits = [p for p, matcher in matchers if matcher.match(leaf.inner)]
+        hits = [p for p, m in matchers if m.match(leaf.inner)]
         if len(hits) > 1:
             lines.append(f"{leaf.path}: {hits[0]!r} decides, also matched by {', '.join(map(repr, hits[1:]))}")
     return lines
 
 
-def _matcher(pattern: str) -> re.Pattern[str]:
-    """Only `*` is special in a pattern."""
+def matcher(pattern: str) -> re.Pattern[str]:
+    """What matches a pattern: `*` any text, all else itself."""
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]").replace("?", "[?]")))
 
 

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from shardc import compat
+from shardc.errors import MemoryLimitError
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import Collective
 from shardc.passes.constrain import constrain_p
+from shardc.passes.drop_residuals import Recomputed, choose_residuals, drop_residuals, names_of, recomputed
+from shardc.passes.fit import Fit, Fitted
+from shardc.passes.fusion import Habits, habits_of
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Memory, all_eqns, estimate_memory
-from shardc.passes.place import place
-from shardc.passes.problem import Border, build_problem
+from shardc.passes.place import Placed, Placer
+from shardc.passes.problem import Border, Problem, build_problem
 from shardc.passes.program import Program
 from shardc.passes.run_once import runs_once
 from shardc.passes.tally import tally
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.signature import has_rule
+from shardc.solver import Assignment
+
+if TYPE_CHECKING:
+    from shardc.passes.why import Again
+    from shardc.pipeline_plan import PipelinePlan
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,14 @@ class Gathered:
     sources: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Unlimited:
+    """The cheapest plan, that memory ruled out: its seconds, and the most bytes that it has on a device."""
+
+    seconds: float
+    peak: int
+
+
 class Plan:
     """A program placed on a mesh. Needs no devices.
 
@@ -57,26 +77,35 @@ class Plan:
       program: the traced function.
       mesh: names, sizes and topology.
       collectives: what moves: kind, axes, bytes sent per device (all executions), count, source line.
-      seconds: time of one call: computing and moving, without overlap.
+      time: seconds of one call by what they go to: computing, memory, each kind of collective, and what of them hides.
+      seconds: all of it: of one call.
+      added_seconds: the equations' seconds one by one, as searches add them up: nothing is fused, nothing hides.
       gap: how far the cost may be above the optimum, relative; None where nothing is proved.
       ties: for each result the number of the donated input whose buffer it takes; None if none.
       arguments, results: what was known of each input and said of each result before planning.
       notes: what `explain` should say besides.
+      unlimited: the plan that would have been, had there been more memory; None if memory decided nothing.
+      recomputed: what loops compute again, and do not keep, for want of memory; None: nothing. `program` is then one
+        that does so.
     """
 
     def __init__(
         self, program: Program, mesh: MeshView, boxed: Boxed, gap: float | None,
         inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None],
         arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str],
+        unlimited: Unlimited | None = None, recomputed: Recomputed | None = None,
     ) -> None:  # fmt: skip
         self.program, self.mesh, self.boxed = program, mesh, boxed
         cost = tally(boxed, mesh)
         self.collectives: tuple[Collective, ...] = cost.collectives
-        self.compute_seconds, self.seconds = cost.compute_seconds, cost.seconds
+        self.time = cost.time
+        self.compute_seconds, self.seconds = cost.time.computing, cost.time.total
+        self.added_seconds = cost.added
         self.gap = gap
         self.inputs, self.outputs, self.ties = tuple(inputs), tuple(outputs), tuple(ties)
         self.arguments, self.results = tuple(arguments), tuple(results)
         self.notes = tuple(notes)
+        self.unlimited, self.recomputed = unlimited, recomputed
 
     @cached_property
     def bytes_per_device(self) -> int:
@@ -85,8 +114,11 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes that each device holds."""
-        return estimate_memory(self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes)
+        """Bytes that each device holds, as XLA will compile the plan: what it fuses is not counted."""
+        return estimate_memory(
+            self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes, ties=donations(self),
+            habits=habits_of(self.mesh.topology.kind),
+        )  # fmt: skip
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
@@ -111,11 +143,50 @@ class Plan:
 
     _in_tree: Any = None
 
-    def explain(self) -> str:
-        """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
-        from shardc.report.explain import explain  # noqa: PLC0415  # reports know plans, plans no reports
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as JSON: where every value lies, and what is boxed, the same text in every process.
 
-        return explain(self)
+        `shardc.function(plan=path)` lowers it as it is, without a search; `shardc.load_plan(path)` reads it.
+        """
+        from shardc.passes.plan_json import to_json  # noqa: PLC0415  # what is saved knows plans
+        from shardc.passes.record import record  # noqa: PLC0415
+
+        Path(path).write_text(to_json(record(self)), "utf-8")
+
+    def diff(self, other: Plan | PipelinePlan) -> str:
+        """What another plan of the same function does differently, as text: placements of arguments and results, what
+        moves, time, memory. Of plans of different functions, what has the same path."""
+        from shardc.report.diff import diff  # noqa: PLC0415  # reports know plans
+
+        return diff(self, other)
+
+    @cached_property
+    def again(self) -> Again:
+        """This plan's problem, to be solved again with other things said. Built from what the plan was made of."""
+        from shardc.passes.why import Again  # noqa: PLC0415  # it knows plans, and they it only here
+
+        return Again(self)
+
+    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
+        """What lives where, what moves, why, how many bytes, and which line of the user's code made it.
+
+        Args:
+          why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
+            what the whole plan would cost if it lay elsewhere. Named by the path of an argument or result, by the
+            scopes and the primitive of the operation that makes it (`blocks_0/attn/q/dot_general`), the end or a part
+            of such a name, or a line (`model.py:41`); `*` matches any text. The placement is solved again up to three
+            times for each of the first three values that the name means.
+          pins: adds what each pin costs against leaving its values AUTO. Solves once for each.
+
+        Raises:
+          ArgumentError: `why` is the name of nothing.
+        """
+        from shardc.report.explain import explain  # noqa: PLC0415  # reports know plans, plans no reports
+        from shardc.report.why import pins_section, why_section  # noqa: PLC0415
+
+        if why is not None:
+            return why_section(self, why)
+        return explain(self) + (f"\n\n{pins_section(self)}" if pins else "")
 
     def __repr__(self) -> str:
         return (
@@ -148,13 +219,16 @@ def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int |
     return ties
 
 
+def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
+    """For each result that takes an input's buffer if it lies as that does, the input."""
+    avals = enumerate(zip(ties, program.out_avals, strict=True))
+    return {k: tie for k, (tie, aval) in avals if tie is not None and program.in_avals[tie].dtype == aval.dtype}
+
+
 def donations(plan: Plan) -> dict[int, int]:
     """For each result that can take an input's buffer, being tied to it and lying as it does, that input."""
-    return {
-        k: tie
-        for k, (tie, out, aval) in enumerate(zip(plan.ties, plan.outputs, plan.program.out_avals, strict=True))
-        if tie is not None and plan.inputs[tie] == out and plan.program.in_avals[tie].dtype == aval.dtype
-    }
+    tied = may_replace(plan.program, plan.ties)
+    return {k: i for k, i in tied.items() if plan.inputs[i] == plan.outputs[k]}
 
 
 def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
@@ -162,7 +236,7 @@ def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     moved: dict[compat.Var, compat.Var] = {}
     eqns: list[compat.Eqn] = []
     for var, a in zip(program.jaxpr.invars, arguments, strict=False):
-        if _moves(a):
+        if moves(a):
             moved[var] = compat.fresh_var(var.aval)
             eqns.append(compat.new_eqn([var], [moved[var]], constrain_p, {"pin": a.pin}, None))
     if not moved:
@@ -175,49 +249,185 @@ def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     jaxpr = compat.new_jaxpr(
         program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr
     )
-    return Program(
-        program.name, jaxpr, program.in_paths, program.out_paths, program.captured, program.in_tree, program.out_tree
-    )
+    return replace(program, jaxpr=jaxpr)
+
+
+def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
+    """The inverse of `pin_entries`: `f constrain[pin] x --> f x`."""
+    count = sum(map(moves, arguments))
+    moved = {e.outvars[0]: e.invars[0] for e in program.jaxpr.eqns[:count]}
+
+    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
+        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
+
+    eqns = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns[count:]]
+    jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), eqns, program.jaxpr)
+    return replace(program, jaxpr=jaxpr)
 
 
 def make_plan(
     program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
-    notes: Sequence[str] = (),
+    notes: Sequence[str] = (), limit: int | None = None, where: str = "",
 ) -> Plan:  # fmt: skip
-    """Places a program on a mesh."""
-    arguments = [replace(a, pin=_without_idle(a.pin, mesh)) for a in arguments]
+    """Places a program on a mesh, so that it takes at most `limit` bytes of each device; None: as much as it likes.
+
+    Raises:
+      MemoryLimitError: no placement was found that fits. It begins with `where`, the function.
+    """
+    arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
     arguments += [Argument()] * (len(program.in_paths) - len(arguments))
-    results = [_without_idle(pin, mesh) for pin in results]
-    program = pin_entries(program, arguments)
-    ties = match_donated(program, arguments)
-    inputs = [
-        Border(a.pin if a.arrival is None else _without_idle(Pin(a.arrival), mesh)) for a in arguments
-    ]
-    outputs: list[Border] = []
-    for pin, tie, var in zip(results, ties, program.jaxpr.outvars, strict=True):
+    results = [without_idle(pin, mesh) for pin in results]
+    entered = pin_entries(program, arguments)
+    ties = match_donated(entered, arguments)
+    wanted: list[Pin | None] = []
+    for pin, tie, var in zip(results, ties, entered.jaxpr.outvars, strict=True):
         if pin is None and tie is None and compat.is_literal(var):
             pin = Pin(REPLICATED)
-        if pin is None and tie is not None and _moves(arguments[tie]):
+        if pin is None and tie is not None and moves(arguments[tie]):
             pin = arguments[tie].pin  # where the next call wants it
-        outputs.append(Border(pin, tie))
-    problem = build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
-    placed = place(problem, mesh)
-    boxed = insert_boxing(problem, placed, mesh)
-    return Plan(
-        program, mesh, boxed, placed.gap,
-        [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks], ties,
-        arguments, [b.pin for b in outputs], notes,
-    )  # fmt: skip
+        wanted.append(pin)
+    search = _Search(entered, mesh, arguments, wanted, ties, notes, limit)
+    cheapest = search.plan
+    if limit is None or search.fits:
+        return cheapest
+    plans, fitted = _within(search, program, limit)
+    if plans:
+        found = min(plans, key=lambda p: p.seconds)
+        found.unlimited = Unlimited(cheapest.seconds, cheapest.memory.peak)
+        return found
+    from shardc.report.misfit import misfit  # noqa: PLC0415  # reports know plans, plans no reports
+
+    least = min(fitted, key=lambda f: f.least.peak)
+    raise MemoryLimitError(misfit(entered, mesh, arguments, least, limit, where or program.name), cheapest)
 
 
-def _moves(a: Argument) -> bool:
+def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], list[Fitted]]:
+    """Plans that fit, of the program as it is and as it computes residuals again; and what was found where none does at
+    once."""
+    if search.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
+        return [], [search.fit()]
+    searches, cheapest, stacks = [search], search.plan, list[compat.Var]()
+    for share in SHARES:
+        before = len(stacks)
+        stacks = choose_residuals(cheapest.boxed, search.mesh, search.habits, share * (cheapest.memory.peak - limit))
+        if len(stacks) == before:
+            break
+        searches.append(search.without(stacks, traced))
+        if searches[-1].fits:
+            break
+    plans = [s.plan for s in searches if s.fits]
+    if any(p.gap is not None and p.gap <= NEAR for p in plans):
+        return plans, []
+    fitted: list[Fitted] = []
+    for s in searches:
+        if s.fits:
+            break
+        fitted.append(s.fit())
+        if (best := fitted[-1].best) is not None:
+            plans.append(s.plan_of(best.placed, best.boxed))
+            if s is not search:
+                break
+    return plans, fitted
+
+
+SHARES: Final = (1.25, 2.5, math.inf)
+"""So many times what the cheapest plan takes too much is freed by computing again what loops would keep, the next if no
+plan fits: what a layer's values take while it runs, and what is read for longer, is not known before."""
+NEAR: Final = 0.01
+"""Where the best placement of a program that computes again fits, and is proved to be so near to the best of one
+that does not, no other is looked for."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The plans of one program: as it is, or as it computes `again` what it does not keep."""
+
+    program: Program
+    mesh: MeshView
+    arguments: Sequence[Argument]
+    results: Sequence[Pin | None]
+    ties: Sequence[int | None]
+    notes: Sequence[str]
+    limit: int | None
+    again: Mapping[compat.Var, compat.Var | None] = field(default_factory=dict[compat.Var, compat.Var])
+    names: tuple[str, ...] = ()
+    bound: float = math.inf
+
+    def without(self, stacks: Sequence[compat.Var], traced: Program) -> _Search:
+        """The same for the program that computes some residuals again. What the one that keeps them costs at least is
+        as low as a bound may be."""
+        jaxpr, again = drop_residuals(self.program.jaxpr, stacks)
+        program = replace(self.program, jaxpr=jaxpr)
+        return replace(
+            self, program=program, again=again, names=names_of(traced.jaxpr, stacks), bound=self.cheapest.bound
+        )
+
+    @cached_property
+    def habits(self) -> Habits:
+        return habits_of(self.mesh.topology.kind)
+
+    @cached_property
+    def placer(self) -> Placer:
+        return Placer(problem_of(self.program, self.mesh, self.arguments, self.results, self.ties), self.mesh)
+
+    @cached_property
+    def cheapest(self) -> Assignment:
+        return self.placer.best()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The cheapest, whatever memory it takes."""
+        placed = self.placer.placed(self.cheapest)
+        return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cheapest does."""
+        return self.limit is None or self.plan.memory.peak <= self.limit
+
+    @cached_property
+    def fitting(self) -> Fit:
+        """The search for what fits."""
+        assert self.limit is not None
+        return Fit(self.placer, may_replace(self.program, self.ties), self.habits, self.limit)
+
+    def fit(self) -> Fitted:
+        return self.fitting.run(self.cheapest)
+
+    def plan_of(self, placed: Placed, boxed: Boxed) -> Plan:
+        problem = self.placer.problem
+        gap = max(placed.gap, 1 - self.bound / placed.seconds) if placed.seconds else placed.gap
+        return Plan(
+            self.program, self.mesh, boxed, gap, [placed.ports[n][-1] for n in problem.sources],
+            [placed.ports[n][0] for n in problem.sinks], self.ties, self.arguments, self.results, self.notes,
+            recomputed=recomputed(boxed, self.mesh, self.habits, self.names, self.again) if self.names else None,
+        )  # fmt: skip
+
+
+def problem_of(
+    program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
+    ties: Sequence[int | None],
+) -> Problem:  # fmt: skip
+    """The placement problem of a program; of a plan's own `program`, `arguments`, `results` and `ties`, that plan's."""
+    inputs = [
+        Border(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in arguments
+    ]
+    outputs = [Border(pin, tie) for pin, tie in zip(results, ties, strict=True)]
+    return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
+
+
+def moves(a: Argument) -> bool:
+    """Whether an argument arrives elsewhere than it is pinned."""
     return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)
 
 
-def _without_idle(pin: Pin | None, mesh: MeshView) -> Pin | None:
+def without_idle(pin: Pin | None, mesh: MeshView) -> Pin | None:
     """Axes of one device place nothing."""
     if pin is None:
         return None
     idle = [a for a, n in mesh.axes if n == 1]
-    return Pin(pin.placement.without(idle), None if pin.fixed is None else pin.fixed - set(idle)) if idle else pin
+    if not idle:
+        return pin
+    fixed = None if pin.fixed is None else pin.fixed - set(idle)
+    return replace(pin, placement=pin.placement.without(idle), fixed=fixed)
 

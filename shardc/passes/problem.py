@@ -10,9 +10,10 @@ A hold is what makes one boxing serve many readers: the value is boxed once, to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,12 @@ from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.sbp import rules as _rules
-from shardc.sbp.placement import B, P, Pin, Placement, ReduceOp, S
+from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 
 del _rules  # imported for its registrations
 
+_Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 REMAT: Final = ("remat2", "checkpoint", "remat")
 
 
@@ -136,26 +138,48 @@ class Scope:
 
 @dataclass(eq=False)
 class Problem:
-    """The whole: top scope, all nodes, the sinks of the results, and the operations without a rule."""
+    """The whole: top scope, all nodes, those of the arguments and of the results.
+
+    Attributes:
+      holds: by id of the value that is held.
+      values: of every variable, those of nested bodies included.
+    """
 
     scope: Scope
     nodes: list[Node]
     sources: list[Node]
     sinks: list[Node]
     holds: dict[int, Node]
-    """By id of the value that is held."""
+    values: dict[Var, Value]
 
 
+@lru_cache(maxsize=4096)
 def _same(
-    ranks: Sequence[int], aval: Any, splits: Sequence[Sequence[int]], op: ReduceOp
-) -> tuple[Signature, ...]:
-    """Options of a node that only carries: B, P(op) if it may be, and each of `splits` (a dimension for each port)."""
-    found = [Signature((B,) * len(ranks), ())]
-    dtype = aval.dtype
-    if not _is_key(dtype) and (dtype != np.bool_ or op != "sum"):
-        found.append(Signature((P(op),) * len(ranks), ()))
-    found += [Signature(tuple(S(d) for d in dims), (), f"d{dims[0]}") for dims in splits]
+    operands: tuple[int, ...], results: tuple[int, ...], shape: tuple[int, ...], partial: bool, op: ReduceOp,
+    pinned: tuple[int, ...],
+) -> tuple[Signature, ...]:  # fmt: skip
+    """Options of a node that only carries a value of `shape`: B, P(op) if it may be, and each split.
+
+    `operands` and `results` say by how much the dimensions of a port are shifted. Nothing is won by splitting one
+    element, so that dimensions of size 1 are only split where they are `pinned`.
+    """
+
+    def all_ports(sbp: SBP, split: str | None = None) -> Signature:
+        def shifted(by: int) -> SBP:
+            return S(sbp.dim + by) if isinstance(sbp, S) else sbp
+
+        return Signature(tuple(map(shifted, operands)), tuple(map(shifted, results)), split)
+
+    found = [all_ports(B)]
+    if partial:
+        found.append(all_ports(P(op)))
+    found += [all_ports(S(d), f"d{d}") for d, n in enumerate(shape) if n != 1 or d in pinned]
     return tuple(found)
+
+
+def _summable(dtype: Any, op: ReduceOp) -> bool:
+    """Whether values of `dtype` can be partial by `op`."""
+    return not _is_key(dtype) and (dtype != np.bool_ or op != "sum")
 
 
 def _is_key(dtype: Any) -> bool:
@@ -167,6 +191,8 @@ class Builder:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.values: dict[Var, Value] = {}
+        self._offered: dict[Hashable, _Offered] = {}
 
     def add(self, node: Node) -> Node:
         node.number = len(self.nodes)
@@ -186,13 +212,9 @@ class Builder:
         `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension; `op`:
         what P means for it.
         """
-        rank = len(aval.shape)
-        ports = [shift_in] * len(operands) + [shift_out] * len(outs)
-        pinned = pin.placement.splits if pin is not None else {}  # else nothing is won by splitting one element
-        splits = [[d + s for s in ports] for d in range(rank) if aval.shape[d] != 1 or d in pinned]
-        same = _same(ports, aval, splits, op)
-        n = len(operands)
-        options = tuple(Signature(s.operands[:n], s.operands[n:], s.split) for s in same)
+        pinned = tuple(pin.placement.splits) if pin is not None else ()
+        ports = ((shift_in,) * len(operands), (shift_out,) * len(outs))
+        options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
         node = self.add(Node(kind, operands, [], options, 0.0, pin=pin))
         node.results = [Value(a, node, i, op, w) for i, (a, w) in enumerate(outs)]
         return node
@@ -214,6 +236,7 @@ class Builder:
             scope.nodes.append(made)
             env |= dict(zip(eqn.outvars, results, strict=True))
         scope.outputs = [find(a) for a in jaxpr.outvars]
+        self.values |= env
         return scope
 
     def operation(self, eqn: Eqn, operands: list[Value | None], weight: float) -> Node:
@@ -239,14 +262,26 @@ class Builder:
             node.fixed = ({a: i for i, a in enumerate(along, 1)}, unit_placements(eqn))
             node.results = [Value(v.aval, node, i, weight=weight) for i, v in enumerate(eqn.outvars)]
         else:
-            operation = operation_of(eqn)
-            rule = find_rule(operation)
-            options, ops = _with_ops(signatures(rule, operation), operands, len(eqn.outvars))
+            rule, options, ops = self.offered(operation_of(eqn), operands)
             node = self.add(Node("operation", operands, [], options, weight, rule, eqn=eqn))
             node.results = [Value(v.aval, node, i, ops[i], weight) for i, v in enumerate(eqn.outvars)]
         for i, value in enumerate(operands):
             self.read(value, node, i, weight)
         return node
+
+    def offered(self, op: Operation, operands: Sequence[Value | None]) -> _Offered:
+        """The rule of an operation, its options and what P means for its results; alike operations share them."""
+        sides = tuple((a.shape, a.dtype) for a in (*op.operands, *op.results))
+        key = (op.name, sides, tuple(op.params.items()), tuple(v and v.op for v in operands))
+        try:
+            known = self._offered.get(key)
+        except TypeError:  # parameters that do not hash
+            rule = find_rule(op)
+            return rule, *_with_ops(signatures(rule, op), operands, len(op.results))
+        if known is None:
+            rule = find_rule(op)
+            known = self._offered[key] = (rule, *_with_ops(signatures(rule, op), operands, len(op.results)))
+        return known
 
     def enter(
         self, value: Value | None, aval: Any, weight: float, inside: float, small: bool = False, shift: int = 0
@@ -278,6 +313,11 @@ def operation_of(eqn: Eqn) -> Operation:
     return Operation(
         eqn.primitive.name, tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars), eqn.params
     )
+
+
+def work_dtype(eqn: Eqn) -> Any:
+    """The type that an operation computes in: that of its first operand."""
+    return eqn.invars[0].aval.dtype
 
 
 def _with_ops(
@@ -437,7 +477,7 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
-    return Problem(scope, b.nodes, sources, sinks, _add_holds(b))
+    return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values)
 
 
 def _keep_sums_apart(b: Builder) -> None:

@@ -1,41 +1,87 @@
-"""What a boxed program costs: its collectives, and the time that it computes and moves. Read off the program itself."""
+"""What a boxed program costs: its collectives, and where its time goes. Read off the program itself.
+
+Heavy operations and collectives are priced one by one, as where placements are chosen. What light operations read and
+write is priced for all of them together, as XLA fuses them (`traffic`), and late reductions hide behind computing
+(`overlap`): neither adds up over equations, so neither is known to the search.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, cast
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED
-from shardc.passes.collective import Collective, Kind
+from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.memory import bodies_of
-from shardc.passes.problem import itemsize_of, operation_of
+from shardc.passes.memory import bodies_of, local_bytes
+from shardc.passes.overlap import hidden_seconds, late_values
+from shardc.passes.problem import itemsize_of, operation_of, work_dtype
+from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_moves
-from shardc.sbp.boxing import find_boxing
-from shardc.sbp.cost import compute_seconds
+from shardc.sbp.boxing import Boxing, find_boxing
+from shardc.sbp.cost import RingTime, compute_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
-from shardc.sbp.placement import REPLICATED, Placement, local_shape
+from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, shared_by
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Of one call: the collectives in the order of the program, and seconds, without overlap."""
+class Time:
+    """Seconds of one call, by what they go to. `hidden` of them are covered by computing.
 
-    collectives: tuple[Collective, ...]
-    compute_seconds: float
-    moving_seconds: float
+    Attributes:
+      compute: operations that the matrix units bound.
+      memory: reading and writing: operations that the memory bounds, and what is between operations.
+      all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
+      hidden: of the collectives, what runs while the program computes: reductions that only the optimizer and the
+        results read, and pieces that go around while others are multiplied.
+    """
+
+    compute: float = 0.0
+    memory: float = 0.0
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    permute: float = 0.0
+    hidden: float = 0.0
 
     @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.moving_seconds
+    def computing(self) -> float:
+        return self.compute + self.memory
+
+    @property
+    def moving(self) -> float:
+        """All collectives, the hidden part too."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.moving - self.hidden
+
+    def __add__(self, other: Time) -> Time:
+        return Time(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> Time:
+        return Time(*(a * times for a in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Of one call: the collectives in the order of the program, where its time goes, and `added`: the seconds of its
+    equations one by one, as the search adds them up."""
+
+    collectives: tuple[Collective, ...]
+    time: Time
+    added: float
 
 
 def short_aval(aval: Any) -> str:
@@ -45,25 +91,128 @@ def short_aval(aval: Any) -> str:
 
 def tally(boxed: Boxed, mesh: MeshView) -> Tally:
     """The cost of a boxed program."""
-    collectives: list[Collective] = []
-    computing = moving = 0.0
-    for eqn, trips in _weighted(boxed.jaxpr, 1):
+    found = _Tallier(boxed.placements, mesh)
+    time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
+    return Tally(tuple(found.collectives), time, found.added)
+
+
+@dataclass
+class _Tallier:
+    placements: Mapping[Var, Placement]
+    mesh: MeshView
+    collectives: list[Collective] = field(default_factory=list[Collective])
+    known: dict[int, bool] = field(default_factory=dict[int, bool])
+    """By id of an equation whether it is heavy."""
+    added: float = 0.0
+
+    def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
+        """The time of one execution of a jaxpr that runs `trips` times."""
+        late = late_values(jaxpr, late_results, self.is_heavy)
+        times = [self.equation(eqn, trips, late) for eqn in jaxpr.eqns]
+        of = {id(eqn): t for eqn, t in zip(jaxpr.eqns, times, strict=True)}
+        hidden = hidden_seconds(
+            jaxpr, late,
+            lambda eqn: of[id(eqn)].moving if _reduces(eqn, self.mesh) else 0.0,
+            lambda eqn: of[id(eqn)].computing - (0.0 if eqn.primitive.name in NESTED else of[id(eqn)].hidden),
+        )  # fmt: skip
+        light = fused_bytes(jaxpr, self.is_light, _is_same, self.held)
+        return sum(times, Time(memory=memory_seconds(light, self.mesh), hidden=hidden))
+
+    def held(self, var: Var) -> int:
+        return local_bytes(var, self.placements[var], self.mesh.sizes)
+
+    def is_heavy(self, eqn: Eqn) -> bool:
+        if id(eqn) not in self.known:
+            if eqn.primitive.name in NESTED:
+                found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
+            else:
+                own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
+                found = is_unit(eqn) or (not own and _rule_of(eqn).flops > 0)
+            self.known[id(eqn)] = found
+        return self.known[id(eqn)]
+
+    def is_light(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:
-            found, seconds = _moves(eqn, trips, mesh)
-            collectives += found
-            moving += seconds * trips
-        elif is_unit(eqn):
-            for inner, n in _weighted(eqn.params["jaxpr"], trips):
-                found, seconds = unit_moves(inner, n, mesh)
-                collectives += found
-                moving += seconds * n
-                computing += n * (0.0 if found else whole_seconds(inner, mesh))
-        elif pin_of(eqn) is None and not is_transfer(eqn):
-            computing += trips * equation_seconds(eqn, boxed.placements, mesh)
-            found, seconds = _inside(eqn, trips, boxed.placements, mesh)
-            collectives += found
-            moving += seconds * trips
-    return Tally(tuple(collectives), computing, moving)
+            return not any(s.is_collective for s in _boxing(eqn, self.mesh).steps)
+        return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not is_transfer(eqn)
+
+    def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
+        """The time of one execution, but for what light operations read and write."""
+        if eqn.primitive.name in NESTED:
+            return self.nested(eqn, trips, [v in late for v in eqn.outvars])
+        if eqn.primitive is box_p:
+            return self.add(_moves(eqn, trips, self.mesh), trips)
+        if is_unit(eqn):
+            return sum((self.in_unit(e, n, trips) for e, n in _weighted(eqn.params["jaxpr"], 1)), Time())
+        if _is_same(eqn) or is_transfer(eqn):
+            return Time()
+        if (found := ring_at(eqn, self.placements, self.mesh)) is not None:
+            return self.around(eqn, found, trips)
+        inside = self.add(_inside(eqn, trips, self.placements, self.mesh), trips)
+        seconds = equation_seconds(eqn, self.placements, self.mesh)
+        self.added += seconds * trips
+        if not self.is_heavy(eqn):
+            return inside
+        reading = memory_seconds(_memory(eqn, self.placements, self.mesh), self.mesh)
+        return inside + (Time(memory=seconds) if seconds <= reading else Time(compute=seconds))
+
+    def around(self, eqn: Eqn, ring: Ring, trips: int) -> Time:
+        """The time of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
+        rule, setting = _rule_of(eqn), _setting(eqn, self.placements, self.mesh)
+        port, steps = ring.port(rule), internal_steps(rule, setting)
+        each = sent_cost(steps[0], self.mesh).bytes
+        ends = [str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"]
+        count = len(steps) * trips
+        self.collectives.append(
+            Collective(
+                "permute", (ring.axis,), each * count, count, compat.source_line(eqn),
+                short_aval(setting.port(port)[0]), *(ends if ring.operand is not None else reversed(ends)),
+            )
+        )  # fmt: skip
+        time = ring_seconds(eqn, ring, self.placements, self.mesh)
+        self.added += time.total * trips
+        return Time(compute=time.computing, permute=time.moving, hidden=time.computing + time.moving - time.total)
+
+    def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
+        moves = unit_moves(eqn, trips * times, self.mesh)
+        seconds = 0.0 if moves.collectives else whole_seconds(eqn, self.mesh)
+        self.added += seconds * times * trips
+        return (self.add(moves, times * trips) + Time(compute=seconds)) * times
+
+    def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
+        """A loop's body as often as it runs, of a `while` once; of a `cond` the branch that takes longest."""
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        results = late
+        if eqn.primitive.name == "scan":  # what is carried is read by the next step
+            results = [False] * eqn.params["num_carry"] + late[eqn.params["num_carry"] :]
+        found: list[Time] = []
+        for body in bodies_of(eqn):
+            fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
+            found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
+        if eqn.primitive.name == "cond":
+            return max(found, key=lambda t: t.total)
+        return sum(found, Time()) * length
+
+    def add(self, moves: Moves, trips: int) -> Time:
+        self.collectives += moves.collectives
+        time = Time(**moves.seconds)
+        self.added += time.moving * trips
+        return time
+
+
+def _is_same(eqn: Eqn) -> bool:
+    return pin_of(eqn) is not None
+
+
+def _reduces(eqn: Eqn, mesh: MeshView) -> bool:
+    return eqn.primitive is box_p and any(
+        s.is_collective and s.src.partial_axes != s.dst.partial_axes for s in _boxing(eqn, mesh).steps
+    )
+
+
+def _boxing(eqn: Eqn, mesh: MeshView) -> Boxing:
+    aval = eqn.invars[0].aval
+    return find_boxing(tuple(aval.shape), itemsize_of(aval), eqn.params["src"], eqn.params["dst"], mesh)
 
 
 def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
@@ -77,52 +226,91 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
             yield eqn, trips
 
 
-def _moves(eqn: Eqn, trips: int, mesh: MeshView) -> tuple[list[Collective], float]:
-    """The collectives of one boxing and its time for one execution."""
+def _moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
+    """The collectives of one boxing, and the seconds of one execution."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
-    boxing = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, mesh)
-    return [
-        Collective(
-            cast(Kind, step.kind), step.axes, moved * trips, trips, eqn.params["source"], short_aval(aval), str(src),
-            str(dst),
-        )
-        for step, moved in zip(boxing.steps, boxing.moved, strict=True)
-        if step.is_collective and moved  # an empty value is not sent
-    ], boxing.seconds  # fmt: skip
+    boxing = _boxing(eqn, mesh)
+    seconds: dict[Kind, float] = {}
+    found: list[Collective] = []
+    for step, price in zip(boxing.steps, boxing.prices, strict=True):
+        if step.is_collective and price.bytes:  # an empty value is not sent
+            kind = cast(Kind, step.kind)
+            seconds[kind] = seconds.get(kind, 0.0) + price.seconds
+            found.append(
+                Collective(
+                    kind, step.axes, price.bytes * trips, trips, eqn.params["source"], short_aval(aval), str(src),
+                    str(dst),
+                )
+            )
+    return Moves(found, seconds)  # fmt: skip
 
 
-def _inside(
-    eqn: Eqn, trips: int, placements: Mapping[Var, Placement], mesh: MeshView
-) -> tuple[list[Collective], float]:
-    """The collectives that an operation needs itself, and their time for one execution."""
-    op = operation_of(eqn)
-    rule = find_rule(op)
+def _inside(eqn: Eqn, trips: int, placements: Mapping[Var, Placement], mesh: MeshView) -> Moves:
+    """The collectives that an operation needs itself, and the seconds of one execution."""
+    rule = _rule_of(eqn)
     if not rule.crossing:
-        return [], 0.0
+        return Moves([], {})
+    setting = _setting(eqn, placements, mesh)
+    op, operands = setting.op, setting.operands
+    found: list[Collective] = []
+    seconds: dict[Kind, float] = {}
+    for s in internal_steps(rule, setting):
+        cost = sent_cost(s, mesh)
+        if cost.bytes:
+            seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds
+            found.append(
+                Collective(
+                    s.kind, s.axes, cost.bytes * trips, trips, compat.source_line(eqn),
+                    compat.short_text(s.shape, s.dtype),
+                    f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
+                    "one another" if s.operand is None else f"{op.name}'s window",
+                )
+            )
+    return Moves(found, seconds)  # fmt: skip
+
+
+def ring_at(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> Ring | None:
+    """The ring that an operation is at its placements, if it is one."""
+    rule = _rule_of(eqn)
+    return None if rule.terms is None else ring_of(rule, _setting(eqn, placements, mesh))
+
+
+def ring_seconds(eqn: Eqn, ring: Ring, placements: Mapping[Var, Placement], mesh: MeshView) -> RingTime:
+    """What one execution of it takes."""
+    setting, rule = _setting(eqn, placements, mesh), _rule_of(eqn)
+    counts = _counts(rule, eqn, placements, mesh, ring)
+    flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
+    atoms = (*eqn.invars, *eqn.outvars)
+    held = [
+        local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)
+    ]
+    return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
+
+
+def _setting(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> Setting:
     operands, results = (
         tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
     )
-    sent = internal_steps(rule, Setting(op, operands, results, {a: n for a, n in mesh.axes if n > 1}))
-    found = [
-        Collective(
-            s.kind, s.axes, sent_cost(s, mesh).bytes * trips, trips, compat.source_line(eqn),
-            compat.short_text(s.shape, s.dtype),
-            f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
-            "one another" if s.operand is None else f"{op.name}'s window",
-        )
-        for s in sent
-    ]  # fmt: skip
-    return [c for c in found if c.bytes], sum(sent_cost(s, mesh).seconds for s in sent)
+    return Setting(operation_of(eqn), operands, results, {a: n for a, n in mesh.axes if n > 1})
+
+
+def _rule_of(eqn: Eqn) -> Rule:
+    return find_rule(operation_of(eqn))
+
+
+def _memory(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> int:
+    """Bytes that a device reads and writes in an operation."""
+    atoms = (a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
+    return sum(local_bytes(a, placements[a], mesh.sizes) for a in atoms)
 
 
 def equation_seconds(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
     """Seconds that a device computes in one execution of an operation."""
-    atoms = [(a, placements[a]) for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
-    memory = sum(math.prod(local_shape(a.aval.shape, p, mesh.sizes)) * itemsize_of(a.aval) for a, p in atoms)
     operation = operation_of(eqn)
     rule = find_rule(operation)
     shared = shared_by(rule.sizes(operation), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
-    return compute_seconds(rule.flops / shared, memory, mesh)
+    dtype = work_dtype(eqn) if rule.flops else None
+    return compute_seconds(rule.flops / shared, _memory(eqn, placements, mesh), mesh, dtype)
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
@@ -138,12 +326,16 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
     )
 
 
-def _counts(rule: Rule, eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> dict[str, int]:
-    """The number of devices that split each factor of an operation."""
+def _counts(
+    rule: Rule, eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView, ring: Ring | None = None
+) -> dict[str, int]:
+    """The number of devices that share the work along each factor of an operation: all that split it, but those that
+    its pieces go around."""
     counts: dict[str, int] = {}
     for factors, atom in zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True):
         splits = {} if compat.is_literal(atom) else placements[atom].splits
         for dim, axes in splits.items():
             if factor := factors[dim]:
-                counts[factor] = math.prod(mesh.sizes[a] for a in axes)
+                around = ring.axis if ring is not None and factor == ring.factor else None
+                counts[factor] = math.prod(mesh.sizes[a] for a in axes if a != around)
     return counts

@@ -26,6 +26,18 @@ def path_text(path: Iterable[Any]) -> str:
     return "/".join(_entry(k) for k in path)
 
 
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a pytree with their paths. What a box of flax's holds goes by the box's: `kernel`, no `value`."""
+    pairs: list[tuple[tuple[Any, ...], Any]] = []
+    stop = lambda x: _is_box(type(x)) or (is_leaf is not None and is_leaf(x))  # noqa: E731
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
+        if not _is_box(type(x)):
+            pairs.append((path, x))
+            continue
+        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x, is_leaf)[0]]
+    return pairs
+
+
 def _entry(key: Any) -> str:
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
@@ -59,21 +71,26 @@ class Call:
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; what is not is a constant of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (
-        isinstance(x, int | float | complex) or compat.is_tracer(x)
+        isinstance(x, _NUMBERS) or compat.is_tracer(x)
     )
 
 
+_NUMBERS: Final = (int, float, complex)
+
+
 @lru_cache(maxsize=256)
-def _is_nnx_type(kind: type) -> bool:
-    return any((c.__module__.partition(".")[0], c.__name__) in _NNX for c in kind.__mro__)
+def _is_flax(kind: type, names: tuple[str, ...]) -> bool:
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in kind.__mro__)
 
 
-_NNX: Final = (("flax", "Pytree"), ("flax", "Variable"))
+def _is_box(kind: type) -> bool:
+    """Of a variable of nnx, or of a linen array's partitioning metadata."""
+    return _is_flax(kind, ("Variable", "AxisMetadata"))
 
 
 def is_nnx(x: object) -> bool:
     """Whether `x` is a module, an optimizer or a variable of flax.nnx: an object that functions write to."""
-    return _is_nnx_type(type(x))
+    return _is_flax(type(x), ("Pytree", "Variable"))
 
 
 class Arguments:
@@ -118,11 +135,14 @@ class Arguments:
         except TypeError as error:
             near = "".join(did_you_mean(k, self.names) for k in kwargs if k not in self.names)
             raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
+        given = set(bound.arguments)
         bound.apply_defaults()
+        # as in jax.jit, a number that nobody passes is no argument: `if train:` reads it
+        fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and isinstance(v, _NUMBERS)}
         # a pytree's dict is sorted by key, an OrderedDict is not: leaves come in the order of the signature
-        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in self.static)
-        static = tuple((n, v) for n, v in bound.arguments.items() if n in self.static)
-        flat, tree = jax.tree_util.tree_flatten_with_path(dynamic, is_leaf=is_placed)
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
+        static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
+        flat, tree = leaves_by_path(dynamic, is_placed), jax.tree.structure(dynamic, is_leaf=is_placed)
         names = tuple(_entry(path[0]) for path, _ in flat)
         inner = tuple(path_text(path[1:]) for path, _ in flat)
         call = Call(names, inner, tuple(x for _, x in flat), tree, static)
@@ -171,9 +191,7 @@ def _held_by_nnx(values: Any) -> dict[str, Any]:
     pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
     modules = [(path, x) for path, x in pairs if is_nnx(x)]
     return {
-        path_text((*path, *inner)).removesuffix("/value"): leaf
-        for path, x in modules
-        for inner, leaf in jax.tree_util.tree_flatten_with_path(x)[0]
+        path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)
     }
 
 
@@ -234,7 +252,7 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
         inputs = jax.tree.unflatten(call.tree, leaves)
         before = _held_by_nnx(inputs)
         out = arguments.call({**inputs, **dict(call.static)})
-        pairs, tree = jax.tree_util.tree_flatten_with_path(out)
+        pairs, tree = leaves_by_path(out), jax.tree.structure(out)
         _refuse_lost_writes(arguments.where, before, _held_by_nnx(inputs), [x for _, x in pairs])
         bad = [
             f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."

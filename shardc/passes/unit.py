@@ -16,8 +16,8 @@ from jax.extend.core.primitives import all_gather_p, psum_p
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr
 from shardc.mesh import MeshView
-from shardc.passes.collective import Collective, Kind
-from shardc.sbp.cost import boxing_seconds, step_hops
+from shardc.passes.collective import Collective, Kind, Moves
+from shardc.sbp.cost import send_price
 from shardc.sbp.placement import B, Placement
 from shardc.sbp.signature import Signature
 
@@ -52,8 +52,8 @@ def whole_signature(eqn: Eqn) -> Signature:
     return Signature((B,) * len(eqn.invars), (B,) * len(eqn.outvars))
 
 
-def wrong_unit(eqn: Eqn, mesh: MeshView) -> str:
-    """Why a unit cannot be on `mesh`; empty if it can."""
+def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
+    """Why a unit cannot be on `mesh`; empty if it can. `inside`: the equations of its body and of bodies in it."""
     theirs = tuple(eqn.params["mesh"].shape.items())
     if sorted(theirs) != sorted(mesh.axes):
         names = ", ".join(f"{a}={n}" for a, n in theirs)
@@ -63,6 +63,13 @@ def wrong_unit(eqn: Eqn, mesh: MeshView) -> str:
         return (
             f"its axis_names leave {', '.join(map(repr, free))} to the compiler; leave axis_names out, and name in the "
             "specs what is split"
+        )
+    grouped = [e for e in inside if e.params.get("axis_index_groups") is not None]
+    if grouped:
+        lines = ", ".join(dict.fromkeys(f"{e.primitive.name} at {compat.source_line(e)}" for e in grouped))
+        return (
+            f"axis_index_groups of {lines} are along no axis of the mesh, by which a plan counts what is sent; give "
+            "the mesh an axis for the groups and one for the devices of a group, and name the second"
         )
     if any(p.partial_axes for p in unit_placements(eqn)):
         return "its specs have unreduced axes; sum inside it, with jax.lax.psum"
@@ -81,29 +88,31 @@ def _bytes(aval: Any) -> int:
 
 
 _SENT: Final[Mapping[str, tuple[Kind, Callable[[Any, Any, int], int]]]] = {
-    **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: 2 * (n - 1) * _bytes(x) // n)),
-    "all_gather": ("all_gather", lambda x, y, n: (n - 1) * _bytes(x)),
-    "reduce_scatter": ("reduce_scatter", lambda x, y, n: (n - 1) * _bytes(y)),
-    "all_to_all": ("all_to_all", lambda x, y, n: (n - 1) * _bytes(x) // n),
+    **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: _bytes(x))),
+    "all_gather": ("all_gather", lambda x, y, n: _bytes(x)),
+    "reduce_scatter": ("reduce_scatter", lambda x, y, n: _bytes(y)),
+    "all_to_all": ("all_to_all", lambda x, y, n: _bytes(x) // n),
     **dict.fromkeys(("ppermute", "pbroadcast"), ("permute", lambda x, y, n: _bytes(x))),
 }
-"""JAX's collectives: the kind, and the bytes that a device sends, by operand, result and devices of a group."""
+"""JAX's collectives: the kind, and the bytes of a piece, by operand, result and devices of a group."""
 
 
-def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> tuple[list[Collective], float]:
-    """The collectives that an equation of a unit's body is, and their time for one execution."""
+def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
+    """The collectives that an equation of a unit's body is, and the seconds of one execution."""
     if eqn.primitive.name not in _SENT:
-        return [], 0.0
-    kind, sent = _SENT[eqn.primitive.name]
+        return Moves([], {})
+    kind, piece = _SENT[eqn.primitive.name]
     axes = _axes(eqn, mesh)
-    counts = [mesh.sizes[a] for a in axes]
-    n = math.prod(counts)
+    n = math.prod(mesh.sizes[a] for a in axes)
     found: list[Collective] = []
+    seconds = 0.0
     for x, y in zip(eqn.invars, eqn.outvars, strict=True):
-        if moved := sent(x.aval, y.aval, n) if n > 1 else 0:
+        price = send_price(kind, piece(x.aval, y.aval, n), mesh, axes)
+        if price.bytes:
             value = compat.short_text(x.aval.shape, x.aval.dtype)
-            found.append(Collective(kind, axes, moved * trips, trips, compat.source_line(eqn), value, USERS))
-    return found, sum(boxing_seconds(c.bytes / trips, step_hops(kind, counts), mesh) for c in found)
+            found.append(Collective(kind, axes, price.bytes * trips, trips, compat.source_line(eqn), value, USERS))
+            seconds += price.seconds
+    return Moves(found, {kind: seconds})
 
 
 def _axes(eqn: Eqn, mesh: MeshView) -> tuple[str, ...]:

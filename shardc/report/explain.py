@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from shardc.passes.collective import Collective
+from shardc.passes.collective import KINDS, Collective
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, Gathered, Plan
-from shardc.passes.tally import short_aval
+from shardc.passes.tally import Time, short_aval
 from shardc.report.tables import (
     Key,
     bytes_text,
+    fold_leaves,
     fold_paths,
     fold_rows,
     make_table,
@@ -63,9 +64,17 @@ def _head(plan: Plan) -> str:
     shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
-        f"{sent}; about {seconds_text(plan.seconds)}, {seconds_text(plan.compute_seconds)} of it computing and "
-        f"{seconds_text(plan.seconds - plan.compute_seconds)} moving; {proved}."
+        f"{sent}; about {seconds_text(plan.seconds)}; {proved}.\n"
+        f"{time_text(plan.time)}"
     )
+
+
+def time_text(time: Time) -> str:
+    """Where the time goes, in one line."""
+    parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
+    parts += [f"{seconds_text(s)} {kind}" for kind in KINDS if (s := getattr(time, kind))]
+    hidden = f", of which {seconds_text(time.hidden)} behind computing" if time.hidden else ""
+    return f"Time: {', '.join(parts)}{hidden}."
 
 
 def _arguments(plan: Plan) -> str:
@@ -89,7 +98,7 @@ def _results(plan: Plan) -> str:
 
 
 def _leaves(plan: Plan, title: str, leaves: Sequence[_Row]) -> str:
-    """One row for each group of leaves that differ only in the numbers of their paths."""
+    """One row for each group of leaves whose paths differ only in numbers, or in a word."""
     sizes = plan.mesh.sizes
     rows: list[tuple[Key, str, int]] = []
     total = 0
@@ -105,8 +114,8 @@ def _leaves(plan: Plan, title: str, leaves: Sequence[_Row]) -> str:
     if not rows:
         return head
     table = make_table("path", "type", "placement", "why", ">bytes per device")
-    for key, paths, found in fold_rows(rows):
-        table.add_row(times_text(fold_paths(paths), len(paths)), *map(str, key), bytes_text(sum(found)))
+    for key, path, found in fold_leaves(rows):
+        table.add_row(path, *map(str, key), bytes_text(sum(found)))
     return section(head, table)
 
 
@@ -180,11 +189,27 @@ def notes_section(notes: Sequence[str]) -> str:
     return "\n".join(["Notes", *(f"  {line}" for line in lines)])
 
 
+NAMED: Final = 6
+"""Lines of what is computed again that are named."""
+
+
 def _memory(plan: Plan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
+    free = plan.unlimited
+    decided = "" if free is None else (
+        f"\n  Memory decided: without the limit the plan would take about {seconds_text(free.seconds)} and "
+        f"{bytes_text(free.peak)}"
+    )  # fmt: skip
+    if (again := plan.recomputed) is not None:
+        decided += (
+            f"\n  Computed again by the loop that reads them, in {seconds_text(again.seconds)}, and not kept: "
+            f"{number_text(again.count, 'value')}, {bytes_text(again.bytes)}, of {', '.join(again.sources[:NAMED])}"
+            f"{f' and {len(again.sources) - NAMED} more lines' * (len(again.sources) > NAMED)}"
+        )
     return (
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
         f"{bytes_text(hbm)}\n"
         f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
         f"{bytes_text(memory.results)} results"
+        f"{decided}"
     )

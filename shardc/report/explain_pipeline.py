@@ -26,6 +26,7 @@ from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, s
 from shardc.report.tables import (
     Key,
     bytes_text,
+    fold_leaves,
     fold_paths,
     fold_rows,
     indented,
@@ -256,10 +257,13 @@ def _arguments(plan: PipelinePlan) -> str:
     if not rows:
         return head
     table = make_table("path", "type", "placement", "why", "stages", ">bytes per device")
-    for key, paths, found in fold_rows(rows):
-        stages = ranges_text(leaf.stage.number for leaf in found)
+
+    def stages_of(found: list[_Leaf]) -> str:
+        return ranges_text(leaf.stage.number for leaf in found)
+
+    for key, path, found in fold_leaves(rows, stages_of):
         most = max(sum(leaf.bytes for leaf in found if leaf.stage.number == n) for n in {x.stage.number for x in found})
-        table.add_row(times_text(fold_paths(paths), len(paths)), *map(str, key), stages, bytes_text(most))
+        table.add_row(path, *map(str, key), stages_of(found), bytes_text(most))
     return section(f"{head}; bytes of the stage that holds most of them", table)
 
 
@@ -278,8 +282,8 @@ def _results(plan: PipelinePlan) -> str:
     if not rows:
         return head
     table = make_table("path", "type", "placement", "why", "stages")
-    for key, found, stages in fold_rows(rows):
-        table.add_row(times_text(fold_paths(found), len(found)), *map(str, key), ranges_text(stages))
+    for key, path, stages in fold_leaves(rows, ranges_text):
+        table.add_row(path, *map(str, key), ranges_text(stages))
     return section(head, table)
 
 
@@ -289,7 +293,7 @@ def _results(plan: PipelinePlan) -> str:
 def _transfers(plan: PipelinePlan) -> str:
     if not plan.transfers:
         return section("Transfers between stages: none")
-    link = plan.mesh.topology.link
+    link = plan.mesh.topology.link_along(plan.pipeline.axis)
     rows = [
         ((t.value, t.count, t.bytes // t.count, t.source < t.target), t.line, (t.source, t.target))
         for t in plan.transfers

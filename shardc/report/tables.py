@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -36,6 +36,12 @@ def seconds_text(seconds: float) -> str:
             digits = max(0, 3 - len(str(int(seconds / scale))))
             return f"{seconds / scale:.{digits}f} {unit}"
     return "0 s"
+
+
+def signed_text(difference: float, text: Callable[[float], str]) -> str:
+    """`+1.5 KiB`, `-126 us`; `0` for what is the same."""
+    said = text(abs(difference))
+    return "0" if said in (text(0), "0 s") else f"{'-' if difference < 0 else '+'}{said}"
 
 
 def placement_text(placement: Placement | str) -> str:
@@ -77,6 +83,39 @@ def fold_rows(rows: Iterable[tuple[Key, str, T]]) -> list[tuple[Key, list[str], 
         paths.append(path)
         values.append(value)
     return list(groups.values())
+
+
+def fold_leaves(
+    rows: Iterable[tuple[Key, str, T]], besides: Callable[[list[T]], Hashable] = lambda _: None
+) -> list[tuple[Key, str, list[T]]]:
+    """Rows of arrays (key, path, value), in order: those with equal keys whose paths differ only in numbers, or in one
+    word behind the first, under one text: `mu/{bias,scale}  x2`. For the words, what `besides` says is to be equal too.
+    """
+    folded = [(key, tuple(fold_paths(paths).split("/")), values) for key, paths, values in fold_rows(rows)]
+    for at in range(max((len(words) for _, words, _ in folded), default=0) - 1, 0, -1):
+        alike: dict[Hashable, list[tuple[Key, tuple[str, ...], list[T]]]] = {}
+        for key, words, values in folded:
+            rest = (words[:at], words[at + 1 :]) if at < len(words) else (words,)
+            alike.setdefault((key, besides(values), *rest), []).append((key, words, values))
+        folded = [row for group in alike.values() for row in _in_braces(group, at)]
+    return [(key, times_text("/".join(words), len(values)), values) for key, words, values in folded]
+
+
+_BRACES: Final = 24
+"""Characters that the words in braces may take."""
+
+
+def _in_braces(
+    group: list[tuple[Key, tuple[str, ...], list[T]]], at: int
+) -> list[tuple[Key, tuple[str, ...], list[T]]]:
+    """One row for those that differ only in word `at`; the rows themselves, where those words are too long."""
+    key, words, _ = group[0]
+    if len(group) == 1:
+        return group
+    text = "{" + ",".join(words[at] for _, words, _ in group) + "}"
+    if len(text) > _BRACES:
+        return group
+    return [(key, (*words[:at], text, *words[at + 1 :]), [value for _, _, values in group for value in values])]
 
 
 def _skeleton(path: str) -> str:

@@ -15,8 +15,9 @@ import shardc
 from shardc import S
 from shardc.mesh import make_mesh, view
 from shardc.passes.canonicalize import canonicalize
+from shardc.passes.domain import Domains
 from shardc.passes.lower_jit import lower_jit
-from shardc.passes.place import Solver, place
+from shardc.passes.place import Tables, place
 from shardc.passes.problem import Border, build_problem
 from shardc.sbp.placement import Pin, Placement
 
@@ -42,19 +43,14 @@ def test_one_axis_is_solved_to_the_optimum(name, pin):
     mesh = view(make_mesh(topology="cpu", a=4))
     problem = problem_of(name, pin)
     placed = place(problem, mesh)
-    solver = Solver(problem, mesh, ("a",))
-    choices = [
-        [o for o in range(len(n.options)) if solver.unary(n, 0)[o] < 1e15] for n in solver.nodes
-    ]
+    tables = Tables(problem, Domains(problem, mesh, ("a",)))
+    choices = [range(len(u)) for u in tables.unary]
     assert np.prod([len(c) for c in choices]) < 3e6
-    # enumerate with the costs of one axis as tables: the state of other axes does not matter, there are none
-    unary = [solver.unary(n, 0) for n in solver.nodes]
-    edges = [(v.maker.number, r.node.number, solver.edge(v, r, 0)) for v, r in solver.edges]
     best = np.inf
-    for options in itertools.islice(itertools.product(*choices), 200_000):
-        cost = sum(u[o] for u, o in zip(unary, options, strict=True))
+    for choice in itertools.islice(itertools.product(*choices), 200_000):
+        cost = sum(u[o] for u, o in zip(tables.unary, choice, strict=True))
         if cost < best:
-            best = min(best, cost + sum(t[options[i], options[j]] for i, j, t in edges))
+            best = min(best, cost + sum(t[choice[i], choice[j]] for (i, j), t in tables.pairwise.items()))
     complete = np.prod([len(c) for c in choices]) <= 200_000
     assert placed.seconds <= best * (1 + 1e-9)
     assert not complete or placed.seconds == pytest.approx(best, rel=1e-9)

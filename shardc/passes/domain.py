@@ -1,0 +1,316 @@
+"""What each node of a placement problem may choose on all axes of the mesh at once, and what that costs.
+
+A choice is one of the node's one-axis signatures for each axis. All costs are those of `shardc.sbp.cost`: of an
+operation its compute time and its own collectives, of an edge the boxing between the placements of its two ends. Nodes
+that are alike share one domain, so that the repeated layers of a model are priced once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.mesh import MeshView
+from shardc.passes.offer_rings import Rings, offer_rings
+from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of, operation_of, work_dtype
+from shardc.passes.transfer import is_transfer
+from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
+from shardc.sbp.cost import compute_seconds
+from shardc.sbp.piece import internal_steps, sent_cost
+from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
+from shardc.sbp.signature import Setting, Signature
+
+GROWTH_PENALTY: Final = 1e3
+"""Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
+PLACES: Final = 192
+"""Choices of a hold, at most: where all pairs of places would be more, it keeps its value in one."""
+CARRIED: Final = 1e-3
+"""Share of the memory traffic of a value that a node only carries: it decides between placements that move the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The choices of a node.
+
+    Attributes:
+      options: matrix (choice, axis) of one-axis signatures, by their number; those of rings count on behind the node's.
+      orders: for each choice the order in which the axes cut a dimension that several of them split.
+      seconds: cost of each choice.
+      tables: the boxing table of the value at each port; None for a literal.
+      rows: for each port the row of its table at each choice.
+      also: of a hold that keeps its value in two places, the row of the second; that of the first where there is none.
+    """
+
+    options: NDArray[np.int64]
+    orders: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    tables: tuple[BoxingTable | None, ...]
+    rows: tuple[NDArray[np.int64] | None, ...]
+    also: NDArray[np.int64] | None = None
+
+
+@lru_cache(maxsize=4096)
+def _by_code(rank: int, axes: tuple[str, ...], order: tuple[int, ...], op: ReduceOp) -> NDArray[np.int64]:
+    """The row in a boxing table of each placement, by its code: sum over axes of digit·(rank+2)^position.
+
+    `order` is that in which the axes cut a dimension that several of them split.
+    """
+    index = {p: i for i, p in enumerate(all_placements(rank, axes, op))}
+    rows: list[int] = []
+    for digits_of in itertools.product(range(rank + 2), repeat=len(axes)):
+        found = [(axes[k], digits_of[::-1][k]) for k in order]
+        rows.append(index[Placement([(a, P(op) if d == 1 else S(d - 2)) for a, d in found if d])])
+    return np.asarray(rows)
+
+
+def _partial_by(p: Placement, op: ReduceOp) -> Placement:
+    """The same placement, partial by another op: what it costs to become partial is the same for all."""
+    return Placement([(axis, P(op) if isinstance(sbp, P) else sbp) for axis, sbp in p.items_])
+
+
+class Domains:
+    """The domains of all nodes of a problem on a mesh, and the costs of its edges."""
+
+    def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
+        self.mesh, self.axes = mesh, tuple(axes)
+        self.sizes = [mesh.sizes[a] for a in self.axes]
+        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
+        self._tables: dict[tuple[tuple[int, ...], int, ReduceOp], BoxingTable] = {}
+        self._known: dict[Hashable, tuple[Domain, Node]] = {}
+        self._edges: dict[Hashable, NDArray[np.float64]] = {}
+        self.of = [self._domain(n) for n in problem.nodes]
+
+    def table(self, value: Value) -> BoxingTable:
+        key = (value.shape, itemsize_of(value.aval), value.op)
+        if key not in self._tables:
+            self._tables[key] = boxing_table(key[0], key[1], self.view, key[2])
+        return self._tables[key]
+
+    def _domain(self, n: Node) -> Domain:
+        tables = tuple(None if v is None else self.table(v) for v in (*n.operands, *n.results))
+        said = (n.pin, id(n.fixed) if n.fixed is not None else None)
+        several = n.kind == "hold" and len(n.results[0].readers) > 2
+        key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), *map(id, tables))
+        if key not in self._known:
+            made = self._make(n, tables)
+            self._known[key] = _in_pairs(made) if several else made, n  # the node is kept: its parts go by identity
+        return self._known[key][0]
+
+    def _make(self, n: Node, tables: tuple[BoxingTable | None, ...]) -> Domain:
+        columns = digits(n.options, len(tables))
+        options, orders = self._options(n, columns)
+        rows = self._rows(n, columns, options, orders, tables)
+        splits = self.splits(n.options, options)
+        allowed = np.ones(len(options), np.bool_)
+        granules = n.rule.granule if n.rule else {}
+        for factor, count in splits.items():
+            if granule := granules.get(factor, 0):
+                allowed &= granule % count == 0
+        if n.plain:
+            for value, table, row in zip((*n.operands, *n.results), tables, rows, strict=True):
+                if value is not None and table is not None and row is not None:
+                    allowed &= self._plain(value, table)[row]
+        keep = _first(np.flatnonzero(allowed), [*options.T, *(r for r in rows if r is not None)])
+        options, orders = options[keep], orders[keep]
+        rows = tuple(None if r is None else r[keep] for r in rows)
+        seconds = self._seconds(n, options, orders, {f: c[keep] for f, c in splits.items()}, tables, rows)
+        cheapest = np.lexsort((np.arange(len(seconds)), seconds))
+        best = np.sort(_first(cheapest, [r for r in rows if r is not None]))
+        rows = tuple(None if r is None else r[best] for r in rows)
+        plain = Domain(options[best], orders[best], seconds[best], tables, rows)
+        rings = offer_rings(self, n)
+        return plain if rings is None else _with_rings(plain, rings)
+
+    def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All one-axis signatures on all axes, in all orders of these, that agree with what is said of the node."""
+        if n.fixed is not None:
+            options = [[n.fixed[0].get(a, 0) for a in self.axes]]
+            return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros((1, len(self.axes)), np.int64)
+        choices: list[Sequence[int] | range] = []
+        for axis in self.axes:
+            if n.pin is not None and (n.pin.fixed is None or axis in n.pin.fixed):
+                sbp = n.pin.placement[axis]
+                want = sbp.dim + 2 if isinstance(sbp, S) else 1 if isinstance(sbp, P) else 0
+                hits = np.flatnonzero(columns[:, 0] == want)
+                assert hits.size, (n.path, n.pin, axis)
+                choices.append([int(hits[0])])
+            else:
+                choices.append(range(len(n.options)))
+        return self.in_all_orders(choices)
+
+    def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All combinations of choices on each axis, and all orders of the axes, each with each."""
+        products = list(itertools.product(*choices))
+        options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
+        permuted = list(itertools.permutations(range(len(self.axes))))
+        orders = np.asarray(permuted, np.int64).reshape(len(permuted), len(self.axes))
+        return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options), 0)
+
+    def _rows(
+        self, n: Node, columns: NDArray[np.int64], options: NDArray[np.int64], orders: NDArray[np.int64],
+        tables: Sequence[BoxingTable | None],
+    ) -> tuple[NDArray[np.int64] | None, ...]:  # fmt: skip
+        found: list[NDArray[np.int64] | None] = []
+        for i, (value, table) in enumerate(zip((*n.operands, *n.results), tables, strict=True)):
+            if value is None or table is None:
+                found.append(None)
+            elif n.pin is not None and n.pin.fixed is None:
+                found.append(np.asarray([table.index[_partial_by(n.pin.placement, value.op)]] * len(options)))
+            elif n.fixed is not None:
+                found.append(np.asarray([table.index[self._without_idle(n.fixed[1][i])]]))
+            else:
+                found.append(self.rows_of(value, columns[options, i], orders))
+        return tuple(found)
+
+    def rows_of(
+        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them."""
+        codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
+        rows = np.empty(len(codes), np.int64)
+        for order in itertools.permutations(range(len(self.axes))):
+            mine = (orders == order).all(-1)
+            rows[mine] = _by_code(value.rank, self.axes, order, value.op)[codes[mine]]
+        return rows
+
+    def _without_idle(self, p: Placement) -> Placement:
+        return p.without([a for a in self.mesh.sizes if a not in self.axes])
+
+    def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """For each factor the number of devices that split it at each choice."""
+        found: dict[str, NDArray[np.int64]] = {}
+        for factor in dict.fromkeys(s.split for s in signatures if s.split):
+            mine = np.asarray([s.split == factor for s in signatures])
+            found[factor] = np.where(mine[options], self.sizes, 1).prod(-1, dtype=np.int64)
+        return found
+
+    def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
+        """For each row of a value's table: whether a jax.Array can be placed so."""
+        return np.asarray([not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index])
+
+    def _seconds(
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.int64], splits: dict[str, NDArray[np.int64]],
+        tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        held = [t.local_bytes[r] for t, r in zip(tables, rows, strict=True) if t is not None and r is not None]
+        memory: NDArray[np.float64] = np.sum(held, 0) if held else np.zeros(len(options))
+        if n.kind != "operation":
+            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
+            if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
+                cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
+            return cost
+        flops = np.full(len(options), n.rule.flops if n.rule else 0.0)
+        if flops.any():
+            assert n.rule is not None
+            for factor, size in n.rule.sizes(operation_of(n.eqn)).items():
+                if factor in splits and size:
+                    flops = flops / (size / -(-size // splits[factor]))
+        work = zip(flops, memory, strict=True)
+        dtype = work_dtype(n.eqn) if flops.any() else None
+        cost = np.asarray([compute_seconds(float(f), float(m), self.mesh, dtype) for f, m in work])
+        if n.rule is not None and n.rule.crossing:
+            cost = cost + self._inside(n, options, orders, tables, rows)
+        return n.weight * cost
+
+    def _inside(
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.int64],
+        tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """For each choice the time of the collectives that the operation needs itself."""
+        assert n.rule is not None
+        op, count = operation_of(n.eqn), len(n.operands)
+        crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
+        cost = np.zeros(len(options))
+        for i in np.flatnonzero(crosses):
+            ports = tuple(
+                self.literal(n, k, options[i], orders[i]) if t is None or r is None else t.placements[r[i]]
+                for k, (t, r) in enumerate(zip(tables, rows, strict=True))
+            )
+            sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
+            cost[i] = sum(sent_cost(s, self.view).seconds for s in sent)
+        return cost
+
+    def literal(self, n: Node, port: int, options: NDArray[np.int64], order: NDArray[np.int64]) -> Placement:
+        """A literal operand may have to be partial, or split if it is an array."""
+        chosen = [n.options[o] for o in options]
+        return Placement([(self.axes[k], (*chosen[k].operands, *chosen[k].results)[port]) for k in order])
+
+    def placements(self, n: Node, choice: int) -> tuple[Placement, ...]:
+        """The placement at each port of a node."""
+        if n.pin is not None and n.pin.fixed is None:
+            return (n.pin.placement,) * (len(n.operands) + len(n.results))
+        if n.fixed is not None:
+            return tuple(map(self._without_idle, n.fixed[1]))
+        d = self.of[n.number]
+        if d.also is not None and d.tables[0] is not None and d.rows[0] is not None:
+            return tuple(d.tables[0].placements[r[choice]] for r in (d.rows[0], d.also))
+        options, order = d.options[choice], d.orders[choice]
+        return tuple(
+            self.literal(n, i, options, order) if t is None or r is None else t.placements[r[choice]]
+            for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
+        )
+
+    def edge(self, value: Value, reader: Reader) -> NDArray[np.float64]:
+        """Cost of the boxing between maker and reader, for each pair of their choices."""
+        maker, into = self.of[value.maker.number], self.of[reader.node.number]
+        port = len(value.maker.operands) + value.port
+        table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
+        assert table is not None and rows is not None and columns is not None
+        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
+        if key not in self._edges:
+            cost = reader.weight * table.seconds
+            if reader.small or value.stacked:
+                before, after = table.local_bytes[:, None], table.local_bytes[None, :]
+                wrong = (after > before) if reader.small else (after < before)
+                cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+            if into.also is not None:  # a tree to two places
+                one, two = cost[rows[:, None], columns[None, :]], cost[rows[:, None], into.also[None, :]]
+                on, back = cost[columns, into.also], cost[into.also, columns]
+                found = np.minimum(np.minimum(one + on, two + back), one + two)
+                found = np.where(columns == into.also, one, found)
+            else:
+                found = cost[rows[:, None], columns[None, :]]
+            if maker.also is not None:  # from the nearer of two
+                found = np.minimum(found, cost[maker.also[:, None], columns[None, :]])
+            self._edges[key] = found
+        return self._edges[key]
+
+
+def _with_rings(d: Domain, r: Rings) -> Domain:
+    """The choices of a node, and those of its rings behind them."""
+    rows = tuple(
+        None if mine is None else np.concatenate([mine, theirs]) for mine, theirs in zip(d.rows, r.rows, strict=True)
+    )
+    return Domain(
+        np.concatenate([d.options, r.options]), np.concatenate([d.orders, r.orders]),
+        np.concatenate([d.seconds, r.seconds]), d.tables, rows,
+    )  # fmt: skip
+
+
+def _in_pairs(d: Domain) -> Domain:
+    """The domain of a hold that may keep its value in two places at once, none of which is had from the other for
+    nothing: a value of three readers may want two boxings, a second one for two of them."""
+    table, rows = d.tables[0], d.rows[0]
+    assert table is not None and rows is not None
+    cost = table.seconds[rows[:, None], rows[None, :]]
+    one, two = np.nonzero(np.triu(np.minimum(cost, cost.T) > 0, 1))
+    if len(rows) + len(one) > PLACES:
+        return d
+    first = np.concatenate([np.arange(len(rows)), one])
+    second = np.concatenate([np.arange(len(rows)), two])
+    held = rows[first]
+    return Domain(d.options[first], d.orders[first], d.seconds[first], d.tables, (held, held), rows[second])
+
+
+def _first(choices: NDArray[np.intp], columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
+    """Of the choices that are alike in all columns only the first, in the order that they come in."""
+    if not columns:
+        return choices[:1]
+    _, first = np.unique(np.stack([c[choices] for c in columns], 1), axis=0, return_index=True)
+    return choices[np.sort(first)]

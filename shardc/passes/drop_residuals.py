@@ -1,0 +1,342 @@
+"""What a loop stacks for a later loop alone, and that one can compute: it is computed again there, and not kept.
+
+    c, r = scan f c x; d = scan g d r z    -->    c = scan f' c x; d = scan g' d x z
+
+f' does not give r, and g' computes its row from rows of x or z, or from what f reads in every step. The first loop of
+a training step stacks what its backward pass reads, the residuals: each is there, whole, while both loops run. Chen et
+al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Jain et al. 2020, "Checkmate". Two loops share nothing that
+XLA could join again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.mesh import MeshView
+from shardc.passes.canonicalize import NESTED, with_own_bodies
+from shardc.passes.fusion import Habits
+from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
+from shardc.passes.memory import all_eqns, bodies_of, piece_bytes
+from shardc.passes.tally import tally
+
+KEPT: Final = frozenset(("constrain", "sharding_constraint", "shard_map", *NESTED))
+"""Operations that are not done twice: pins, a user's own, and what has a body."""
+
+Again: TypeAlias = Mapping[Var, Var | None]
+"""What the equations make that compute residuals again; of what is a row of a residual, that residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A stack that one loop makes and only later loops of its length read, row by row.
+
+    Attributes:
+      stack: the value.
+      maker: the loop that makes it.
+      trips: how often the scope runs in which both loops are.
+    """
+
+    stack: Var
+    maker: Eqn
+    trips: int
+
+
+def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
+    """The residuals of a jaxpr and of its nested bodies."""
+    readers: dict[Var, list[Eqn]] = {}
+    for eqn in jaxpr.eqns:
+        for v in dict.fromkeys(a for a in eqn.invars if not compat.is_literal(a)):
+            readers.setdefault(v, []).append(eqn)
+    results = {a for a in jaxpr.outvars if not compat.is_literal(a)}
+    for eqn in jaxpr.eqns:
+        inside = trips * eqn.params["length"] if eqn.primitive.name == "scan" else trips
+        for body in bodies_of(eqn):
+            yield from find_residuals(body, inside)
+        if eqn.primitive.name == "scan":
+            for v in eqn.outvars[eqn.params["num_carry"] :]:
+                found = readers.get(v, [])
+                if found and v not in results and all(_reads_rows(e, v, eqn) for e in found):
+                    yield Residual(v, eqn, trips)
+
+
+def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
+    """Whether an equation is a loop like `maker` that reads `v` row by row and nowhere else."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] != maker.params["length"]:
+        return False
+    first = eqn.params["num_consts"] + eqn.params["num_carry"]
+    return all(a is not v for a in eqn.invars[:first])
+
+
+class Slices:
+    """How the rows that a loop stacks follow from what another loop can read: its other stacks, the stacks that it
+    reads itself, and what it reads in every step. What it carries is not there any more.
+
+    Args:
+      maker: the loop.
+      dropped: stacks that are not there.
+    """
+
+    def __init__(self, maker: Eqn, dropped: Collection[Var]) -> None:
+        self.maker = maker
+        self.body: Jaxpr = maker.params["jaxpr"].jaxpr
+        self.made_by = {v: i for i, e in enumerate(self.body.eqns) for v in e.outvars}
+        consts, carries = maker.params["num_consts"], maker.params["num_carry"]
+        inputs = list(zip(self.body.invars, maker.invars, strict=True))
+        self.consts: dict[Var, Atom] = dict(inputs[:consts])
+        self.rows: dict[Var, Var] = {row: stack for row, stack in inputs[consts + carries :] if stack not in dropped}
+        self.row_of: dict[Var, Atom] = {}
+        self.dropped: dict[Var, Var] = {}
+        for row, stack in list(zip(self.body.outvars, maker.outvars, strict=True))[carries:]:
+            self.row_of[stack] = row
+            if compat.is_literal(row) or row in self.consts:
+                continue
+            if stack in dropped:
+                self.dropped.setdefault(row, stack)
+            else:
+                self.rows.setdefault(row, stack)
+
+    def of(self, stack: Var) -> list[Eqn] | None:
+        """The equations that compute a row of a stack, in their order; None if it does not follow, or is no result of
+        an equation."""
+        row = self.row_of[stack]
+        if compat.is_literal(row) or row not in self.made_by:
+            return None
+        found: set[int] = set()
+        pending = [row]
+        while pending:
+            v = pending.pop()
+            if v in self.rows or v in self.consts:
+                continue
+            i = self.made_by.get(v)
+            if i is None or self.body.eqns[i].effects or self.body.eqns[i].primitive.name in KEPT:
+                return None
+            if i not in found:
+                found.add(i)
+                pending += [a for a in self.body.eqns[i].invars if not compat.is_literal(a)]
+        return [self.body.eqns[i] for i in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    residual: Residual
+    bytes: int
+    seconds: float
+
+
+def choose_residuals(boxed: Boxed, mesh: MeshView, habits: Habits, wanted: float) -> list[Var]:
+    """The residuals that are computed again in the least time for each byte that this frees, until so much is free.
+
+    Args:
+      boxed: a plan that keeps them all; says what each takes, and what computing it moves.
+      mesh, habits: of the devices.
+      wanted: bytes to be freed. All residuals together may be fewer.
+    """
+    offers: list[_Offer] = []
+    for r in find_residuals(boxed.jaxpr):
+        slices = Slices(r.maker, {r.stack})
+        eqns = slices.of(r.stack)
+        size = piece_bytes(r.stack.aval, boxed.placements[r.stack], mesh.sizes, habits)
+        if eqns is not None and size:
+            trips = r.trips * r.maker.params["length"]
+            offers.append(_Offer(r, size, trips * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)))
+    chosen: list[Var] = []
+    free, makers = 0, dict[int, list[Var]]()
+    for offer in sorted(offers, key=lambda o: o.seconds / o.bytes):
+        if free >= wanted:
+            break
+        mine = [*makers.get(id(offer.residual.maker), ()), offer.residual.stack]
+        slices = Slices(offer.residual.maker, mine)
+        if all(slices.of(v) is not None for v in mine):
+            makers[id(offer.residual.maker)] = mine
+            chosen.append(offer.residual.stack)
+            free += offer.bytes
+    return chosen
+
+
+def _seconds(eqns: Sequence[Eqn], result: Var, boxed: Boxed, mesh: MeshView) -> float:
+    """What some equations of a boxed body take, their boxings included."""
+    made = {v for e in eqns for v in e.outvars}
+    reads = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
+    alone = compat.new_jaxpr(list(reads), [result], eqns, boxed.jaxpr)
+    return tally(Boxed(alone, boxed.placements), mesh).time.total
+
+
+def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[Jaxpr, Again]:
+    """The jaxpr that computes some of its residuals again, and which equations do that.
+
+    Args:
+      jaxpr: canonical.
+      stacks: residuals of it, which follow from what is kept.
+    """
+    makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
+    again: dict[Var, Var | None] = {}
+    slices = {id(m): Slices(m, stacks) for m in makers.values()}
+
+    def scope(body: Jaxpr) -> Jaxpr:
+        return compat.new_jaxpr(body.invars, body.outvars, list(map(equation, body.eqns)), body)
+
+    def equation(eqn: Eqn) -> Eqn:
+        if bodies_of(eqn):
+            eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
+        if eqn.primitive.name == "scan":
+            if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
+                eqn = _computing(eqn, makers, lambda stack: slices[id(makers[stack])], again)
+            if any(v in makers for v in eqn.outvars):
+                eqn = _without(eqn, makers)
+        return eqn
+
+    return scope(jaxpr), again
+
+
+def _without(eqn: Eqn, dropped: Collection[Var]) -> Eqn:
+    """A loop without some of its results, and without what computes these alone."""
+    body: Jaxpr = eqn.params["jaxpr"].jaxpr
+    kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in dropped]
+    body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
+    live = compat.remove_dead(body, [True] * len(kept))
+    return eqn.replace(outvars=[v for v, _ in kept], params={**eqn.params, "jaxpr": compat.close(live)})
+
+
+def _computing(
+    eqn: Eqn, dropped: Collection[Var], slices_of: Callable[[Var], Slices], again: dict[Var, Var | None]
+) -> Eqn:
+    """A loop that computes rows of what is dropped, each before it is first read."""
+    body: Jaxpr = eqn.params["jaxpr"].jaxpr
+    nc, first = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    inputs = list(zip(body.invars, eqn.invars, strict=True))
+    consts, carries = inputs[:nc], inputs[nc:first]
+    rows = [(v, a) for v, a in inputs[first:] if a not in dropped]
+    missing = {v: a for v, a in inputs[first:] if a in dropped}
+    names: dict[Var, Atom] = {}
+    eqns: list[Eqn] = []
+
+    def given(v: Var, atom: Atom, among: list[tuple[Var, Atom]]) -> Atom:
+        if compat.is_literal(atom):
+            return atom
+        found = next((mine for mine, theirs in among if theirs is atom), None)
+        if found is None:
+            found = compat.fresh_var(v.aval)
+            among.append((found, atom))
+        return found
+
+    def read(v: Var, slices: Slices) -> None:
+        if v not in names and v in slices.consts:
+            names[v] = given(v, slices.consts[v], consts)
+        elif v not in names:
+            names[v] = given(v, slices.rows[v], rows)
+
+    def compute(row: Var) -> None:
+        stack = missing.pop(row)
+        slices = slices_of(stack)
+        for e in slices.of(stack) or ():
+            if e.outvars[0] in names:
+                continue
+            made = {v for v in e.invars if not compat.is_literal(v)} - slices.rows.keys() - slices.consts.keys()
+            for v in e.invars:
+                if not compat.is_literal(v) and v not in made:
+                    read(v, slices)
+            copy = with_own_bodies(_renamed(e, names))
+            fresh = [compat.fresh_var(v.aval) for v in e.outvars]
+            names.update(zip(e.outvars, fresh, strict=True))
+            again.update({new: slices.dropped.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
+            eqns.append(copy.replace(outvars=fresh))
+        names[row] = names[slices.row_of[stack]]
+
+    for e in body.eqns:
+        for a in e.invars:
+            if not compat.is_literal(a) and a in missing:
+                compute(a)
+        eqns.append(_renamed(e, names))
+    for a in body.outvars:
+        if not compat.is_literal(a) and a in missing:
+            compute(a)
+    outvars = [a if compat.is_literal(a) else names.get(a, a) for a in body.outvars]
+    order = [*consts, *carries, *rows]
+    made = compat.new_jaxpr([v for v, _ in order], outvars, eqns, body)
+    return eqn.replace(
+        invars=[a for _, a in order], params=compat.scan_params(eqn, made, len(consts), len(carries))
+    )
+
+
+def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
+    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])
+
+
+# --- names, and what a plan says -------------------------------------------------------------------------------------
+
+
+def names_of(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[str, ...]:
+    """Names that mean the same in every process: `12.3` is result 3 of operation 12."""
+    return tuple(
+        f"{n}.{j}" for n, eqn in enumerate(all_eqns(jaxpr)) for j, v in enumerate(eqn.outvars) if v in stacks
+    )
+
+
+def residuals_named(jaxpr: Jaxpr, names: Collection[str]) -> list[Var]:
+    """The residuals that names mean; what is none, or does not follow from what is kept, is left out."""
+    known = {v: f"{n}.{j}" for n, eqn in enumerate(all_eqns(jaxpr)) for j, v in enumerate(eqn.outvars)}
+    found = [r for r in find_residuals(jaxpr) if known[r.stack] in names]
+    dropped = {r.stack for r in found}
+    return [r.stack for r in found if Slices(r.maker, dropped).of(r.stack) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a plan computes again, so as not to keep it.
+
+    Attributes:
+      names: of the residuals in the traced program.
+      count: of values.
+      bytes: that they would take on a device.
+      seconds: that computing them takes, in one call.
+      sources: lines that made them.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    bytes: int
+    seconds: float
+    sources: tuple[str, ...]
+
+
+def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, names: Sequence[str], again: Again) -> Recomputed:
+    """What the equations that compute residuals again do in a plan.
+
+    Args:
+      boxed: the plan's program.
+      mesh, habits: of the devices.
+      names, again: of the residuals, and what computes them, as `drop_residuals` has it.
+    """
+    sources = dict[str, None]()
+    seconds, sizes = 0.0, dict[Var, int]()
+
+    def scope(jaxpr: Jaxpr, trips: int, length: int) -> None:
+        nonlocal seconds
+        mine: list[Eqn] = []
+        made: dict[Var, None] = {}
+        read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
+        for eqn in jaxpr.eqns:
+            inside = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in bodies_of(eqn):
+                scope(body, trips * inside, inside)
+            boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
+            if boxes_one or any(v in again for v in eqn.outvars):
+                mine.append(eqn)
+                made |= dict.fromkeys(eqn.outvars)
+            else:
+                read.update(a for a in eqn.invars if not compat.is_literal(a))
+            for stack, v in ((again.get(v), v) for v in eqn.outvars):
+                if stack is not None:
+                    sizes[stack] = length * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
+                    sources[compat.source_line(eqn)] = None
+        if mine:
+            given = dict.fromkeys(a for e in mine for a in e.invars if not compat.is_literal(a) and a not in made)
+            alone = compat.new_jaxpr(list(given), [v for v in made if v in read], mine, jaxpr)
+            seconds += trips * tally(Boxed(alone, boxed.placements), mesh).time.total
+
+    scope(boxed.jaxpr, 1, 1)
+    return Recomputed(tuple(names), len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

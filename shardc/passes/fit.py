@@ -1,0 +1,245 @@
+"""Memory as a limit: where the cheapest plan does not fit, the cheapest found that does.
+
+Prices on memory at each point of time (Everett 1963, "Generalized Lagrange multiplier method") turn the limit into
+costs, and the ordinary search minimises these. A plan that was made is the judge: where it takes too much, memory
+becomes dearer. Between the dearest prices at which nothing fits and the cheapest at which it does, all layers of a
+model change at once; so what was found is mixed, the higher prices on a part of the nodes only, as few as will do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.passes.charge import Charges
+from shardc.passes.fusion import Habits
+from shardc.passes.insert_boxing import Boxed, insert_boxing
+from shardc.passes.memory import Profile, profile_memory
+from shardc.passes.place import Placed, Placer
+from shardc.solver import Assignment, minimize
+from shardc.solver.costs import Costs
+
+log = logging.getLogger("shardc")
+
+FIRST_PRICE: Final = 0.02
+"""Part of the cost that the first price makes of what is too much."""
+LEAST_COST: Final = 1e-9
+"""Seconds: what costs less is taken to cost so much."""
+GROWTH: Final = 4.0
+"""By which the price rises until a plan fits."""
+RAISINGS: Final = 16
+"""Of the price, at most."""
+STALLED: Final = 5
+"""Raisings without a smaller plan after which there is none; the last of them has the whole search."""
+DEAREST: Final = 1e6
+"""So many times what a plan costs is what its memory costs where nothing else is dear any more."""
+HALVINGS: Final = 3
+"""Of the room between prices at which nothing fits and those at which something does."""
+MIXTURES: Final = 12
+"""Of these two, tried to find the fewest nodes that have to pay the higher ones."""
+JOINING: Final = 1e9
+"""Work on one joining, at most."""
+NEAR: Final = 1e-3
+"""Relative distance to the best at which it ends."""
+POOL: Final = 8
+"""Assignments whose choices are joined, besides the cheapest without a limit."""
+
+Prices: TypeAlias = NDArray[np.float64]
+"""Seconds a byte at each point of the program."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Choices of all nodes, and what their plan has in memory."""
+
+    found: Assignment
+    placed: Placed
+    boxed: Boxed
+    profile: Profile
+
+    @property
+    def peak(self) -> int:
+        return self.profile.peak
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What was found.
+
+    Attributes:
+      best: the cheapest that fits; None: nothing does.
+      least: what takes least of all that was tried.
+      arguments: the least that the arguments alone can take.
+    """
+
+    best: Trial | None
+    least: Trial
+    arguments: float
+
+
+class Fit:
+    """The search for the cheapest plan that takes no more than `limit` bytes of each device.
+
+    Args:
+      placer: of the problem.
+      ties: for results the number of the donated argument whose buffer each takes if they lie alike.
+      habits: of the device.
+      limit: bytes.
+    """
+
+    def __init__(self, placer: Placer, ties: Mapping[int, int], habits: Habits, limit: float) -> None:
+        self.placer, self.problem, self.ties, self.habits, self.limit = placer, placer.problem, ties, habits, limit
+        self.costs = Costs(placer.tables.unary, placer.tables.pairwise)
+        self.pool: list[Sequence[int]] = []
+        self.partings: list[int] = []
+        self._tried: dict[tuple[int, ...], Trial] = {}
+
+    @cached_property
+    def charges(self) -> Charges:
+        return Charges(self.problem, self.placer.tables, self.ties, self.habits)
+
+    def try_(self, choices: Sequence[int]) -> Trial:
+        """Makes the boxed program of some choices; where it does not fit, with copies parted where it is too full."""
+        key = tuple(choices)
+        if key not in self._tried:
+            trial = self._make(choices)
+            if trial.peak > self.limit and not self.habits.eager:
+                partings = sorted({*self.partings, *self._fullest(trial)})
+                other = self._make(choices, partings)
+                if other.peak < trial.peak:
+                    trial, self.partings = other, partings
+            self._tried[key] = trial
+        return self._tried[key]
+
+    def _make(self, choices: Sequence[int], partings: Sequence[int] = ()) -> Trial:
+        problem, mesh = self.problem, self.placer.mesh
+        found = Assignment(list(choices), self.costs.cost(choices), 0.0)
+        placed = self.placer.placed(found)
+        boxed = insert_boxing(problem, placed, mesh, partings)
+        ties = {
+            k: i for k, i in self.ties.items()
+            if placed.ports[problem.sources[i]][-1] == placed.ports[problem.sinks[k]][0]
+        }  # fmt: skip
+        profile = profile_memory(boxed.jaxpr, boxed.placements, mesh.sizes, ties=ties, habits=self.habits)
+        return Trial(found, placed, boxed, profile)
+
+    def _fullest(self, trial: Trial) -> list[int]:
+        """Of each stretch that is too full the point at which it is fullest."""
+        over = self.charges.over(trial.boxed, trial.profile.bytes, self.limit)
+        full = np.flatnonzero(over > 0)
+        stretches = np.split(full, np.flatnonzero(np.diff(full) > 1) + 1)
+        return [int(s[np.argmax(over[s])]) for s in stretches if s.size]
+
+    def run(self, cheapest: Assignment) -> Fitted:
+        """The cheapest that fits, `cheapest` being what is cheapest without the limit."""
+        first, bound = self.try_(cheapest.values), cheapest.bound
+        if first.peak > self.limit and self.charges.least_arguments() <= self.limit:
+            self.pool.append(cheapest.values)
+            low, high, fits = self._raise_prices(first)
+            if fits is not None:
+                low, high, fits = self._between(low, high, fits)
+                self._mix(low, high, fits)
+                if first.profile.memory.arguments > self.limit:
+                    bound = max(bound, self._bound(high, fits))
+        tried = self._tried.values()
+        best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
+        if best is not None:
+            found = replace(best.found, bound=min(bound, best.found.cost))
+            best = replace(best, found=found, placed=self.placer.placed(found))
+        return Fitted(best, min(tried, key=lambda t: t.peak), self.charges.least_arguments())
+
+    def _bound(self, prices: Prices, best: Trial) -> float:
+        """A lower bound of the cost of what fits: the least cost with a price on arguments, of which there is never
+        more than the limit, less the price of the limit. All else depends on boxings too, and proves nothing."""
+        on = np.zeros(len(self.charges.holdings))
+        on[: self.charges.arguments] = price = float(prices.sum())
+        t = self.charges.priced(on)
+        found = minimize(t.unary, t.pairwise, best.found.values, t.memo, t.work)
+        log.debug("bound %.5g", found.bound - price * self.limit)
+        return found.bound - price * self.limit
+
+    def _at(self, prices: Prices, start: Trial, thorough: bool = False) -> Trial:
+        """The best found at some prices: along the axes, or by the whole search; then of all that was found so far,
+        joined."""
+        on, placer = self.charges.prices(prices), self.placer
+        tables, begin = self.charges.priced(on), start.found.values
+        found = placer.best(tables, begin).values if thorough else placer.along_axes(tables, begin, sweeps=1)
+        self.pool.append(found)
+        trial = self._joined(on, found)
+        log.debug("price %.3g: %.4g s, %.4g bytes of %.4g", prices.sum(), trial.found.cost, trial.peak, self.limit)
+        return trial
+
+    def _joined(self, on: NDArray[np.float64], start: Sequence[int]) -> Trial:
+        """Of what was found the best choice for each node, together, at prices on the holdings (Lempitsky et al. 2010,
+        "Fusion Moves for Markov Random Field Optimization")."""
+        tried = np.asarray([*self.pool[:1], *self.pool[1:][-POOL:], start], np.intp)
+        offered = [np.unique(column) for column in tried.T]
+        t = self.charges.among(offered).priced(on)
+        begin = [int(np.searchsorted(o, v)) for o, v in zip(offered, start, strict=True)]
+        found = minimize(t.unary, t.pairwise, begin, t.memo, JOINING, NEAR)
+        return self.try_([int(o[v]) for o, v in zip(offered, found.values, strict=True)])
+
+    def _raise_prices(self, first: Trial) -> tuple[Prices, Prices, Trial | None]:
+        """Until a plan fits: the last prices at which none did, those at which one does, and that one, if any."""
+        over, least, stalled = first, first, 0
+        price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.limit, 0.1 * self.limit)
+        low = high = np.zeros(self.charges.points)
+        for _ in range(RAISINGS):
+            excess = self.charges.over(over.boxed, over.profile.bytes, self.limit) ** 2
+            high = 2 * low + price * excess / excess.sum()
+            before, over = over, self._at(high, over, thorough=stalled == STALLED - 1)
+            if over.peak <= self.limit:
+                return low, high, over
+            if over is before:  # not dear enough for anything else
+                price *= GROWTH
+            dear = least is not first or high.sum() * least.peak > DEAREST * least.found.cost
+            stalled = stalled + 1 if dear and over.peak >= least.peak else 0
+            if stalled == STALLED:
+                break
+            low, least, price = high, min(least, over, key=lambda t: t.peak), price * GROWTH
+        return low, high, None
+
+    def _between(self, low: Prices, high: Prices, fits: Trial) -> tuple[Prices, Prices, Trial]:
+        """Prices nearer to each other, and the cheapest found that fits."""
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2 if low.any() else high / GROWTH
+            trial = self._at(middle, fits)
+            if trial.peak <= self.limit:
+                high, fits = middle, min(fits, trial, key=lambda t: t.found.cost)
+            else:
+                low = middle
+        return low, high, fits
+
+    def _mix(self, low: Prices, high: Prices, fits: Trial) -> None:
+        """Choices among those that were tried: the higher prices on as few nodes as will do, from the first on, and of
+        these no more of the first than are needed."""
+        rank = np.asarray([h.first for h in self.charges.holdings])
+        dear, cheap = self.charges.prices(high), self.charges.prices(low)
+
+        def fitting(first: int, last: int) -> Trial | None:
+            nonlocal fits
+            trial = self._joined(np.where((first <= rank) & (rank < last), dear, cheap), fits.found.values)
+            log.debug("higher prices on %d-%d: %.4g s, %.4g bytes", first, last, trial.found.cost, trial.peak)
+            if trial.peak > self.limit:
+                return None
+            fits = min(fits, trial, key=lambda t: t.found.cost)
+            return trial
+
+        last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None)
+        _least(0, last, lambda n: fitting(last - n, last) is not None)
+
+
+def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The least number above `low` that fits, `high` being one that does."""
+    for _ in range(MIXTURES):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -1,0 +1,471 @@
+"""When the values of a program take memory, read off the program alone: no placements, no devices.
+
+XLA keeps far fewer values than a program has. What decides how much lives at one time:
+
+- A chain of elementwise operations is one loop, and what is between its ends never is in memory. What the chain reads
+  lives until the loop runs: `1 - tanh(x)²`, which the forward pass computes for the backward, is computed there.
+- A value that is cheap to compute from one other of its size is computed in every loop that reads it, and once more
+  for what reads memory, as products do. So of a softmax both exp(x - max) and its quotient by the sum are kept: the
+  quotient for the products, the exponentials for the loops of the backward pass.
+- What is costly, and what joins two large values, is computed once and kept, if several loops read it.
+- A loop writes over an operand of its own shape that it is the last to read; so does an update of rows.
+- A collective may run as late as its result is read: its operand stays until then.
+- The carries of a loop are one buffer each, and a second one where a step still reads the old after it has made the
+  new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
+- A result has its memory from the beginning, unless it takes that of a donated argument.
+
+Where devices differ, `Habits` has it. The order is that of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.fusion import (
+    CONVOLUTIONS,
+    ELSEWHERE,
+    PRODUCTS,
+    TPU,
+    UPDATES,
+    Habits,
+    Kind,
+    kind_of,
+)
+from shardc.passes.problem import REMAT, itemsize_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Which values take memory, and from when to when.
+
+    Attributes:
+      points: how many points of time there are: one for each equation, those of nested bodies inside theirs.
+      values: whose placements say how many bytes; one value may stand here several times.
+      begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
+        the time; a result that takes a donated argument's buffer is not counted.
+      arguments: how many of `values`, the first ones, are arguments.
+    """
+
+    points: int
+    values: tuple[Var, ...]
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    arguments: int
+
+    def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
+        """(points,) bytes at each point, `size` being those of a value on one device."""
+        change = np.zeros(self.points + 1, np.int64)
+        sizes = np.fromiter(map(size, self.values), np.int64, len(self.values))
+        np.add.at(change, self.begin, sizes)
+        np.subtract.at(change, self.end, sizes)
+        return change.cumsum()[:-1]
+
+    def holdings(self, point: int) -> list[Var]:
+        """The values that are there at a point."""
+        return [self.values[i] for i in np.flatnonzero((self.begin <= point) & (point < self.end))]
+
+
+def lifetimes(
+    jaxpr: Jaxpr, ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU
+) -> Lifetimes:
+    """When each value of a program is in memory.
+
+    Args:
+      jaxpr: canonical (calls inlined, every variable unique), before or after boxing.
+      ties: for results the number of the donated argument whose buffer each takes.
+      habits: of the device.
+
+    Returns:
+      About one entry for each value that is in memory.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def f(x, w):
+      ...     return jnp.tanh(x @ w + 1.0) @ w
+      >>> found = lifetimes(jax.make_jaxpr(f)(jnp.ones((2, 3)), jnp.ones((3, 3))).jaxpr)
+      >>> [(v.aval.size, int(b), int(e)) for v, b, e in zip(found.values, found.begin, found.end)]
+      [(6, 0, 5), (9, 0, 5), (6, 0, 5), (6, 3, 4), (6, 0, 3)]
+      >>> found.live(lambda v: 4 * v.aval.size)  # x, w, the result, and x @ w, or the tanh that is written over it
+      array([108, 108, 108, 108,  84])
+    """
+    return _Backward(_Forward(jaxpr).run(), ties, habits).run()
+
+
+@dataclass
+class _Forward:
+    """The first walk: equations get their points of time, values what they are computed from.
+
+    Attributes:
+      made: the point at which the program makes a value.
+      ready: the first at which it could be there, if all collectives and what is computed in loops began when they can.
+      span: of an equation, by id: the points from before its bodies to behind them.
+      readers: how many equations read a value.
+      maker: of what is computed in loops.
+      joins: what is computed in loops from several values as large as itself.
+      source: of what is computed in loops the one value as large that a loop has to read for it; None if there is none.
+        A value not in here is its own.
+      together: of the result of a reduction over the mesh, the point at which the last of those is made that wait for
+        none of their results.
+    """
+
+    jaxpr: Jaxpr
+    now: int = 0
+    made: dict[Var, int] = field(default_factory=dict[Var, int])
+    ready: dict[Var, int] = field(default_factory=dict[Var, int])
+    span: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    readers: dict[Var, int] = field(default_factory=dict[Var, int])
+    maker: dict[Var, Eqn] = field(default_factory=dict[Var, Eqn])
+    source: dict[Var, Any] = field(default_factory=dict[Var, Any])
+    joins: set[Var] = field(default_factory=set[Var])
+    _round: dict[Var, int] = field(default_factory=dict[Var, int])
+    _group: dict[Var, tuple[int, int]] = field(default_factory=dict[Var, tuple[int, int]])
+    _last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    _latest: dict[int, int] = field(default_factory=dict[int, int])
+
+    def run(self) -> _Forward:
+        self.body(self.jaxpr, 0)
+        return self
+
+    @property
+    def together(self) -> dict[Var, int]:
+        return {v: self._last[group] for v, group in self._group.items()}
+
+    def body(self, body: Jaxpr, scope: int) -> None:
+        """`scope`: the loop or branch in which it is."""
+        for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
+            if not compat.is_literal(a):
+                self.readers[a] = self.readers.get(a, 0) + 1
+        for eqn in body.eqns:
+            start, kind = self.now, kind_of(eqn)
+            ready = [0 if compat.is_literal(a) else self.ready.get(a, 0) for a in eqn.invars]
+            for inner in _bodies(eqn):
+                self.now += 1
+                self.ready |= dict(zip(inner.invars, self.entered(eqn, inner, ready), strict=True))
+                if eqn.primitive.name in REMAT:
+                    self._round |= {v: self.round(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
+                self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
+            early = kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW, Kind.MOVED)
+            self.span[id(eqn)] = start, self.now
+            for v in eqn.outvars:
+                self.made[v], self.ready[v] = self.now, max(ready, default=0) if early else self.now + 1
+            self.rounds(eqn, scope)
+            self.now += 1
+            if kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW):
+                self.maker[eqn.outvars[0]] = eqn
+                self.find_source(eqn, eqn.outvars[0], kind)
+
+    def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
+        """When the inputs of a body are there: what a loop does not change is there before it."""
+        match eqn.primitive.name:
+            case "scan":
+                consts = eqn.params["num_consts"]
+                return [*ready[:consts], *[self.now] * (len(ready) - consts)]
+            case "while":
+                nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+                consts = ready[:nc] if body is eqn.params["cond_jaxpr"].jaxpr else ready[nc : nc + nb]
+                return [*consts, *[self.now] * (len(ready) - nc - nb)]
+            case "cond":
+                return ready[1:]
+            case _:
+                return ready
+
+    def round(self, a: Atom) -> int:
+        return 0 if compat.is_literal(a) else self._round.get(a, 0)
+
+    def rounds(self, eqn: Eqn, scope: int) -> None:
+        """How many groups of reductions over the mesh are behind each result."""
+        if eqn.primitive.name in REMAT:
+            self._round |= {v: self.round(a) for v, a in zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)}
+            return
+        turn = max(map(self.round, eqn.invars), default=0)
+        if eqn.primitive.name == "box" and eqn.params["src"].partial_axes:
+            turn = self._latest[scope] = max(self._latest.get(scope, 0), turn)
+            self._group[eqn.outvars[0]] = scope, turn
+            self._last[scope, turn] = self.now
+            turn += 1
+        self._round |= dict.fromkeys(eqn.outvars, turn)
+
+    def find_source(self, eqn: Eqn, v: Var, kind: Kind) -> None:
+        large = [a for a in eqn.invars if not compat.is_literal(a) and a.aval.size >= v.aval.size > 0]
+        sources = dict.fromkeys(s for a in large if (s := self.source.get(a, a)) is not None)
+        costly = kind is Kind.COSTLY
+        if len(sources) > 1:
+            self.joins.add(v)
+        kept = len(sources) > 1 or (costly and self.readers.get(v, 0) > 1)
+        self.source[v] = v if kept else next(iter(sources), None)
+
+
+class _Backward:
+    """The second walk, from the last equation to the first: how long each value is read, and from where.
+
+    A value is read from memory (`whole`), or computed in the loops that read it (`fused`), or both.
+    """
+
+    def __init__(self, ahead: _Forward, ties: Mapping[int, int], habits: Habits) -> None:
+        self.ahead, self.ties, self.habits = ahead, ties, habits
+        self.made, self.ready = ahead.made, ahead.ready
+        self.together = ahead.together if habits.eager else {}
+        self.whole: dict[Var, int] = {}
+        self.first: dict[Var, int] = {}
+        self.fused: dict[Var, int] = {}
+        self.loops: dict[Var, int] = {}
+        self.taker: dict[Var, Var] = {}
+        self.taken: dict[Var, Var] = {}
+        self.starts: dict[Var, int] = {}
+        self.spread: dict[tuple[Var, tuple[int, ...]], tuple[Var, int, int]] = {}
+        self.lives: list[tuple[Var, int, int]] = []
+
+    def run(self) -> Lifetimes:
+        jaxpr, end = self.ahead.jaxpr, self.ahead.now + 1
+        results = dict.fromkeys(a for a in jaxpr.outvars if not compat.is_literal(a))
+        for v in results:
+            self.read(v, end - 1)
+        self.body(jaxpr)
+        over = {jaxpr.outvars[k] for k, i in self.ties.items() if self.writes_over(jaxpr.outvars[k], jaxpr.invars[i])}
+        arguments = [*jaxpr.constvars, *jaxpr.invars]
+        rows = [(v, 0, end) for v in arguments]
+        rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
+        begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
+        return Lifetimes(end, tuple(r[0] for r in rows), begin, until, len(arguments))
+
+    def writes_over(self, v: Atom, argument: Var) -> bool:
+        """Whether a result can be put in the place of an argument when it is made."""
+        last = max(self.whole.get(argument, 0), self.fused.get(argument, 0))
+        return not compat.is_literal(v) and v in self.made and last <= self.made[v]
+
+    # --- who reads ----------------------------------------------------------------------------------------------------
+
+    def read(self, a: Atom, t: int) -> None:
+        """Read from memory at `t`."""
+        if not compat.is_literal(a):
+            self.loops[a] = self.loops.get(a, 0) + 1
+            self.whole[a] = max(self.whole.get(a, t), t)
+            self.first[a] = min(self.first.get(a, t), t)
+
+    def fuse(self, a: Atom, t: int, taker: Var | None = None, loops: int = 1) -> None:
+        """Read, or computed, in so many loops, of which the last is at `t` and may write `taker` over it."""
+        if compat.is_literal(a):
+            return
+        self.loops[a] = self.loops.get(a, 0) + loops
+        if t > self.fused.get(a, -1):
+            self.fused[a] = t
+            if taker is None:
+                self.taker.pop(a, None)
+            else:
+                self.taker[a] = taker
+
+    def last(self, v: Var, t: int) -> int:
+        """The last point at which it is read, `t` if it is not."""
+        return max(self.whole.get(v, t), self.fused.get(v, t))
+
+    def pass_on(self, v: Var, a: Atom, solid: bool = False) -> None:
+        """What is said of `v` holds for `a`; a solid one stands in memory for its readers."""
+        if compat.is_literal(a):
+            return
+        if solid and (v in self.whole or v in self.fused):
+            self.read(a, self.last(v, -1))
+            return
+        if v in self.whole:
+            self.read(a, self.whole[v])
+            self.first[a] = min(self.first[a], self.first[v])
+        if v in self.fused:
+            self.fuse(a, self.fused[v], self.taker.get(v), self.loops[v] - (v in self.whole))
+
+    def live(self, v: Var, begin: int) -> None:
+        """In memory from `begin` to the last reader, or until a loop writes over it."""
+        made = self.made[v]
+        whole, fused = self.whole.get(v, made), self.fused.get(v, made)
+        end, taker = max(whole, fused) + 1, self.taker.get(v)
+        overwritten = taker is not None and self.starts.get(taker, self.made[taker]) == fused >= whole
+        if overwritten and self.taken.setdefault(taker, v) is v:
+            end = max(fused, made + 1)
+        self.lives.append((v, begin, end))
+
+    # --- equations ----------------------------------------------------------------------------------------------------
+
+    def body(self, body: Jaxpr) -> None:
+        for eqn in reversed(body.eqns):
+            kind = kind_of(eqn)
+            if eqn.primitive.name in _BODIES:
+                self.nested(eqn)
+            elif kind is Kind.VIEW:
+                self.pass_on(eqn.outvars[0], eqn.invars[0])
+            elif kind in (Kind.CHEAP, Kind.COSTLY):
+                self.computed(eqn, eqn.outvars[0], kind)
+            elif kind is Kind.MOVED:
+                self.moved(eqn, eqn.outvars[0], eqn.invars[0])
+            else:
+                self.made_in_memory(eqn, kind)
+
+    def computed(self, eqn: Eqn, v: Var, kind: Kind) -> None:
+        """In each loop that reads it, unless that is too much work; and in memory for the rest."""
+        once = self.loops.get(v, 0) > 1 and (kind is Kind.COSTLY or v in self.ahead.joins)
+        in_place = eqn.primitive.name not in ELSEWHERE
+        if not once and v in self.fused:
+            taker = self.taker.get(v) if in_place else None
+            for a in eqn.invars:
+                self.fuse(a, self.fused[v], taker if _alike(a, v) else None, self.loops[v] - (v in self.whole))
+        if once:
+            t = self.made[v]
+            self.live(v, t)
+        elif v in self.whole:
+            t = self.ready[v] if self.habits.eager else self.first[v]
+            taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
+            self.lives.append((v, t, self.whole[v] + (not taken)))
+        else:
+            return
+        self.starts[v] = t
+        in_place = in_place and (once or v not in self.fused)
+        for a in eqn.invars:
+            self.fuse(a, t, v if in_place and _alike(a, v) else None)
+
+    def moved(self, eqn: Eqn, v: Var, a: Atom) -> None:
+        t = done = self.made[v]
+        if v in self.together:
+            done = self.together[v]
+            self.whole[v] = max(self.whole.get(v, t), done)
+        begin = self.ready[v] if self.habits.eager else t
+        if self.habits.one_layout and _turns(eqn):
+            if eqn.params["dst"].items() <= eqn.params["src"].items():  # gathered, then copied
+                again = self.ahead.readers.get(v, 0) > 1
+                self.lives.append((v, begin, (self.last(v, t) if again else t) + 1))
+                begin = begin if not again else t
+            elif not compat.is_literal(a):
+                self.lives.append((a, t, t + 1))
+        self.live(v, begin)
+        uses = [at for at in (self.first.get(v), self.fused.get(v)) if at is not None]
+        self.read(a, max(done, min(uses, default=t)))
+
+    def made_in_memory(self, eqn: Eqn, kind: Kind) -> None:
+        name, t = eqn.primitive.name, self.ahead.span[id(eqn)][1]
+        for v in eqn.outvars:
+            self.live(v, t)
+        for i, a in enumerate(eqn.invars):
+            taker = eqn.outvars[0] if i == 0 and name in UPDATES else None
+            if compat.is_literal(a):
+                continue
+            if kind is Kind.REDUCED and self.habits.sums_read_memory:
+                self.summed(a, t)
+            elif kind in (Kind.WRITTEN, Kind.REDUCED):
+                self.fuse(a, t, taker)
+            else:
+                self.read(self.straight(a) if name in PRODUCTS else a, t)
+                if taker is not None:
+                    self.fuse(a, t, taker)
+            if name in CONVOLUTIONS and self.habits.one_layout:
+                self.lives.append((a, t, t + 1))
+
+    def straight(self, a: Var) -> Atom:
+        """A product reads a matrix as well by columns as by rows."""
+        eqn = self.ahead.maker.get(a)
+        turned = eqn is not None and eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0)
+        return eqn.invars[0] if eqn is not None and turned else a
+
+    def summed(self, a: Var, t: int) -> None:
+        """The factors of a product stand in memory, each at the product's size."""
+        eqn = self.ahead.maker.get(a)
+        if eqn is None or self.ahead.readers[a] > 1 or eqn.primitive.name not in ("mul", "square"):
+            self.read(a, t)
+            return
+        for x in eqn.invars:
+            if compat.is_literal(x) or x.aval.size == a.aval.size:
+                self.read(x, t)
+            else:
+                begin = self.made.get(x, 0)
+                self.read(x, begin)
+                _, begin, end = self.spread.get((x, a.aval.shape), (a, begin, t))
+                self.spread[x, a.aval.shape] = a, begin, max(end, t + 1)
+
+    # --- bodies -------------------------------------------------------------------------------------------------------
+
+    def nested(self, eqn: Eqn) -> None:
+        name, (start, _) = eqn.primitive.name, self.ahead.span[id(eqn)]
+        if name == "optimization_barrier":
+            for v, a in zip(eqn.outvars, eqn.invars, strict=True):
+                self.pass_on(v, a, solid=True)
+        elif name in REMAT:
+            body: Jaxpr = eqn.params["jaxpr"]
+            for v, a in zip(eqn.outvars, body.outvars, strict=True):
+                self.pass_on(v, a)
+            self.body(body)
+            solid = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+            for v, a in zip(body.invars, eqn.invars, strict=True):
+                self.pass_on(v, a, solid)
+        elif name == "cond":
+            for v in eqn.outvars:
+                self.live(v, start)
+            for body in _bodies(eqn):
+                self.returned(body.outvars, start)
+                self.body(body)
+                for v, a in zip(body.invars, eqn.invars[1:], strict=True):
+                    self.pass_on(v, a, solid=True)
+            self.read(eqn.invars[0], start)
+        else:
+            self.loop(eqn)
+
+    def returned(self, atoms: Iterable[Atom], start: int) -> None:
+        """Written where the equation's result is, as soon as it is made."""
+        for a in atoms:
+            if not compat.is_literal(a):
+                self.fuse(a, self.made.get(a, start))
+
+    def loop(self, eqn: Eqn) -> None:
+        p, (start, end) = eqn.params, self.ahead.span[id(eqn)]
+        if eqn.primitive.name == "scan":
+            body: Jaxpr = p["jaxpr"].jaxpr
+            first, consts, carries = p["num_consts"], p["num_consts"], p["num_carry"]
+            rows = list(zip(body.invars, eqn.invars, strict=True))[consts + carries :]
+        else:
+            body = p["body_jaxpr"].jaxpr
+            first, consts, carries = p["body_nconsts"], p["cond_nconsts"] + p["body_nconsts"], len(eqn.outvars)
+            rows = []
+        for v in eqn.outvars:
+            self.lives.append((v, start, self.last(v, end) + 1))
+        self.returned(body.outvars, start)
+        for old, new in zip(body.invars[first : first + carries], body.outvars, strict=False):
+            reads = [self.ahead.span[id(e)][1] for e in body.eqns if old in e.invars]
+            if not compat.is_literal(new) and new in self.made and max(reads, default=0) > self.made[new]:
+                self.lives.append((new, self.made[new], end))
+        for b in reversed(_bodies(eqn)):
+            self.body(b)
+        for row, stack in rows:
+            self.read(stack, end)
+            if row in self.whole:
+                self.lives.append((row, self.first[row], self.whole[row] + 1))
+        for a in eqn.invars[:consts]:
+            self.read(a, end)
+        for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
+            self.read(a, start)
+            self.fuse(a, start, v)
+
+
+def _alike(a: Atom, v: Var) -> bool:
+    return not compat.is_literal(a) and a.aval.shape == v.aval.shape and itemsize_of(a.aval) == itemsize_of(v.aval)
+
+
+def _turns(eqn: Eqn) -> bool:
+    """Whether a boxing splits, or joins, another dimension than the first."""
+    src, dst = eqn.params["src"], eqn.params["dst"]
+    return any(src.axes_of(d) != dst.axes_of(d) for d in range(1, len(eqn.outvars[0].aval.shape)))
+
+
+def _bodies(eqn: Eqn) -> list[Jaxpr]:
+    found = _BODIES.get(eqn.primitive.name)
+    return [] if found is None else [getattr(b, "jaxpr", b) for b in found(eqn.params)]
+
+
+_BODIES: Final[Mapping[str, Callable[[Mapping[str, Any]], Iterable[Any]]]] = {
+    "scan": lambda p: (p["jaxpr"],),
+    "while": lambda p: (p["cond_jaxpr"], p["body_jaxpr"]),
+    "cond": lambda p: p["branches"],
+    "optimization_barrier": lambda p: (),
+    **dict.fromkeys(REMAT, lambda p: (p["jaxpr"],)),
+}

@@ -1,0 +1,139 @@
+"""Which products may have their pieces go around, and what that costs: choices of a node beside its plain ones.
+
+A ring of pieces (`shardc.sbp.ring`) takes the place of a product and of the all-gather before it, or the reduce-scatter
+behind it. Each would multiply what the search has to look at, so only those are offered that can be what is wanted:
+whose time is less than that of the product and that boxing by more than a little, and that divide the work over all
+axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.passes.problem import Node, Value, digits, operation_of, work_dtype
+from shardc.sbp.cost import heavy_seconds
+from shardc.sbp.placement import S
+from shardc.sbp.ring import Ring, ring_price, ring_signatures
+from shardc.sbp.signature import Signature
+
+if TYPE_CHECKING:
+    from shardc.passes.domain import Domains
+
+LEAST_SECONDS: Final = 1e-5
+"""What a ring has to save in one execution: less is within what is not known of latencies."""
+LEAST_SHARE: Final = 0.1
+"""What part it has to save of the time of the boxing and the product: XLA's products in pieces are some 5 % slower."""
+MOST: Final = 16
+"""Devices of a ring, at most: a device's program has a product for each."""
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Choices of a node, as `Domain` has them; `options` goes on counting behind the node's own."""
+
+    options: NDArray[np.int64]
+    orders: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    rows: tuple[NDArray[np.int64], ...]
+
+
+def offer_rings(domains: Domains, n: Node) -> Rings | None:
+    """The rings that are worth to be looked at; None if there are none."""
+    if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlaps:
+        return None
+    values = [v for v in (*n.operands, *n.results) if v is not None]
+    rings = ring_signatures(n.rule, operation_of(n.eqn))
+    axes = [k for k, size in enumerate(domains.sizes) if 1 < size <= MOST]
+    if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
+        return None
+    offer = _Offer(domains, n, values, (*n.options, *rings))
+    found = [offer.of(k, len(n.options) + r) for k in axes for r in range(len(rings))]
+    found = [f for f in found if f is not None and len(f.seconds)]
+    if not found:
+        return None
+    return Rings(
+        np.concatenate([f.options for f in found]),
+        np.concatenate([f.orders for f in found]),
+        np.concatenate([f.seconds for f in found]),
+        tuple(np.concatenate(rows) for rows in zip(*(f.rows for f in found), strict=True)),
+    )
+
+
+def _is_heavy(domains: Domains, n: Node) -> bool:
+    """Whether there is enough to compute that a ring could hide what it has to."""
+    assert n.rule is not None
+    devices, speed = np.prod(domains.sizes), domains.mesh.topology.flops_in(str(work_dtype(n.eqn)))
+    return n.rule.flops / float(devices) / speed >= LEAST_SECONDS
+
+
+class _Offer:
+    """The rings of one node."""
+
+    def __init__(
+        self, domains: Domains, n: Node, values: Sequence[Value], signatures: Sequence[Signature]
+    ) -> None:
+        assert n.rule is not None
+        self.domains, self.node, self.values, self.signatures = domains, n, values, signatures
+        self.tables = [domains.table(v) for v in values]
+        self.rule, self.sizes = n.rule, n.rule.sizes(operation_of(n.eqn))
+        self.columns = digits(signatures, len(values))
+        self.dividing = [i for i, s in enumerate(n.options) if s.split]
+
+    def of(self, axis: int, number: int) -> Rings | None:
+        """Those of one signature on one axis."""
+        domains, signature = self.domains, self.signatures[number]
+        assert signature.around is not None and signature.split is not None
+        ring = Ring(domains.axes[axis], signature.around, self._operand(signature))
+        choices = [[number] if k == axis else self.dividing for k in range(len(domains.axes))]
+        options, orders = domains.in_all_orders(choices)
+        others = np.asarray([s.split == ring.factor for s in self.signatures])[options]
+        pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * domains.sizes[axis]
+        place = np.argsort(orders, -1)  # of each axis in the order in which they cut
+        innermost = ~(others & (place > place[:, [axis]])).any(-1)
+        keep = innermost & (self.sizes[ring.factor] % pieces == 0)
+        options, orders = options[keep], orders[keep]
+        rows = [domains.rows_of(v, self.columns[options, p], orders) for p, v in enumerate(self.values)]
+        keep = _first(rows)
+        options, orders, rows = options[keep], orders[keep], [r[keep] for r in rows]
+        seconds, saved = self._seconds(ring, axis, options, orders, rows)
+        keep = saved >= 0
+        return Rings(options[keep], orders[keep], self.node.weight * seconds[keep], tuple(r[keep] for r in rows))
+
+    def _operand(self, s: Signature) -> int | None:
+        """The operand whose pieces go around."""
+        for i, (factors, sbp) in enumerate(zip(self.rule.operands, s.operands, strict=True)):
+            if isinstance(sbp, S) and factors[sbp.dim] == s.around:
+                return i
+        return None
+
+    def _seconds(
+        self, ring: Ring, axis: int, options: NDArray[np.int64], orders: NDArray[np.int64],
+        rows: Sequence[NDArray[np.int64]],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
+        """Of each choice the time of one execution, and how much more than it has to it saves of the time of the same
+        product with a boxing."""
+        mesh, dtype, port = self.domains.mesh, work_dtype(self.node.eqn), ring.port(self.rule)
+        flops = np.full(len(options), self.rule.flops)
+        for factor, counts in self.domains.splits(self.signatures, options).items():
+            size = self.sizes[factor]
+            flops = flops / (size / -(-size // counts))
+        held = [t.local_bytes[r].astype(np.float64) for t, r in zip(self.tables, rows, strict=True)]
+        found = ring_price(ring, self.rule, operation_of(self.node.eqn), held, flops, mesh).total
+        columns = self.columns.copy()  # without the ring: the operand whole, the result partial
+        columns[len(self.node.options) :, port] = 1 if ring.operand is None else 0
+        plain = self.domains.rows_of(self.values[port], columns[options, port], orders)
+        ends = (plain, rows[port]) if ring.operand is None else (rows[port], plain)
+        boxing = self.tables[port].seconds[ends]
+        held[port] = self.tables[port].local_bytes[plain].astype(np.float64)
+        product = heavy_seconds(flops, np.sum(held, 0), mesh, dtype)
+        return found, boxing + product - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * (boxing + product))
+
+
+def _first(rows: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
+    """Of choices that are alike at all ports the first."""
+    return np.sort(np.unique(np.stack(rows, 1), axis=0, return_index=True)[1])

@@ -1,0 +1,160 @@
+"""`plan.diff(other)`: what another plan does differently, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from shardc.passes.collective import Collective
+from shardc.passes.plan import Plan
+from shardc.passes.record import record
+from shardc.passes.tally import short_aval
+from shardc.pipeline_plan import PipelinePlan
+from shardc.report.explain import moving
+from shardc.report.tables import (
+    bytes_text,
+    fold_paths,
+    fold_rows,
+    make_table,
+    number_text,
+    percent_text,
+    placement_text,
+    seconds_text,
+    section,
+    signed_text,
+    times_text,
+)
+from shardc.sbp.placement import Placement
+
+AnyPlan: TypeAlias = Plan | PipelinePlan
+
+SAME = "The plans are the same: every value lies where it does in the other, and all that moves is the same."
+
+
+def diff(one: AnyPlan, other: AnyPlan) -> str:
+    """What differs between two plans, from the first to the second."""
+    parts = [
+        _leaves("Arguments", _inputs(one), _inputs(other)),
+        _leaves("Results", _outputs(one), _outputs(other)),
+        _operations(one, other),
+        _moves(one.collectives, other.collectives),
+    ]
+    if not any(parts) and _numbers(one) == _numbers(other) and one.mesh == other.mesh and _order(one) == _order(other):
+        return SAME
+    return "\n\n".join(filter(None, [_totals(one, other), *parts]))
+
+
+def _name(plan: AnyPlan) -> str:
+    return f"{plan.program.name} on " + " x ".join(f"{a}={n}" for a, n in plan.mesh.axes)
+
+
+def _numbers(plan: AnyPlan) -> tuple[float, float, float, float]:
+    return plan.seconds, plan.bytes_per_device, plan.memory.peak, len(moving(plan.collectives))
+
+
+def _order(plan: AnyPlan) -> str:
+    """The schedule of a pipeline."""
+    return str(plan.schedule) if isinstance(plan, PipelinePlan) else ""
+
+
+def _totals(one: AnyPlan, other: AnyPlan) -> str:
+    names = (_name(one), _name(other))
+    head = f"Two plans of {names[0]}" if names[0] == names[1] else f"{names[0]}, and {names[1]}"
+    table = make_table("", ">this plan", ">the other", ">difference")
+    rows = zip(
+        ("time of a call", "sent by each device", "held at most", "collectives"),
+        (seconds_text, bytes_text, bytes_text, lambda n: f"{n:.0f}"),
+        _numbers(one), _numbers(other), strict=True,
+    )  # fmt: skip
+    for what, text, a, b in rows:
+        table.add_row(what, text(a), text(b), signed_text(b - a, text))
+    table.add_row("above the best at most", _gap_text(one.gap), _gap_text(other.gap), "")
+    if isinstance(one, PipelinePlan) and isinstance(other, PipelinePlan):
+        a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
+        table.add_row("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text))
+        table.add_row("stages", str(len(one.stages)), str(len(other.stages)), "")
+        table.add_row("schedule", one.schedule.name, other.schedule.name, "")
+    return section(head, table)
+
+
+def _gap_text(gap: float | None) -> str:
+    return "unknown" if gap is None else percent_text(gap)
+
+
+_Leaves: TypeAlias = dict[str, tuple[str, Placement]]
+"""By path, type and placement."""
+
+
+def _inputs(plan: AnyPlan) -> _Leaves:
+    return _by_path(plan.program.in_paths, plan.program.in_avals, plan.inputs)
+
+
+def _outputs(plan: AnyPlan) -> _Leaves:
+    return _by_path([p or "result" for p in plan.program.out_paths], plan.program.out_avals, plan.outputs)
+
+
+def _by_path(paths: Sequence[str], avals: Sequence[Any], placements: Sequence[Placement]) -> _Leaves:
+    return {path: (short_aval(a), p) for path, a, p in zip(paths, avals, placements, strict=True)}
+
+
+def _leaves(what: str, one: _Leaves, other: _Leaves) -> str:
+    """A row for each group of arguments, or results, that are not in both plans alike."""
+    rows: list[tuple[tuple[str, str, str], str, None]] = []
+    for path in dict.fromkeys((*one, *other)):
+        a, b = one.get(path), other.get(path)
+        if a == b:
+            continue
+        kinds = " -> ".join(dict.fromkeys(leaf[0] for leaf in (a, b) if leaf is not None))
+        here, there = ("none" if leaf is None else placement_text(leaf[1]) for leaf in (a, b))
+        rows.append(((kinds, here, there), path, None))
+    if not rows:
+        return ""
+    table = make_table("path", "type", "this plan", "the other")
+    for key, paths, _ in fold_rows(rows):
+        table.add_row(times_text(fold_paths(paths), len(paths)), *map(str, key))
+    return section(f"{what} that differ: {len(rows)} of {len(one.keys() | other.keys())}", table)
+
+
+def _operations(one: AnyPlan, other: AnyPlan) -> str:
+    """How many operations of the same program are computed elsewhere."""
+    if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan):
+        return ""
+    a, b = record(one), record(other)
+    if a.digests != b.digests:
+        return "The programs are not the same; arguments and results of the same path are compared."
+    assert a.operations is not None
+    assert b.operations is not None
+    moved = sum(x != y for x, y in zip(a.operations, b.operations, strict=True))
+    if not moved:
+        return ""
+    return f"{number_text(moved, 'operation')} of {len(a.operations)} read or make a value elsewhere."
+
+
+_Kind: TypeAlias = tuple[str, str, str, str, str, str]
+
+
+def _moves(one: Sequence[Collective], other: Sequence[Collective]) -> str:
+    """A row for each sort of collective that does not run in both plans as often, or sends another number of bytes."""
+    a, b = _by_kind(one), _by_kind(other)
+    changed = [kind for kind in dict.fromkeys((*a, *b)) if a.get(kind) != b.get(kind)]
+    if not changed:
+        return ""
+    columns = ("collective", "over", "value", "from", "to", ">this plan", ">the other", ">difference", "made by")
+    table = make_table(*columns)
+    for kind in changed:
+        times, sent = zip(a.get(kind, (0, 0)), b.get(kind, (0, 0)), strict=True)
+        counts = [f"{times_text(bytes_text(size), n)}" if n else "" for n, size in zip(times, sent, strict=True)]
+        *what, source = kind
+        table.add_row(*what, *counts, signed_text(sent[1] - sent[0], bytes_text), source)
+    title = "Moves that differ: bytes that each device sends in one call, and how often"
+    return section(title, table)
+
+
+def _by_kind(collectives: Sequence[Collective]) -> dict[_Kind, tuple[int, int]]:
+    """For each sort of collective how often it runs, and its bytes."""
+    found: dict[_Kind, tuple[int, int]] = {}
+    for c in moving(collectives):
+        kind = (c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.source)
+        times, sent = found.get(kind, (0, 0))
+        found[kind] = (times + c.count, sent + c.bytes)
+    return found
