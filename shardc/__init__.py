@@ -9,6 +9,7 @@ from shardc.api import constrain, function, put
 from shardc.discover import discover
 from shardc.errors import (
     ArgumentError,
+    MemoryLimitError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -20,16 +21,20 @@ from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.boundary import stage_boundary
 from shardc.passes.pins import rules
+from shardc.passes.plan_json import load_plan
+from shardc.passes.record import SavedPlan
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 from shardc.show import show
+from shardc.tune import tune
 
 __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "MemoryLimitError",
     "MeshError",
     "P",
     "Pipeline",
@@ -38,6 +43,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "S",
+    "SavedPlan",
     "Schedule",
     "ShardcError",
     "StackedArray",
@@ -47,11 +53,13 @@ __all__ = [
     "constrain",
     "discover",
     "function",
+    "load_plan",
     "make_mesh",
     "put",
     "rules",
     "show",
     "signature",
     "stage_boundary",
+    "tune",
 ]
 __version__ = "0.1.0"

@@ -1,4 +1,5 @@
-"""The command line: `python -m shardc schedule ...` looks at a pipeline's schedule. No devices needed."""
+"""The command line: `python -m shardc schedule ...` looks at a pipeline's schedule, without devices;
+`python -m shardc calibrate ...` measures those that are there."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from shardc.errors import PipelineError
+from shardc.errors import MeshError, PipelineError
+from shardc.mesh import make_mesh
 from shardc.pipeline.action import Action
 from shardc.pipeline.check import checked
 from shardc.pipeline.costs import Costs
@@ -30,7 +33,7 @@ from shardc.report.timeline_text import draw_timeline, unit_of
 from shardc.report.trace import write_trace
 from shardc.runtime.actor import Channel, Network
 
-_PROG: Final = "python -m shardc schedule"
+_PROG: Final = "python -m shardc"
 _COLOURS: Final = (
     (r"(?<=[ |])\d*F\d+-*", "blue"),
     (r"(?<=[ |])\d*[BI]\d+-*", "green"),
@@ -60,15 +63,19 @@ class _Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; 0 if all is well, 1 for a schedule that deadlocks, 2 for options that cannot be."""
     args = _parser().parse_args(argv)
+    return args.run(args)
+
+
+def _schedule_command(args: argparse.Namespace) -> int:
     try:
         result = _plan(args)
         if args.save:
             Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
         _write(result, args.svg, args.trace)
     except OSError as error:
-        return _bad(f"{error.filename}: {error.strerror}.")
+        return _bad("schedule", f"{error.filename}: {error.strerror}.")
     except (PipelineError, UnicodeDecodeError) as error:
-        return _bad(str(error))
+        return _bad("schedule", str(error))
     if args.json:
         print(json.dumps(_figures(result)))
     else:
@@ -76,8 +83,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if result.deadlock else 0
 
 
-def _bad(message: str) -> int:
-    print(f"{_PROG}: {message}", file=sys.stderr)
+def _calibrate_command(args: argparse.Namespace) -> int:
+    from shardc.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
+    from shardc.report.calibration import calibration_text  # noqa: PLC0415
+
+    try:
+        mesh = make_mesh(**args.mesh)
+        assert isinstance(mesh, Mesh)
+        sizes = {"sizes": args.sizes} if args.sizes else {}
+        found = calibrate(mesh, turns=args.turns, **sizes)
+        if args.save:
+            Path(args.save).write_text(found.topology.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        return _bad("calibrate", f"{error.filename}: {error.strerror}.")
+    except MeshError as error:
+        return _bad("calibrate", str(error))
+    print(found.topology.to_json() if args.json else calibration_text(found))
+    return 0
+
+
+def _bad(command: str, message: str) -> int:
+    print(f"{_PROG} {command}: {message}", file=sys.stderr)
     return 2
 
 
@@ -120,7 +146,38 @@ def _parser() -> argparse.ArgumentParser:
     add("--svg", metavar="FILE", help="draws the schedule over time into an .svg or .png file")
     add("--trace", metavar="FILE", help="writes it as a trace for https://ui.perfetto.dev; a unit of time is 1 us")
     add("--json", action="store_true", help="prints one JSON object")
+    schedule.set_defaults(run=_schedule_command)
+    _add_calibrate(commands)
     return parser
+
+
+def _add_calibrate(commands: Any) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measures this machine: operations, memory, collectives along each axis of a mesh",
+        description="Measures the devices that JAX finds here and writes what make_mesh reads.",
+        epilog='then: shardc.make_mesh(data=4, model=2, calibration="here.json")\n',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = calibrate.add_argument
+    add("--mesh", type=_mesh, required=True, metavar="AXES", help="axes and their sizes: data=4,model=2")
+    add("--save", metavar="FILE", help="writes the topology, as JSON; a name that ends in .json")
+    add("--turns", type=_positive, default=5, metavar="N", help="of each measurement; the median counts (default: 5)")
+    sizes = "bytes that a device holds before a collective (default: 4096,65536,1048576)"
+    add("--sizes", type=_sizes, metavar="BYTES", help=sizes)
+    add("--json", action="store_true", help="prints the topology instead of the table")
+    calibrate.set_defaults(run=_calibrate_command)
+
+
+def _mesh(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(axis.isidentifier() and n.isdecimal() and int(n) for axis, _, n in pairs):
+        raise argparse.ArgumentTypeError(f'"{text}" is no mesh; write data=4,model=2')
+    return {axis: int(n) for axis, _, n in pairs}
+
+
+def _sizes(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
