@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +57,12 @@ class Case:
         return self.zoo.plans[self.plan]()
 
 
-def all_cases() -> Iterator[Case]:
-    """Each plan on each mesh that has the axes it names and, of one axis, on no other."""
-    for model in SIZES:
+def all_cases(models: Iterable[str] = tuple(SIZES)) -> Iterator[Case]:
+    """Each plan on each mesh that has the axes it names and, of one axis, on no other; but for pipelines."""
+    for model in models:
         for plan, make in MODELS[model].plans.items():
+            if plan == "pipeline":
+                continue
             named = _axes_of(make()["in_placements"])
             for mesh in MESHES:
                 if named <= set(mesh) and (len(mesh) > 1 or set(mesh) == named):

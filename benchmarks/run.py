@@ -125,7 +125,8 @@ def tpu(options: argparse.Namespace) -> Rows:
 def tpu_env() -> dict[str, str]:
     """What libtpu wants to hear to compile for chips that are not there."""
     described = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
-                 "TPU_ACCELERATOR_TYPE": "v5p-32", "JAX_PLATFORMS": "cpu"}  # fmt: skip
+                 "TPU_ACCELERATOR_TYPE": "v5p-32", "JAX_PLATFORMS": "cpu",
+                 "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip  # none of them takes a chip
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
     return os.environ | described | {"PYTHONPATH": path}
 

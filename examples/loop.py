@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +39,6 @@ def train(options: argparse.Namespace) -> int:
     keywords = pick(model.plans, options.plan, "--plan")()
     staged = staging(keywords.pop("pipeline", None), options, model, cfg, rows)
     init_fn, step_fn = model.make_step(cfg, *staged.hooks)
-    mesh = shardc.make_mesh(**staged.axes)
-    step = shardc.function(mesh=mesh, pipeline=staged.pipeline, **keywords)(step_fn)
 
     def start() -> tuple:
         return jax.jit(init_fn)(jax.random.key(options.seed))
@@ -48,6 +47,13 @@ def train(options: argparse.Namespace) -> int:
         return islice(model.batches(cfg, rows, options.seed), options.steps)
 
     args = (*start(), next(batches()))
+    axes = staged.axes
+    if options.mesh == "auto":
+        found = shardc.tune(step_fn, *args, devices=math.prod(axes.values()), axes=tuple(axes), pipe=(), **keywords)
+        print(f"{found}\n")
+        axes = found.best.axes
+    mesh = shardc.make_mesh(**axes)
+    step = shardc.function(mesh=mesh, pipeline=staged.pipeline, **keywords)(step_fn)
     print(heading(options, model, cfg, args[0], mesh, rows * per_row, unit))
     try:
         plan = step.plan(*args)

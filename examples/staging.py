@@ -41,6 +41,10 @@ def staging(
 ) -> Staging:
     """What the options ask for. `pipeline` is the plan's; on one device the mesh keeps its axes, each of size 1."""
     axes = options.mesh or {"data": options.devices or jax.device_count()}
+    if axes == "auto":
+        if pipeline is not None:
+            raise SystemExit(f"--mesh auto is not for --plan {options.plan}, which says where the model is cut.")
+        axes = {"data": options.devices or jax.device_count(), "model": 1}  # until it is chosen
     if pipeline is None:
         if options.schedule or options.chunks or options.stages:
             raise SystemExit(f"--schedule, --chunks and --stages are for --plan pipeline, not for {options.plan}.")

@@ -34,6 +34,8 @@ class Config:
     vocab: int = 264  # bytes, and a name for each hole
     buckets: int = 32  # distances that are told apart
     farthest: int = 128  # distances from here on are one
+    scan_layers: bool = False  # one traced block of each kind, their parameters stacked along a new dimension 0
+    remat: bool = False  # recompute each block in the backward pass
     dtype: Any = None  # of activations; None: that of the parameters, which is float32, or float64 under x64
     learning_rate: float = 1e-3
 
@@ -103,7 +105,8 @@ class EncoderBlock(nn.Module):
     def __call__(self, x_BSD, bias_HSS):
         h_BSD = norm(self.cfg, name="norm_1")(x_BSD)
         x_BSD = x_BSD + Attention(self.cfg, name="attn")(h_BSD, h_BSD, bias_HSS)
-        return x_BSD + MLP(self.cfg, name="mlp")(norm(self.cfg, name="norm_2")(x_BSD))
+        x_BSD = x_BSD + MLP(self.cfg, name="mlp")(norm(self.cfg, name="norm_2")(x_BSD))
+        return x_BSD, None  # the carry of a scan, and nothing that it would stack
 
 
 class DecoderBlock(nn.Module):
@@ -114,7 +117,8 @@ class DecoderBlock(nn.Module):
         h_BTD = norm(self.cfg, name="norm_1")(x_BTD)
         x_BTD = x_BTD + Attention(self.cfg, name="attn")(h_BTD, h_BTD, bias_HTT)
         x_BTD = x_BTD + Attention(self.cfg, name="cross")(norm(self.cfg, name="norm_2")(x_BTD), encoded_BSD)
-        return x_BTD + MLP(self.cfg, name="mlp")(norm(self.cfg, name="norm_3")(x_BTD))
+        x_BTD = x_BTD + MLP(self.cfg, name="mlp")(norm(self.cfg, name="norm_3")(x_BTD))
+        return x_BTD, None
 
 
 class Distance(nn.Module):
@@ -150,16 +154,39 @@ class T5(nn.Module):
                        embedding_init=nn.initializers.normal(1.0))  # fmt: skip
 
         x_BSD, bias_HSS = wte(text_BS), Distance(cfg, name="encoder_distance")(text_BS.shape[1], both_ways=True)
-        for i in range(cfg.layers):
-            x_BSD = EncoderBlock(cfg, name=f"encoder_{i}")(x_BSD, bias_HSS)
-            x_BSD = between(i, x_BSD) if i < cfg.layers - 1 else x_BSD
+        x_BSD = run(cfg, EncoderBlock, "encoder", x_BSD, bias_HSS, between=between)
         encoded_BSD = between(cfg.layers - 1, norm(cfg, name="encoder_norm")(x_BSD))
 
         x_BTD, bias_HTT = wte(said_BT), Distance(cfg, name="decoder_distance")(said_BT.shape[1], both_ways=False)
-        for i in range(cfg.layers):
-            x_BTD = DecoderBlock(cfg, name=f"decoder_{i}")(x_BTD, encoded_BSD, bias_HTT)
-            x_BTD = between(cfg.layers + i, x_BTD) if i < cfg.layers - 1 else x_BTD
+        x_BTD = run(
+            cfg, DecoderBlock, "decoder", x_BTD, encoded_BSD, bias_HTT, between=lambda i, x: between(cfg.layers + i, x)
+        )
         return wte.attend(norm(cfg, name="decoder_norm")(x_BTD) * cfg.d_model**-0.5)  # the head is the embedding
+
+
+def run(cfg: Config, kind: type[nn.Module], name: str, x, *same, between: Callable):
+    """All blocks of a kind, one after the other; each reads `same` too."""
+    block: Any = nn.remat(kind, prevent_cse=not cfg.scan_layers) if cfg.remat else kind
+    if cfg.scan_layers:
+        refuse_cuts(cfg, between, x)
+        stacked = nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=cfg.layers
+        )
+        return stacked(cfg, name=name)(x, *same)[0]
+    for i in range(cfg.layers):
+        x, _ = block(cfg, name=f"{name}_{i}")(x, *same)
+        x = between(i, x) if i < cfg.layers - 1 else x
+    return x
+
+
+def refuse_cuts(cfg: Config, between: Callable, x):
+    """Scanned blocks are one equation: there is nothing between them."""
+    cut = [i for i in range(cfg.layers - 1) if between(i, x) is not x]
+    if cut:
+        raise ValueError(
+            f"between changes what follows block {cut[0]}, and scan_layers=True leaves no place between blocks; "
+            "take scan_layers=False."
+        )
 
 
 def dense(cfg: Config, features: int, name: str, scale: float = 1.0):
@@ -197,6 +224,15 @@ def make_step(cfg: Config, accumulate: Callable = lambda fn: fn, between: Callab
         return optax.apply_updates(params, updates), opt_state, loss_
 
     return init_fn, step_fn
+
+
+def stack_blocks(params, cfg: Config):
+    """Parameters of `scan_layers=False` --> those of the same model with `scan_layers=True`."""
+    params = dict(params)
+    for name in ("encoder", "decoder"):
+        blocks = [params.pop(f"{name}_{i}") for i in range(cfg.layers)]
+        params[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    return params
 
 
 def decode(params, cfg: Config, text_BS, length: int):

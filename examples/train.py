@@ -27,7 +27,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="gpt2", choices=MODELS)
     add("--config", default="tiny", help="a named config of the model's file")
     add("--plan", default="data", help="a plan of examples/plans/")
-    add("--mesh", type=axes, help="axes and sizes, as in data=4,model=2; default: data=<all devices>")
+    mesh = "axes and sizes, as in data=4,model=2, or auto, which plans on all and takes the best; default: data=<all>"
+    add("--mesh", type=axes, help=mesh)
     add("--schedule", help="--plan pipeline: 1f1b, zb-h1, ... (python -m shardc schedule --help), or a file with one")
     add("--stages", choices=("marked", "auto"), help="--plan pipeline: cut after every so many blocks, or by cost")
     add("--chunks", type=positive, help="--plan pipeline: stages on each rank; default: what the schedule has")
@@ -60,7 +61,9 @@ def positive(text: str) -> int:
     return number
 
 
-def axes(text: str) -> dict[str, int]:
+def axes(text: str) -> dict[str, int] | str:
+    if text == "auto":
+        return text
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and size.isdecimal() and int(size) for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write data=4,model=2")

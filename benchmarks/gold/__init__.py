@@ -1,0 +1,1 @@
+"""Plans that people wrote by hand, as formulas, beside what the planner and jax.jit make of the same programs."""
