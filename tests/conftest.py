@@ -11,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import signal
 from pathlib import Path
 
+import jax
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
@@ -20,6 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
     parser.addoption("--every-case", action="store_true", help="all cases of the pipelines' parity, not a sample")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Compiled programs are dropped with their module: those of the whole suite would fill gigabytes."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
 
 
 @pytest.fixture

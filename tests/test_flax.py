@@ -194,6 +194,14 @@ def test_what_a_step_writes_to_its_modules_is_kept(mesh):
     assert (int(model.calls[...]), int(optimizer.step[...]), int(model.drop.rngs.count[...])) == (3, 3, 3)
 
 
+def test_a_saved_plan_is_that_of_a_step_with_modules(mesh, tmp_path):
+    keywords = {"mesh": mesh, "in_placements": {"x": {"data": S(0)}}}
+    plan = shardc.flax.function(train, **keywords).plan(*net(), ROWS)
+    plan.save(tmp_path / "plan.json")
+    again = shardc.flax.function(train, plan=tmp_path / "plan.json", **keywords).plan(*net(), ROWS)
+    assert (again.collectives, again.inputs, again.gap) == (plan.collectives, plan.inputs, plan.gap)
+
+
 def test_metadata_are_pins_that_in_placements_overrides(mesh):
     model, optimizer = net()
     step = shardc.flax.function(train, mesh=mesh, in_placements={"x": {"data": S(0)}})
@@ -348,3 +356,18 @@ def test_modules_hold_uneven_splits_and_run_in_stages(kind):
     got, want = (np.asarray(model.up.kernel.get_value()) for model, _ in (ours, theirs))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
     assert isinstance(ours[0].up.kernel.get_value(), shardc.PlacedArray) == (kind == "uneven")
+
+
+def test_what_a_box_holds_goes_by_the_name_of_the_box(mesh):
+    dense = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.zeros, (None, "model")))
+    variables = dense.init(jax.random.key(0), jnp.ones((4, 4)))
+    layer = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    rules = shardc.rules({"*kernel": {"model": S(1)}, "*bias": {}})
+    f = shardc.function(lambda boxed, state: (boxed, state), mesh=mesh, in_placements=(rules, rules))
+    program = f.plan(variables, layer).program
+    assert program.in_paths == ("boxed/params/bias", "boxed/params/kernel", "state/bias", "state/kernel")
+    assert program.out_paths == ("0/params/bias", "0/params/kernel", "1/bias", "1/kernel")
+    placed = shardc.put({"boxed": variables, "state": layer}, mesh, rules)
+    shown = [line.split()[0] for line in shardc.show(placed).splitlines()[3:]]
+    assert shown == list(program.in_paths)
+    assert jax.tree.structure(placed["boxed"]) == jax.tree.structure(variables)

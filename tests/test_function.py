@@ -95,7 +95,7 @@ def test_keyword_default_and_variadic_arguments():
     x, y, z = arange(8), arange(8) + 1, arange(8) * 3
     for args, kwargs in (((x,), {}), ((x, y, z), {}), ((x, y), {"scale": 3.0, "c": z}), ((x,), {"b": y, "c": z})):
         assert_same(g(*args, **kwargs), f(jnp.asarray(args[0]), *args[1:], **kwargs))
-    plan = g.plan(x, y, z, c=y)
+    plan = g.plan(x, y, z, scale=3.0, c=y)
     assert plan.program.in_paths == ("a", "rest/0", "rest/1", "scale", "named/c")
     assert set(plan.inputs[:3]) == {Placement({"data": S(0)})}
 
@@ -710,3 +710,21 @@ def test_wrong_placements_are_all_reported_at_once():
     for part in ("x f32[4]: {'dat': S(0)}: the mesh has no axis", "y f32[4,4]: {'data': S(2)}", "z bool[3]: "):
         assert part in text
     assert B != P
+
+
+def test_numbers_that_are_left_out_are_constants():
+    mesh = shardc.make_mesh(data=4, model=2)
+
+    def f(x, axis=0, scale=2.0, train=False):
+        y = x.sum(axis) * scale
+        return -y if train else y
+
+    x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    for places in (AUTO, {"x": {}, "scale": {}}, ({}, {}, {})):
+        g = shardc.function(f, mesh=mesh, in_placements=places)
+        np.testing.assert_allclose(g(x), f(x))
+        np.testing.assert_allclose(g(x, scale=3.0), f(x, scale=3.0))
+        assert g.plan(x, scale=3.0).program.in_paths == ("x", "scale")
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        g(x, train=True)
+    assert shardc.function(f, mesh=mesh, static_argnames=("axis", "train"))(x, 1, train=True).shape == (3,)

@@ -60,3 +60,31 @@ def test_a_transform_of_rows_may_be_gathered_along_another_dimension():
     x = np.random.default_rng(0).normal(size=(4, 6, 5)).astype(np.complex64)
     f = shardc.function(lambda x: jnp.fft.fft(x), mesh=MESH, in_placements=({"a": S(1)},), out_placements={})
     np.testing.assert_allclose(f(x), jnp.fft.fft(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_what_is_no_number_passes_through_partial_maxima(op, dtype):
+    """Of a number and what is none an all-reduce takes the number."""
+    with jax.enable_x64(True):
+        limits = jnp.finfo(dtype)
+        x = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, limits.max, limits.min, limits.tiny, -limits.tiny, 1.5, -1.5]
+        x = jnp.asarray(x, dtype)
+        f = shardc.function(
+            lambda x: shardc.constrain(shardc.constrain(x, {"a": P(op)}), {}), mesh=MESH, in_placements=({"a": S(0)},)
+        )
+        exe = f.compile(x)
+        assert [c.kind for c in exe.plan.collectives] == ["all_reduce"]
+        assert exe.audit().ok, str(exe.audit())
+        got, want = (np.asarray(y, np.float64) for y in (f(x), x))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        known = slice(2 * (dtype in (jnp.bfloat16, jnp.float16)), None)  # of two bytes it comes out infinite
+        np.testing.assert_array_equal(got[known], want[known])
+
+
+def test_what_is_no_number_keeps_its_place_in_an_order():
+    """The NaN of a partial minimum came back with a sign, and top_k has such below all numbers."""
+    x = np.array([1, 3, np.nan, np.inf, -np.inf], np.float32)
+    f = shardc.function(lambda x: lax.top_k(shardc.constrain(x, {"a": P("min")}), 5), mesh=MESH)
+    for got, want in zip(f(x), lax.top_k(x, 5), strict=True):
+        np.testing.assert_array_equal(got, want)

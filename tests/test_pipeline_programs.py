@@ -446,3 +446,24 @@ def test_another_schedule_without_compiling_again():
     }.items():
         with pytest.raises(shardc.PipelineError, match=message):
             compiled.with_schedule(schedule)
+
+
+# nothing
+
+
+@pytest.mark.parametrize("pin", [shardc.AUTO, {"data": S(0)}, {"data": S(1)}, {"data": shardc.P}], ids=str)
+def test_empty_arrays_are_sent_summed_and_returned(pin):
+    """Alone among a jitted function's results, one in pieces would be whole on every device; tasks have others."""
+
+    def loss(params, batch):
+        x, nothing = dense(params[0], batch["x"]), batch["nothing"] * params[0]["b"][:, None]
+        x, nothing = stage_boundary((x, nothing))
+        return error(dense(params[1], x), batch) + (nothing * params[1]["b"][:, None]).sum()
+
+    def step(params, batch):
+        value, grads = accumulate(jax.value_and_grad(loss), microbatches=2)(params, batch)
+        return value, grads, 2 * params[1]["w"][:, :0], params[0]["w"][:0, :3] * value, batch["nothing"].sum(0)
+
+    args = layers(2), batch(8, nothing=np.ones((8, 4, 0)))
+    places = (shardc.AUTO, shardc.AUTO, *[pin] * 3)
+    check(step, args, make_mesh(pipe=2, data=2), in_placements=ROWS, out_placements=places)

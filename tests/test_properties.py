@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import shardc
 from shardc import AUTO, B, P, PlacedArray, S
+from shardc.sbp.placement import REDUCE_OPS
 
 MESHES = {
     "8": shardc.make_mesh(data=8),
@@ -59,25 +60,27 @@ def broadcastable(a, b):
 
 
 @st.composite
-def programs(draw):
-    """A program, and the shapes of its arguments."""
+def programs(draw, mesh):
+    """A program of 5 to 30 operations, pins of values among them; and the shapes of its arguments."""
     dims = st.integers(0, 13)
     shapes = draw(st.lists(st.lists(dims, max_size=3).map(tuple), min_size=1, max_size=3))
     program = Program(list(shapes))
     shapes = list(shapes)
-    for _ in range(draw(st.integers(5, 16))):
-        step = draw(steps(shapes))
-        program.steps.append(step)
-        avals = [jax.ShapeDtypeStruct(shapes[i], np.float64) for i in step[2]]
-        shapes.append(jax.eval_shape(step[1], *avals).shape)
+    operations = draw(st.integers(5, 30))
+    while len(program.steps) < operations:
+        step = draw(steps(shapes, mesh))
+        shape = jax.eval_shape(step[1], *(jax.ShapeDtypeStruct(shapes[i], np.float64) for i in step[2])).shape
+        if len(shape) <= 5 and np.prod(shape) <= 2000:
+            program.steps.append(step)
+            shapes.append(shape)
     return program
 
 
 @st.composite
-def steps(draw, shapes):
+def steps(draw, shapes, mesh):
     i = draw(st.integers(0, len(shapes) - 1))
     shape = shapes[i]
-    kinds = ["unary", "broadcast", "elementwise"]
+    kinds = ["unary", "broadcast", "elementwise", "pin"]
     if shape:
         kinds += ["reduce", "reshape", "transpose", "slice", "concatenate", "cumsum", "reverse", "pad", "dot"]
         kinds += ["gather"] if shape[0] else []
@@ -92,6 +95,11 @@ def steps(draw, shapes):
         case "broadcast":
             new = draw(st.integers(0, 4))
             return f"broadcast{new}", lambda x: jnp.broadcast_to(x, (new, *x.shape)), (i,)
+        case "pin":
+            op = draw(st.sampled_from(REDUCE_OPS))
+            sbps = st.sampled_from([B, P(op), *map(S, range(len(shape)))])
+            pin = {axis: draw(sbps) for axis in mesh.axis_names}
+            return f"pin{shardc.Placement(pin)}", lambda x: shardc.constrain(x, pin), (i,)
         case "elementwise":
             j = draw(st.sampled_from([k for k, s in enumerate(shapes) if broadcastable(s, shape)]))
             name = draw(st.sampled_from(sorted(ELEMENTWISE)))
@@ -200,7 +208,7 @@ def placements(draw, shape, mesh, floats):
 @given(data=st.data())
 def test_random_programs(mesh, dtype, data):
     mesh, floats = MESHES[mesh], dtype == np.float64
-    program = data.draw(programs(), label="program")
+    program = data.draw(programs(mesh), label="program")
     with jax.enable_x64(True):
         values = [np.random.default_rng(k).integers(-3, 4, s).astype(dtype) for k, s in enumerate(program.inputs)]
         if floats:

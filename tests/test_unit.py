@@ -115,6 +115,21 @@ def test_another_mesh():
     assert "its axis_names leave 'b' to the compiler; leave axis_names out, and name in the specs what is" in text
 
 
+@pytest.mark.parametrize("send", [lax.psum, lax.pmax, lax.all_gather, lax.psum_scatter], ids=lambda f: f.__name__)
+def test_groups_of_indices(send):
+    """They would run, but a plan could not say over which axes they send."""
+
+    def body(x):
+        return lax.scan(lambda c, _: (c, send(c, "a", axis_index_groups=[[0, 1], [2, 3]])), x, None, length=2)[1].sum()
+
+    f = unit(body, Spec(None, "b"), Spec(), check_vma=False)
+    with pytest.raises(shardc.PlacementError) as error:
+        shardc.function(f, mesh=MESH).plan(np.ones((2, 8), np.float32))
+    name = {"psum_scatter": "reduce_scatter"}.get(send.__name__, send.__name__)
+    assert f"axis_index_groups of {name} at test_unit.py:" in str(error.value)
+    assert "give the mesh an axis for the groups and one for the devices of a group" in str(error.value)
+
+
 def test_a_dimension_that_does_not_divide():
     f = unit(lambda x: x, Spec("a"), Spec("a"))
     with pytest.raises(ValueError, match=r"axis sizes|evenly divisible|divisible"):

@@ -23,6 +23,7 @@ TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
 ZOO = [mlp, resnet, vit, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
 SLOW = [unet, t5]
+SCANNED = [gpt2, llama, moe, vit, t5]
 DATA_PARALLEL = [mlp, vit, gpt2, llama, moe, bert, t5, unet, dlrm]
 
 
@@ -91,13 +92,17 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
-@pytest.mark.parametrize("module", DECODERS, ids=name_of)
+@pytest.mark.parametrize("module", some_slow(SCANNED), ids=name_of)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str
 )
 def test_scanned_and_rematerialized_layers_are_the_same_model(module, changes):
-    plain, cfg = module.CONFIGS["test"], replace(module.CONFIGS["test"], **changes)
-    (params, _), batch = start_and_step(module)[0], next(batches(module))
+    params, _ = start_and_step(module)[0]
+    assert_same_when_changed(module, module.CONFIGS["test"], changes, params)
+
+
+def assert_same_when_changed(module, plain, changes, params):
+    cfg, batch = replace(plain, **changes), next(batches(module))
     want_loss, want = loss_and_grads(module, plain)(params, batch)
     if cfg.scan_layers:
         params, want = module.stack_blocks(params, cfg), module.stack_blocks(want, cfg)
@@ -134,7 +139,7 @@ def test_between_changes_what_the_next_block_reads(module, blocks):
     assert len({unchanged, *changed}) == blocks
 
 
-@pytest.mark.parametrize("module", DECODERS, ids=name_of)
+@pytest.mark.parametrize("module", SCANNED, ids=name_of)
 def test_scanned_layers_cannot_be_cut(module):
     cfg, batch = replace(module.CONFIGS["test"], scan_layers=True), next(batches(module))
     params = jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
@@ -167,6 +172,51 @@ def test_llama_turns_pairs_by_their_distance():
     products = turned @ turned.T
     for distance in range(12):
         np.testing.assert_allclose(jnp.diagonal(products, distance), products[0, distance], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["test_mixtral", "test_deepseek"])
+def test_mixtures_of_llamas_learn_and_look_only_back(name):
+    cfg = moe.CONFIGS[name]
+    init_fn, step_fn = moe.make_step(cfg)
+    state, step, losses = jax.jit(init_fn)(jax.random.key(0)), jax.jit(step_fn), []
+    params = state[0]
+    for batch in islice(batches(moe), 60):
+        *state, loss = step(*state, batch)
+        losses.append(float(loss))
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    assert_same_when_changed(moe, cfg, {"scan_layers": True, "remat": True}, params)
+
+    tokens = jnp.arange(cfg.seq)[None]
+    logits_of = jax.jit(lambda tokens: moe.MoE(cfg).apply({"params": params}, tokens)[0])
+    logits, changed = logits_of(tokens), logits_of(tokens.at[0, 9].set(200))
+    np.testing.assert_allclose(logits[0, :9], changed[0, :9], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(logits[0, 9:], changed[0, 9:])
+
+
+def test_experts_of_a_token_are_as_many_as_are_chosen():
+    scores_BTE = jax.random.normal(jax.random.key(0), (2, 6, 8))
+    dispatch_BTEC, combine_BTEC, _ = moe.route(scores_BTE, places=6, chosen=3)
+    np.testing.assert_array_equal(dispatch_BTEC.sum((2, 3)), 3)
+    np.testing.assert_allclose(combine_BTEC.sum((2, 3)), 1, rtol=1e-6)
+    best_BT3E = jnp.argsort(scores_BTE)[..., -3:]
+    np.testing.assert_array_equal(jnp.take_along_axis(dispatch_BTEC.sum(3), best_BT3E, -1), 1)
+
+
+def test_queries_of_a_vit_with_parallel_layers_have_one_size():
+    cfg = replace(vit.CONFIGS["test"], parallel=True)
+    params, _ = vit.make_step(cfg)[0](jax.random.key(0))
+    assert "ln_2" not in params["blocks"][0]
+    batch = next(MODELS["vit"].batches(cfg, 16, 0))
+    larger = jax.tree_util.tree_map_with_path(
+        lambda path, x: 100 * x if jax.tree_util.keystr(path, simple=True, separator="/").endswith("q/kernel") else x,
+        params,
+    )
+    forward = jax.jit(partial(vit.forward, cfg=cfg))
+    logits, scaled = (forward(p, batch["image"]) for p in (params, larger))
+    np.testing.assert_allclose(logits, scaled, rtol=1e-3, atol=1e-4)
+    loss, grads = jax.jit(jax.value_and_grad(partial(vit.loss, cfg=cfg)))(params, batch)
+    assert_same_when_changed(vit, cfg, {"scan_layers": True, "remat": True}, params)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves((loss, grads)))
 
 
 def test_t5_distances_are_those_of_the_paper():
@@ -301,6 +351,8 @@ def test_carts_that_fall_start_anew():
 @pytest.mark.parametrize("name", ["data", "generate", *MODELS])
 def test_models_know_nothing_of_shardc_or_meshes(name):
     source = (EXAMPLES / f"{name}.py").read_text()
-    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
-    modules = {m for n in nodes for m in ([n.module] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names])}
+    nodes = list(ast.walk(ast.parse(source)))
+    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    modules |= {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+    modules -= {f"examples.{m}" for m in MODELS}  # of which each is looked at here
     assert not {m for m in modules if m.split(".")[0] in ("shardc", "examples") or m.startswith("jax.sharding")}

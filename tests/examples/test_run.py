@@ -13,6 +13,7 @@ RUNS = {
     "mlp": "--model mlp --mesh data=4,model=2 --plan data_tensor --steps 30",
     "resnet": "--model resnet --config test --mesh data=8 --plan zero1 --steps 4",
     "gpt2": "--config test --mesh data=4,model=2 --plan zero1 --microbatches 2 --steps 4",
+    "chosen mesh": "--model mlp --mesh auto --plan data_tensor --steps 10",
     "pipeline": "--config test --mesh pipe=2,data=2,model=2 --plan pipeline --batch 8 --microbatches 4 --steps 4",
 }
 SLOW = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import shardc
+from examples import moe
 from examples.zoo import MODELS
 from tests.test_parity import assert_close
 
@@ -21,15 +22,22 @@ CONFIGS = {
     "llama scan": ("llama", {"scan_layers": True}),
     "llama remat": ("llama", {"remat": True}),
     "moe scan remat": ("moe", {"scan_layers": True, "remat": True}),
+    "deepseek scan": ("moe", vars(moe.CONFIGS["test_deepseek"]) | {"scan_layers": True}),
+    "mixtral": ("moe", vars(moe.CONFIGS["test_mixtral"])),
+    "vit scan": ("vit", {"scan_layers": True, "remat": True, "parallel": True}),
+    "t5 scan": ("t5", {"scan_layers": True, "remat": True}),
 }
 CASES = [
     *((model, plan) for model in ZOO for plan in MODELS[model].plans if plan != "pipeline"),
     *((case, plan) for case in ("llama scan", "llama remat") for plan in ("data_tensor", "fsdp")),
-    *(("moe scan remat", plan) for plan in ("expert", "gshard")),
+    *((case, plan) for case in ("moe scan remat", "deepseek scan", "mixtral") for plan in ("expert", "gshard")),
+    *((case, plan) for case in ("vit scan", "t5 scan") for plan in ("data_tensor", "fsdp")),
 ]
 QUICK = [
     ("llama scan", "data_tensor"),
     ("moe scan remat", "expert"),
+    ("deepseek scan", "gshard"),
+    ("vit scan", "fsdp"),
     ("t5", "tensor"),
     ("vit", "data_tensor"),
     ("bert", "data_tensor"),

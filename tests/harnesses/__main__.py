@@ -2,7 +2,8 @@
 
     python -m tests.harnesses --seed 0 --draws 4 --groups add,scatter --part 1/8 --limit 20
 
-Ends with 1 if a value was wrong, or something failed that is no documented error. What it draws hangs on the seed and
+Ends with 1 if a value was wrong, a compiled program sent what its plan does not say, or something failed that is no
+documented error. What it draws hangs on the seed and
 the case's name alone: `--only NAME` runs a case again as it was.
 """
 

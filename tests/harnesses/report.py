@@ -19,7 +19,7 @@ from shardc.errors import did_you_mean
 from tests.harnesses.cases import Case, all_cases, choose
 from tests.harnesses.run import STATES, Outcome, Result, run_case
 
-BAD = ("crashed", "wrong")
+BAD = ("surprised", "crashed", "wrong")
 KEPT = 150
 """Cases between two times that JAX's compiled programs are dropped: a whole run would fill the memory."""
 
@@ -58,7 +58,7 @@ def logged(result: Result) -> dict[str, object]:
     worst = result.worst
     return {
         "case": result.case.name, "group": result.case.group, "state": worst.state, "seconds": round(result.seconds, 3),
-        "gathered": sorted(result.gathered), "draw": str(worst.draw), "text": worst.text,
+        "audited": result.audited, "gathered": sorted(result.gathered), "draw": str(worst.draw), "text": worst.text,
     }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def table(results: Iterable[Result]) -> Table:
     for result in results:
         groups.setdefault(result.case.group, []).append(result)
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("group", "cases", *STATES, "gathered", "seconds"):
+    for column in ("group", "cases", *STATES, "audited", "gathered", "seconds"):
         made.add_column(column, justify="left" if column == "group" else "right", no_wrap=True)
     for group, members in sorted(groups.items()):
         made.add_row(group, *_numbers(members))
@@ -83,7 +83,8 @@ def table(results: Iterable[Result]) -> Table:
 
 def _numbers(results: Sequence[Result]) -> list[str]:
     states = Counter(r.worst.state for r in results)
-    counts = [len(results), *(states[s] for s in STATES), sum(bool(r.gathered) for r in results)]
+    counts = [len(results), *(states[s] for s in STATES)]
+    counts += [sum(r.audited for r in results), sum(bool(r.gathered) for r in results)]
     return [*(str(n) if n else "-" for n in counts), f"{sum(r.seconds for r in results):.1f}"]
 
 

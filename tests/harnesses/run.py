@@ -16,9 +16,10 @@ from shardc.errors import ShardcError
 from tests.harnesses.cases import Case
 from tests.harnesses.compare import difference, on_host
 from tests.harnesses.draws import Draw, draw_for, mesh_of
+from tests.harnesses.surprises import SURPRISES
 
-State: TypeAlias = Literal["passed", "refused", "crashed", "wrong", "skipped", "undefined"]
-STATES: tuple[State, ...] = ("passed", "skipped", "undefined", "refused", "crashed", "wrong")
+State: TypeAlias = Literal["passed", "refused", "surprised", "crashed", "wrong", "skipped", "undefined"]
+STATES: tuple[State, ...] = ("passed", "skipped", "undefined", "refused", "surprised", "crashed", "wrong")
 """From good to bad: a case is what its worst draw is."""
 
 
@@ -30,12 +31,14 @@ class Outcome:
       text: what is wrong, or why it was refused or skipped.
       draw: None where no draw was made.
       gathered: primitives that the plan computed whole for want of a rule.
+      audited: whether the compiled program sends what the plan says, and nothing else.
     """
 
     state: State
     text: str = ""
     draw: Draw | None = None
     gathered: tuple[str, ...] = ()
+    audited: bool = False
 
 
 @dataclass
@@ -49,6 +52,10 @@ class Result:
     @property
     def worst(self) -> Outcome:
         return max(self.outcomes, key=lambda o: STATES.index(o.state))
+
+    @property
+    def audited(self) -> bool:
+        return all(o.audited for o in self.outcomes)
 
     @property
     def gathered(self) -> set[str]:
@@ -85,21 +92,24 @@ def _compare(case: Case, args: Sequence[Any], want: Any, draw: Draw) -> Outcome:
         function = placed(case.fn, draw)
         gathered = tuple(g.primitive for g in function.plan(*args).gathered)
         text = difference(case.group, args, function(*args), want)
+        audit = function.compile(*args).audit()
     except ShardcError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}", draw)
     except Exception:  # noqa: BLE001  # told with its traceback, and the run fails
         return Outcome("crashed", traceback.format_exc(limit=-6), draw)
-    return Outcome("wrong" if text else "passed", text, draw, gathered)
+    if text:
+        return Outcome("wrong", text, draw, gathered, audit.ok)
+    if audit.ok or case.group in SURPRISES:
+        return Outcome("passed", "", draw, gathered, audit.ok)
+    return Outcome("surprised", str(audit), draw, gathered)
 
 
 def placed(fn: Callable[..., Any], draw: Draw) -> Any:
     """The function on the draw's mesh, with its pins."""
 
-    def run(*args: Any) -> Any:
-        return fn(*args)
-
-    ins = {"args": draw.ins} if draw.ins else None
-    return shardc.function(run, mesh=mesh_of(draw.mesh), in_placements=ins, out_placements=draw.outs)
+    ins, outs = draw.at_border()
+    named = {"args": ins} if ins else None
+    return shardc.function(draw.inside(fn), mesh=mesh_of(draw.mesh), in_placements=named, out_placements=outs)
 
 
 def _first_line(error: Exception) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardc import AUTO, P
+from shardc import AUTO, B, P, S
 from tests.harnesses import __main__ as command
 from tests.harnesses import run
 from tests.harnesses.cases import Case, all_cases, choose
 from tests.harnesses.compare import difference
-from tests.harnesses.draws import MESHES, draw_for
+from tests.harnesses.draws import MESHES, Draw, draw_for, is_pin
 from tests.harnesses.jax_cases import harnesses
 from tests.harnesses.report import BAD, told
 from tests.harnesses.run import Outcome, run_case
+from tests.harnesses.surprises import SURPRISES
 from tests.harnesses.undefined import UNDEFINED
 
 GROUPS = sorted({case.group for case in all_cases()})
@@ -71,9 +73,22 @@ def test_draws_are_those_of_the_seed_and_reach_everything():
     assert {d.mesh for d in draws} == set(range(len(MESHES)))
     drawn = [d.outs for d in draws]
     assert AUTO in drawn
-    assert {str(s) for pin in drawn if isinstance(pin, dict) for s in pin.values()} == {"B", "S(0)", "S(1)", str(P)}
-    infinite = [draw_for(case, [np.array([np.inf])], np.array([True]), 0, k) for k in range(200)]
-    assert not any(P in pin.values() for d in infinite for pin in (*d.ins, d.outs) if isinstance(pin, dict))
+    reached = {"B", "S(0)", "S(1)", "P(sum)", "P(max)", "P(min)"}
+    assert {str(s) for pin in drawn if isinstance(pin, dict) for s in pin.values()} == reached
+    infinite = [draw_for(case, [np.array([np.inf])], np.array([1j]), 0, k) for k in range(200)]
+    for at, reached in (("ins", {"B", "S(0)", "P(max)", "P(min)"}), ("outs", {"B", "S(0)", "P(sum)"})):
+        pins = [jax.tree.leaves(getattr(d, at), is_leaf=is_pin)[0] for d in infinite]
+        assert {str(s) for pin in pins if isinstance(pin, dict) for s in pin.values()} == reached
+
+
+def test_partial_maxima_are_pinned_inside():
+    x = np.arange(6.0)
+    draw = Draw(0, ({"a": P("max")}, {"a": S(0)}), {"a": P("min")})
+    f = run.placed(jnp.add, draw)
+    assert draw.at_border() == ((AUTO, {"a": S(0)}), AUTO)
+    pins = [e.params["pin"].placement for e in f.plan(x, x).program.jaxpr.eqns if e.primitive.name == "constrain"]
+    assert list(map(str, pins)) == ["{a: P(max)}", "{a: P(min)}"]
+    np.testing.assert_array_equal(f(x, x), x + x)
 
 
 X = np.random.default_rng(0).normal(size=(4, 3))
@@ -135,6 +150,22 @@ def test_the_command_prints_a_table_and_fails_on_wrong_values(wrong, code, state
     assert command.main() == code
     head, _, row, _, _ = [line.split() for line in capsys.readouterr().out.splitlines()][-5:]
     assert dict(zip(head, row, strict=True))[state] == "1"
+
+
+def test_a_surprise_fails_unless_its_group_has_a_reason(monkeypatch):
+    right = run.placed
+
+    def overlooked(fn, draw):
+        function = right(lambda x: fn(x), Draw(0, ({"a": S(0)},), {"a": B}))
+        function.plan(np.ones(8)).collectives = ()
+        return function
+
+    monkeypatch.setattr(run, "placed", overlooked)
+    case = Case("neg", "neg", jnp.negative, lambda rng: [rng.randn(8)])
+    assert run_case(case, seed=0, draws=1).worst.state == "surprised"
+    monkeypatch.setitem(SURPRISES, "neg", "a plan without what it sends")
+    result = run_case(case, seed=0, draws=1)
+    assert (result.worst.state, result.audited) == ("passed", False)
 
 
 def test_an_unknown_group_is_refused_with_the_nearest(monkeypatch, capsys):
