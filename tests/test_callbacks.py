@@ -113,9 +113,10 @@ def test_they_run_as_on_one_device(program):
         assert not exe.plan.gathered
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: str(dict(m.shape)))
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
-def test_numbers_of_64_bits_keep_them(dtype):
-    """Also where x64 is on in this thread alone: another one runs the callback."""
+def test_numbers_of_64_bits_keep_them(dtype, mesh):
+    """Also where x64 is on in this thread alone: another one runs the callback, as an argument is not there yet."""
     with jax.enable_x64(True):
         x = np.asarray([[2**53 + 1, 5, 1], [7, 2**40 + 3, 0]], np.int64).astype(dtype) * np.asarray(3, dtype)
 
@@ -123,11 +124,18 @@ def test_numbers_of_64_bits_keep_them(dtype):
             assert v.dtype == dtype and n.dtype == np.int32
             return np.asarray(v) + 1, np.asarray(v)[0, 0]
 
-        def program(x):
+        def program(x, y):
             shapes = (like(x), jax.ShapeDtypeStruct((), x.dtype))
-            return jax.pure_callback(look, shapes, x, jnp.int32(1)), io_callback(look, shapes, x, jnp.int32(2))
+            jax.debug.callback(lambda v: seen.append(np.asarray(v)), x)
+            return jax.pure_callback(look, shapes, x, jnp.int32(1)), io_callback(look, shapes, x, jnp.int32(2)), y
 
-        got = shardc.function(program, mesh=MESHES[0], in_placements={"x": {"a": S(1)}})(x)
+        seen = []
+        f = shardc.function(program, mesh=mesh, in_placements={"x": {"a": S(1)}})
+        compiled = f.compile(x, np.float64(0))
+        late = jax.jit(lambda y: lax.fori_loop(0, 50, lambda _, y: y @ y / 1000, jnp.ones((1000, 1000)))[0, 0])
+        *got, _ = jax.block_until_ready(compiled(x, late(1.0)))
+        jax.effects_barrier()
+        np.testing.assert_array_equal(seen, [x])
         for whole, first in got:
             np.testing.assert_array_equal(np.asarray(whole), x + 1)
             assert np.asarray(first) == x[0, 0] and first.dtype == dtype

@@ -44,30 +44,42 @@ def once_signature(eqn: Eqn) -> Signature:
     return Signature((B,) * len(eqn.invars), tuple(P(result_op(v.aval)) for v in eqn.outvars))
 
 
-class Guarded:
-    """A callback that does not raise: what it would is added to `raised`, and its results are zeros.
+class InWords:
+    """A callback whose numbers of 64 bits come and go as words: the thread that runs it need not have x64.
 
-    A loop that waits for what a failed callback does not say would not end: after so many failures it does raise.
-    Numbers of 64 bits come and go as words: the thread that runs it need not have x64, and JAX would narrow them.
+    JAX would narrow them there.
     """
 
-    MOST = 1000
-
-    def __init__(self, callback: Callable[..., Sequence[Any]], eqn: Eqn, raised: list[BaseException]) -> None:
-        self.callback, self.raised = callback, raised
+    def __init__(self, callback: Callable[..., Sequence[Any]], eqn: Eqn) -> None:
+        self.callback = callback
         self.operands, self.results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
         self.wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __call__(self, *args: Any) -> Sequence[Any]:
+        with jax.enable_x64(self.wide):
+            made = _checked(self.callback(*map(_of_words, args, self.operands)), self.results)
+        return [_words(np.asarray(x, order="C")) for x in made]
+
+
+class Guarded:
+    """A callback in words that does not raise: what it would is added to `raised`, and its results are zeros.
+
+    A loop that waits for what a failed callback does not say would not end: after so many failures it does raise.
+    """
+
+    MOST = 1000
+
+    def __init__(self, callback: InWords, raised: list[BaseException]) -> None:
+        self.callback, self.raised = callback, raised
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
         try:
-            with jax.enable_x64(self.wide):
-                made = _checked(self.callback(*map(_of_words, args, self.operands)), self.results)
+            return self.callback(*args)
         except BaseException as error:
             self.raised.append(error)
             if len(self.raised) > self.MOST:
                 raise
-            made = [np.zeros(a.shape, a.dtype) for a in self.results]
-        return [_words(np.asarray(x, order="C")) for x in made]
+            return [_words(np.zeros(a.shape, a.dtype)) for a in self.callback.results]
 
 
 def words_of(aval: Any) -> int:
@@ -139,11 +151,12 @@ def run_once(
     """
     params: dict[str, Any] = {**eqn.params, **({"sharding": None} if "sharding" in eqn.params else {})}
     arrays = [jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-    if not sizes:
-        return compat.bind_with(eqn.primitive, params)(*arrays)
     bind = compat.bind_with(eqn.primitive, params)
     if "callback" in params:
-        bind = _bind_guarded(eqn, params, raised)
+        callback = InWords(params["callback"], eqn)
+        bind = _bind_in_words(eqn, {**params, "callback": Guarded(callback, raised) if sizes else callback})
+    if not sizes:  # nobody waits for the one device: what a callback raises ends the call
+        return bind(*arrays)
 
     def elsewhere(*_: Any) -> list[jax.Array]:
         kinds: Mapping[ReduceOp, Any] = {"sum": "zero", "max": "lowest"}
@@ -153,8 +166,8 @@ def run_once(
     return lax.cond(sum(map(lax.axis_index, sizes)) == 0, bind, elsewhere, *arrays)
 
 
-def _bind_guarded(eqn: Eqn, params: Mapping[str, Any], raised: list[BaseException]) -> Callable[..., list[Any]]:
-    more: dict[str, Any] = {"callback": Guarded(params["callback"], eqn, raised)}
+def _bind_in_words(eqn: Eqn, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
+    more: dict[str, Any] = {}
     avals = [v.aval for v in eqn.outvars]
     if "result_avals" in params:
         more["result_avals"] = tuple(
