@@ -63,6 +63,12 @@ class MeshView:
         cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
+    def goes_together(self, kind: str, axes: Sequence[str]) -> bool:
+        """Whether a collective over a group of axes is done as such, or there is no smaller group to do it in."""
+        most = dict(self.topology.together).get(kind, math.inf)
+        n = math.prod(self.sizes[a] for a in axes)
+        return n < self.size or n <= most or sum(self.sizes[a] > 1 for a in axes) == 1
+
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
 

@@ -172,7 +172,8 @@ class _Graph:
         """The steps from a placement, each with its price."""
         if p not in self._steps:
             shape, sizes = self._shape, self._sizes
-            found = list(neighbours(p, shape, sizes, self._ops))
+            steps = neighbours(p, shape, sizes, self._ops)
+            found = [s for s in steps if self._mesh.goes_together(s.kind, s.axes)]
             alike = self._alike[_blocks(p, shape, sizes)]
             found += [Step("permute", _regrouped(p, q, sizes), p, q) for q in alike if q != p]
             self._steps[p] = tuple(
@@ -318,6 +319,8 @@ def _direct(
     memory = memory_cost(mesh.topology)
     summed = np.asarray([p.partial_op == "sum" for p in steps.index])
     for kind, axes, src, dst, reduced in steps.alike:
+        if not mesh.goes_together(kind, axes):
+            continue
         group = group_of(mesh, axes)
         before, after = held[src], held[dst]
         smaller = np.minimum(local[src], local[dst]).prod(-1) * itemsize

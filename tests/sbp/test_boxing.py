@@ -183,6 +183,30 @@ def test_boxing_table_is_find_boxing_of_all_pairs(shape: tuple[int, ...], axes: 
             assert table.seconds[table.index[src], table.index[dst]] == seconds, (src, dst)
 
 
+ALL_SPLIT = "{a: S(0), b: S(0), c: S(0)}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "src", "dst"),
+    [("all_gather", ALL_SPLIT, "{}"), ("reduce_scatter", "{a: P(sum), b: P(sum), c: P(sum)}", ALL_SPLIT)],
+)
+@pytest.mark.parametrize("rows", [64, 2**20])
+def test_what_xla_does_not_do_with_all_devices_at_once_takes_two_steps(
+    kind: str, src: str, dst: str, rows: int
+) -> None:
+    """XLA:TPU would make an all-reduce of it, which no plan lists."""
+    axes = {"a": 4, "b": 4, "c": 4}
+    for topology, alone in (("v5p:4x4x4", False), ("h100:8x8", True)):
+        ends = Placement.parse(src), Placement.parse(dst)
+        boxing = find_boxing((rows,), ITEMSIZE, *ends, view_of(axes, topology))
+        assert alone == (len(boxing.steps) == 1)
+        assert 1 <= boxing.bytes / (63 * rows // 64 * ITEMSIZE) < 1.1
+        assert alone or not any(s.kind == kind and set(s.axes) == set(axes) for s in boxing.steps)
+    one = [p.without(("a", "b")) for p in ends]
+    boxing = find_boxing((rows,), ITEMSIZE, *one, view_of({"c": 64}, "v5p:4x4x4"))
+    assert [s.kind for s in boxing.steps] == [kind]  # along one axis there is no other way
+
+
 def test_boxing_table_knows_what_a_device_holds() -> None:
     table = boxing_table((5, 7), ITEMSIZE, view_of({"a": 4, "b": 2}))
     held = {str(p): int(table.local_bytes[i]) for p, i in table.index.items()}
