@@ -79,16 +79,17 @@ def gap_text(gap: float | None) -> str:
 
 def show_compiled(rows: Rows, console: Console) -> None:
     table = new_table(
-        "Compiled for v5p by XLA:TPU, beside the plan", "model", "plan", "compile s", "GiB", "XLA GiB", "ratio",
-        "sent GiB", "XLA sent", "ratio", "step s", "computing", "XLA:TPU s", "ratio", "audit",
+        "Compiled for v5p by XLA:TPU, beside the plan", "model", "plan", "compile s", "GiB", "XLA peak", "ratio",
+        "XLA allots", "sent GiB", "XLA sent", "ratio", "step s", "computing", "XLA:TPU s", "ratio", "audit",
     )  # fmt: skip
     for r in rows:
         xla, computing = r["xla"], r["parts"]["compute"] + r["parts"]["memory"]
-        sent, memory = sum(xla["bytes"].values()), r["memory"] / xla["memory"]
+        sent, memory = sum(xla["bytes"].values()), r["memory"] / xla["peak"]
+        sizes = [f"{bytes_ / GIB:.1f}" for bytes_ in (r["memory"], xla["peak"], xla["memory"])]
         table.add_row(
-            *r["case"].split("/"), f"{xla['compiling']:.0f}", f"{r['memory'] / GIB:.1f}", f"{xla['memory'] / GIB:.1f}",
-            f"{memory:.2f}{' !' if not 1 <= memory <= 1.1 else '  '}", f"{r['bytes'] / GIB:.2f}", f"{sent / GIB:.2f}",
-            f"{r['bytes'] / sent:.2f}", f"{r['seconds']:.4g}", f"{computing:.4g}",
+            *r["case"].split("/"), f"{xla['compiling']:.0f}", *sizes[:2],
+            f"{memory:.2f}{' !' if not 1 <= memory <= 1.1 else '  '}", sizes[2], f"{r['bytes'] / GIB:.2f}",
+            f"{sent / GIB:.2f}", f"{r['bytes'] / sent:.2f}", f"{r['seconds']:.4g}", f"{computing:.4g}",
             *((f"{xla['seconds']:.4g}", f"{computing / xla['seconds']:.2f}") if timed(r) else ("-", "-")),
             "ok" if xla["audit"] else "SURPRISES",
         )  # fmt: skip

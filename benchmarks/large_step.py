@@ -77,8 +77,8 @@ def figures(ours: Any, args: tuple[Any, ...], text: Path | None) -> dict[str, An
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "compiling": took, "seconds": xla_seconds(compiled), "cycles": cycle_seconds(hlo),
-        "memory": held + memory.temp_size_in_bytes, "bytes": moved(hlo), "audit": audit.ok,
-        "audit_text": str(audit),
+        "memory": held + memory.temp_size_in_bytes, "peak": memory.peak_memory_in_bytes, "bytes": moved(hlo),
+        "audit": audit.ok, "audit_text": str(audit),
     }  # fmt: skip
 
 

@@ -106,8 +106,8 @@ class Topology:
       layout: how the axes of a mesh lie in the shape; axes that it does not name lie as `default_spans` says.
       overlaps: whether a collective can run while the device computes. Of XLA:CPU each waits for the one before it.
       together: of collectives by kind, the largest mesh whose devices all take part in one; kinds not named have no
-        limit. XLA:TPU makes one all-reduce, twice the bytes, of what all chips of a slice do: of all-gathers from 64 chips
-        on, of reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, compiled ahead of time).
+        limit. XLA:TPU makes one all-reduce, twice the bytes, of what all chips of a slice do: of all-gathers from 64
+        chips on, of reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, compiled ahead of time).
     """
 
     kind: str
