@@ -216,14 +216,15 @@ LARGE: Mapping[str, Large] = {
         1024, 140.6e9, (4, 8, 8), {"fsdp": 8, "expert": 8, "model": 4}, EXPERTS, moe_work,
     ),
     # DeepSeek-AI 2024, "DeepSeek-V3", section 4.2: 61 layers of which 3 are dense, 256 experts and one shared, 8 for
-    # each token, 15360 rows of 4096. Gates are a softmax here, and nothing is predicted but the next token.
+    # each token, 15360 rows of 4096. Gates are a softmax here, and nothing is predicted but the next token. An eighth
+    # of the rows: of all of them at once the scores of one layer alone are 120 GiB on each chip.
     "deepseek": Large(
         moe,
         moe.Config(
             61, 7168, 128, 256, 2048, 4096, chosen=8, group=1024, vocab=129280, llama=True,
             latent=moe.Latent(1536, 512, 128, 64, 128), shared=2048, dense=3, dense_hidden=18432, **STACKED,
         ),
-        15360, 671e9, (8, 16, 16), {"fsdp": 16, "expert": 32, "model": 4}, DEEPSEEK, moe_work,
+        1920, 671e9, (8, 16, 16), {"fsdp": 16, "expert": 32, "model": 4}, DEEPSEEK, moe_work,
     ),
     # Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters", table 1 and section 3: 65,536 images
     # of 224 x 224 on 1024 chips. It pools with attention, here a class token does; 29,593 classes of JFT-4B.

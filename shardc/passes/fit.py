@@ -167,6 +167,7 @@ class Fit:
     def _at(self, prices: Prices, start: Trial, thorough: bool = False) -> Trial:
         """The best found at some prices: along the axes, or by the whole search; then of all that was found so far,
         joined."""
+        self.charges.memo.forget()
         on, placer = self.charges.prices(prices), self.placer
         tables, begin = self.charges.priced(on), start.found.values
         found = placer.best(tables, begin).values if thorough else placer.along_axes(tables, begin, sweeps=1)

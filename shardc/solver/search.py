@@ -101,6 +101,7 @@ class Search:
                 pairs *= 4
                 part.pair_work *= 8
             log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
+            r.ops.memo.forget()
 
     @property
     def closed(self) -> bool:

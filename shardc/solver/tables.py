@@ -19,6 +19,8 @@ FORBIDDEN: Final = 1e15
 """Costs from here on mean: not allowed."""
 LARGE: Final = 4096
 """Entries from which on a table is known by its digest, not by its bytes."""
+MOST: Final = 1 << 31
+"""Bytes of arrays that are remembered, roughly, before all is forgotten."""
 
 
 class Memo:
@@ -26,12 +28,16 @@ class Memo:
 
     A model repeats its layers: most tables are one of a few, and so are the results of eliminating them. Equal arrays
     are one object (`one`), and an operation on the same objects is done once (`do`).
+
+    Attributes:
+      held: bytes of the arrays that it keeps.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[tuple[int, ...], str, bytes], Any] = {}
         self._done: dict[Hashable, tuple[Any, Any]] = {}
         self._known: set[int] = set()
+        self.held = 0
 
     def one(self, array: A) -> A:
         """The one array that equals `array`."""
@@ -41,6 +47,8 @@ class Memo:
         if array.size > LARGE:
             data = hashlib.blake2b(data, digest_size=16).digest()
         found = self._arrays.setdefault((array.shape, array.dtype.char, data), array)
+        if found is array:
+            self.held += array.nbytes
         self._known.add(id(found))  # it is kept, so no other array will have its identity
         return found
 
@@ -49,4 +57,14 @@ class Memo:
         found = self._done.get(key)
         if found is None:
             found = self._done[key] = (operands, make())
+            if isinstance(found[1], np.ndarray) and id(found[1]) not in self._known:
+                self.held += found[1].nbytes
         return found[1]
+
+    def forget(self, most: int = MOST) -> None:
+        """Lets go of everything if that is more than `most` bytes. What others still hold is computed with anew."""
+        if self.held > most:
+            self._arrays.clear()
+            self._done.clear()
+            self._known.clear()
+            self.held = 0

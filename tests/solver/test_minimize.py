@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, elimination_order, minimize
+from shardc.solver import FORBIDDEN, Memo, elimination_order, minimize
 from tests.solver.problems import cost_of, minimum, random_problem
 
 
@@ -24,3 +24,28 @@ def test_what_is_forbidden_is_not_chosen():
 def test_the_order_takes_leaves_first():
     star = [(0, i) for i in range(1, 40)]
     assert elimination_order(40, star)[-2:] in ([0, 39], [39, 0])
+
+
+class Forgetful(Memo):
+    """Forgets all at every chance."""
+
+    chances = 0
+
+    def forget(self, most: int = 0) -> None:
+        self.chances += self.held > 0
+        super().forget(0)
+        assert not self.held
+
+
+def test_what_is_forgotten_changes_nothing():
+    chances = 0
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        unary = [rng.integers(0, 30, 12).astype(float) for _ in range(16)]
+        pairs = [(i, j) for i in range(16) for j in range(i + 1, 16) if rng.random() < 0.4]
+        pairwise = {pair: rng.integers(0, 30, (12, 12)).astype(float) for pair in pairs}
+        memo = Forgetful()
+        again, once = minimize(unary, pairwise, memo=memo), minimize(unary, pairwise)
+        assert again == once and once.exact
+        chances += memo.chances
+    assert chances
