@@ -342,9 +342,10 @@ class Dual:
                 np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
         return flat, first
 
-    def rest(self) -> tuple[float, list[Table], dict[Pair, Table]]:
-        """The problem as the messages of the last pass write it: a constant (the bound), and what values and pairs of
-        values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of a later level)."""
+    def rest(self, values: Sequence[Index]) -> tuple[float, list[Table], dict[Pair, Table]]:
+        """The problem of some values as the messages of the last pass write it: a constant (the bound), and what values
+        and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of a later
+        level)."""
         constant = 0.0
         own: list[Table] = list(self.own)
         tables: dict[Pair, Table] = {}
@@ -354,14 +355,16 @@ class Dual:
             least = left.min(1, keepdims=True)
             constant += float(least.sum())
             for v, mine in zip(level.variables, left - least, strict=True):
-                own[v] = mine
+                own[v] = mine[values[v]]
             costs *= level.share
             for edges in level.ahead if self._forward else level.behind:
                 given = costs[edges.position] - self.messages[edges.back]
                 count, size = len(given), edges.tables.shape[2]
                 taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
                 for k, (v, j) in enumerate(zip(level.variables[edges.position], edges.other, strict=True)):
-                    table = edges.tables[k if len(edges.tables) > 1 else 0] + given[k][:, None] - taken[k]
+                    rows, columns = values[v], values[j]
+                    table = edges.tables[k if len(edges.tables) > 1 else 0][rows[:, None], columns]
+                    table += given[k][rows, None] - taken[k][columns]
                     least = float(table.min())
                     constant += least
                     tables[int(v), int(j)] = table - least

@@ -342,6 +342,19 @@ class Reduction:
         self.uses[v] = [Use(u.begin, u.end, ops.rows(u.bytes, index)) for u in self.uses[v]]
         self._touch((v, *self.near[v]))
 
+    def rewrite(self, v: int, index: Index, own: Table) -> None:
+        """Only these values of a variable, and other costs of them. Its tables are to follow, by `link`."""
+        if index.size < self.own[v].size:
+            index = self.ops.one(index)
+            self.steps.append(_Kept(v, index))
+            self.uses[v] = [Use(u.begin, u.end, self.ops.rows(u.bytes, index)) for u in self.uses[v]]
+        self.own[v] = self.ops.one(own)
+
+    def link(self, v: int, other: int, table: Table) -> None:
+        """Another table for two neighbours."""
+        self.near[v][other] = self.ops.one(table)
+        self.near[other][v] = self.ops.turned(self.near[v][other])
+
     def _forget(self, i: int, j: int) -> None:
         del self.near[i][j], self.near[j][i]
 

@@ -109,7 +109,7 @@ class Search:
 
     def _sweep(self, inside: Sequence[int]) -> Reduction:
         """Raises the bound for as long as it pays, looking for better assignments. Gives the problem as the messages
-        write it: its constant is the bound."""
+        write it, of values that are not too dear: its constant is the bound. At the end of the search, as it was."""
         r = self.problem
         number = {v: k for k, v in enumerate(inside)}
         near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
@@ -150,15 +150,15 @@ class Search:
                 break
             if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
                 break
+        if self.closed or r.ops.work > self.limit:
+            return r
         rest = r.copy()
-        constant, own, tables = dual.rest()
+        constant, own, tables = dual.rest(values)
         rest.constant += constant
-        for v, u in zip(inside, own, strict=True):
-            rest.own[v] = r.ops.one(u)
+        for v, some, u in zip(inside, values, own, strict=True):
+            rest.rewrite(v, some, u)
         for (i, j), table in tables.items():
-            v, k = inside[i], inside[j]
-            rest.near[v][k] = r.ops.one(table)
-            rest.near[k][v] = r.ops.turned(rest.near[v][k])
+            rest.link(inside[i], inside[j], table)
         return rest
 
     def _known(self, inside: Sequence[int], otherwise: Index) -> Index:
