@@ -114,9 +114,9 @@ class Search:
         number = {v: k for k, v in enumerate(inside)}
         near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
         part = _Part([r.own[v] for v in inside], near)
-        everything = [np.arange(u.size) for u in part.own]
-        if part.easy(everything):
-            self._offer_part(inside, self._eliminate(part, everything))
+        values = [np.arange(u.size) for u in part.own]
+        if part.easy(values):
+            self._offer_part(inside, self._eliminate(part, values))
             self._raise_to(self.cost)
             return r
         dual = Dual(part.own, near)

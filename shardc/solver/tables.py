@@ -55,11 +55,14 @@ class Memo:
     def do(self, key: Hashable, operands: Any, make: Callable[[], T]) -> T:
         """What `make` gives, made once for `key`; the key names `operands` by identity, so they are kept."""
         found = self._done.get(key)
-        if found is None:
-            found = self._done[key] = (operands, make())
-            if isinstance(found[1], np.ndarray) and id(found[1]) not in self._known:
-                self.held += found[1].nbytes
-        return found[1]
+        if found is not None:
+            return found[1]
+        made = make()
+        self._done[key] = (operands, made)
+        array: Any = made
+        if isinstance(array, np.ndarray) and id(array) not in self._known:
+            self.held += array.nbytes
+        return made
 
     def forget(self, most: int = MOST) -> None:
         """Lets go of everything if that is more than `most` bytes. What others still hold is computed with anew."""
