@@ -170,9 +170,9 @@ class Fit:
         self.charges.memo.forget()
         on, placer = self.charges.prices(prices), self.placer
         tables, begin = self.charges.priced(on), start.found.values
-        found = placer.best(tables, begin).values if thorough else placer.along_axes(tables, begin, sweeps=1)
-        self.pool.append(found)
-        trial = self._joined(on, found)
+        found = placer.best(tables, begin) if thorough else placer.along_axes(tables, begin, sweeps=1)
+        self.pool.append(found.values)
+        trial = self._joined(on, found.values)
         log.debug("price %.3g: %.4g s, %.4g bytes of %.4g", prices.sum(), trial.found.cost, trial.peak, self.limit)
         return trial
 

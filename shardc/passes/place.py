@@ -1,8 +1,8 @@
 """Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
 
 The domains say what each node may choose on all axes at once (`shardc.passes.domain`), the solver minimises the sum of
-their costs and of the boxings between them (`shardc.solver`). On three axes and more it starts from what is best on one
-axis after the other.
+their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be best is then looked at along
+one axis after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -127,22 +127,24 @@ class Placer:
           start: choices that the result is not to be worse than.
         """
         t = tables or self.tables
-        if start is None and len(self.domains.axes) > 2:
-            start = self.along_axes(t)
-        return minimize(t.unary, t.pairwise, start, t.memo, t.work)
+        found = minimize(t.unary, t.pairwise, start, t.memo, t.work)
+        if found.exact or len(self.domains.axes) < 2:
+            return found
+        moved = self.along_axes(t, found.values)
+        return min(replace(moved, bound=found.bound), found, key=lambda a: a.cost)
 
-    def along_axes(self, tables: Tables, start: Sequence[int] | None = None, sweeps: int = SWEEPS) -> list[int]:
-        """The best choices that are found by moves along one axis at a time, from a start on."""
+    def along_axes(self, tables: Tables, start: Sequence[int], sweeps: int = SWEEPS) -> Assignment:
+        """The best choices that are found by moves along one axis at a time, from a start on. They prove nothing."""
         search, axes = AxisSearch(tables), self.domains.axes
-        state, cost, settled = list(start or [0] * len(tables.unary)), np.inf, 0
+        values, cost, settled = list(start), np.inf, 0
         for axis in itertools.islice(itertools.cycle(range(len(axes))), sweeps * len(axes)):
             before = cost
-            state, cost = search.improve(state, axis)
+            values, cost = search.improve(values, axis)
             settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
             log.debug("axis %s: cost %.3e", axes[axis], cost)
             if settled == len(axes):
                 break
-        return state
+        return Assignment(values, cost, -np.inf)
 
     def placed(self, found: Assignment) -> Placed:
         """The placements that choices mean."""
