@@ -33,8 +33,10 @@ WORK_PER_CHOICE: Final = 5e4
 """Table entries that the solver may touch for each choice of each node: a few seconds at most for a small model."""
 LEAST_WORK: Final = 4e9
 MOST_WORK: Final = 2e10
-AXIS_WORK: Final = 1e9
-"""The same for one axis, which is nearly always proved with less."""
+MOVE_WORK: Final = 1e9
+"""The same for some of the choices of each node, whose best is nearly always proved with less."""
+FAR: Final = 1e-2
+"""Relative distance of cost and bound from which on it is also looked for from another start."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,8 @@ class Tables:
         self.pairwise[i, j] = cost
 
 
-class AxisSearch:
-    """Moves of one axis at a time: each node keeps what it has on the other axes."""
+class Moves:
+    """Searches among some of the choices of each node."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables, self.memo = tables, tables.memo
@@ -89,26 +91,37 @@ class AxisSearch:
         rest = np.delete(domain.options, axis, 1)
         return self.memo.one(np.flatnonzero((rest == rest[choice]).all(-1)))
 
-    def improve(self, state: Sequence[int], axis: int) -> tuple[list[int], float]:
-        """The best choices on one axis, the others as they are, and their cost."""
-        do, one, t = self.memo.do, self.memo.one, self.tables
+    def improve(self, start: Sequence[int], axis: int) -> Assignment:
+        """The best choices on one axis, each node keeping what it has on the others."""
+        do, domains = self.memo.do, self.tables.domains.of
         free = [
             do(("along", id(d), axis, c), d, lambda d=d, c=c: self.along(d, axis, c))
-            for d, c in zip(t.domains.of, state, strict=True)
+            for d, c in zip(domains, start, strict=True)
         ]
+        return self.among(free, start)
+
+    def join(self, *found: Assignment) -> Assignment:
+        """The best that each node takes from any of these (Lempitsky et al. 2010, "Fusion Moves for Markov Random Field
+        Optimization")."""
+        offered = [self.memo.one(np.unique(column)) for column in np.asarray([a.values for a in found], np.intp).T]
+        return self.among(offered, min(found, key=lambda a: a.cost).values)
+
+    def among(self, offered: Sequence[NDArray[np.intp]], start: Sequence[int]) -> Assignment:
+        """The best of the offered choices, no worse than those of `start`. It proves nothing of others."""
+        do, one, t = self.memo.do, self.memo.one, self.tables
         unary = [
-            do(("u", id(u), id(f)), (u, f), lambda u=u, f=f: one(u[f])) for u, f in zip(t.unary, free, strict=True)
+            do(("u", id(u), id(f)), (u, f), lambda u=u, f=f: one(u[f])) for u, f in zip(t.unary, offered, strict=True)
         ]
         pairwise = {
             (i, j): do(
-                ("ix", id(c), id(free[i]), id(free[j])), (c, free[i], free[j]),
-                lambda c=c, i=i, j=j: one(c[np.ix_(free[i], free[j])]),
+                ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
+                lambda c=c, i=i, j=j: one(c[np.ix_(offered[i], offered[j])]),
             )
             for (i, j), c in t.pairwise.items()
         }  # fmt: skip
-        start = [int(np.searchsorted(f, c)) for f, c in zip(free, state, strict=True)]
-        found = minimize(unary, pairwise, start, self.memo, AXIS_WORK, SETTLED)
-        return [int(f[v]) for f, v in zip(free, found.values, strict=True)], found.cost
+        begin = [int(np.searchsorted(f, c)) for f, c in zip(offered, start, strict=True)]
+        found = minimize(unary, pairwise, begin, self.memo, MOVE_WORK, SETTLED)
+        return Assignment([int(f[v]) for f, v in zip(offered, found.values, strict=True)], found.cost, -np.inf)
 
 
 class Placer:
@@ -131,20 +144,22 @@ class Placer:
         if found.exact or len(self.domains.axes) < 2:
             return found
         moved = self.along_axes(t, found.values)
+        if moved.cost - found.bound > FAR * moved.cost:
+            moved = Moves(t).join(moved, self.along_axes(t, [0] * len(found.values)))
         return min(replace(moved, bound=found.bound), found, key=lambda a: a.cost)
 
     def along_axes(self, tables: Tables, start: Sequence[int], sweeps: int = SWEEPS) -> Assignment:
-        """The best choices that are found by moves along one axis at a time, from a start on. They prove nothing."""
-        search, axes = AxisSearch(tables), self.domains.axes
-        values, cost, settled = list(start), np.inf, 0
+        """The best choices that are found by moves along one axis at a time, from a start on."""
+        moves, axes = Moves(tables), self.domains.axes
+        found, settled = Assignment(list(start), np.inf, -np.inf), 0
         for axis in itertools.islice(itertools.cycle(range(len(axes))), sweeps * len(axes)):
-            before = cost
-            values, cost = search.improve(values, axis)
-            settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
-            log.debug("axis %s: cost %.3e", axes[axis], cost)
+            before = found.cost
+            found = moves.improve(found.values, axis)
+            settled = settled + 1 if found.cost >= before * (1 - SETTLED) else 1
+            log.debug("axis %s: cost %.3e", axes[axis], found.cost)
             if settled == len(axes):
                 break
-        return Assignment(values, cost, -np.inf)
+        return found
 
     def placed(self, found: Assignment) -> Placed:
         """The placements that choices mean."""
