@@ -17,7 +17,7 @@ help:
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
 	@echo "make test   the whole test suite"
 	@echo "make quick  the tests that are not marked slow"
-	@echo "make parity every schedule, model and mesh of the pipelines' parity, of which the suite runs a sample"
+	@echo "make parity every plan, schedule, model and mesh of the parity with one device, of which the suite runs a sample"
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
@@ -38,7 +38,7 @@ quick: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 parity: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_pipeline_parity.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py $(ARGS)
 
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)

@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
-    parser.addoption("--every-case", action="store_true", help="all cases of the pipelines' parity, not a sample")
+    parser.addoption("--every-case", action="store_true", help="all cases of parity, not a sample")
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -39,11 +39,11 @@ class Forgetful(Memo):
 
 def test_what_is_forgotten_changes_nothing():
     chances = 0
-    for seed in range(5):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
-        unary = [rng.integers(0, 30, 12).astype(float) for _ in range(16)]
-        pairs = [(i, j) for i in range(16) for j in range(i + 1, 16) if rng.random() < 0.4]
-        pairwise = {pair: rng.integers(0, 30, (12, 12)).astype(float) for pair in pairs}
+        unary = [rng.integers(0, 30, 10).astype(float) for _ in range(14)]
+        pairs = [(i, j) for i in range(14) for j in range(i + 1, 14) if rng.random() < 0.4]
+        pairwise = {pair: rng.integers(0, 30, (10, 10)).astype(float) for pair in pairs}
         memo = Forgetful()
         again, once = minimize(unary, pairwise, memo=memo), minimize(unary, pairwise)
         assert again == once and once.exact
