@@ -65,7 +65,7 @@ LARGE: dict[str, Row] = dict(named((*blocks(), *batches(), *sequences(), *grids(
 MISSED: dict[tuple[str, Side], float] = {
     ("fsdp_tensor_8x8", "annotated"): 1.00,  # 1.015 is sent in 0.81 of the time: pieces of products go around
     ("fsdp_tensor_8x8", "auto"): 1.00,
-    ("hybrid_tensor_4x8x8", "annotated"): 1.00,
+    ("hybrid_tensor_4x8x8", "annotated"): 1.00,  # 1.034 is sent, also where no pieces go around; not looked into
     ("hybrid_tensor_4x8x8", "auto"): 1.00,
 }
 """As in `rows`."""

@@ -123,9 +123,7 @@ class Charges:
                 return do(key, table, lambda: self.memo.one(table[offered[i]]))
             return do(key, table, lambda: self.memo.one(np.ascontiguousarray(table[np.ix_(offered[i], offered[j])])))
 
-        found.tables = copy.copy(self.tables)
-        found.tables.unary = [some(u, i, i) for i, u in enumerate(self.tables.unary)]
-        found.tables.pairwise = {(i, j): some(t, i, j) for (i, j), t in self.tables.pairwise.items()}
+        found.tables = self.tables.among(offered)
         found.holdings = [replace(h, amounts=some(h.amounts, h.first, h.second)) for h in self.holdings]
         return found
 

@@ -177,8 +177,7 @@ class Fit:
         return trial
 
     def _joined(self, on: NDArray[np.float64], start: Sequence[int]) -> Trial:
-        """Of what was found the best choice for each node, together, at prices on the holdings (Lempitsky et al. 2010,
-        "Fusion Moves for Markov Random Field Optimization")."""
+        """Of what was found the best choice for each node, together (as `Moves.join`), at prices on the holdings."""
         tried = np.asarray([*self.pool[:1], *self.pool[1:][-POOL:], start], np.intp)
         offered = [np.unique(column) for column in tried.T]
         t = self.charges.among(offered).priced(on)

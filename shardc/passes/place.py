@@ -7,6 +7,7 @@ one axis after the other.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,23 @@ class Tables:
         """What the solver may spend on it."""
         return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
 
+    def among(self, offered: Sequence[NDArray[np.intp]]) -> Tables:
+        """The same with only some choices offered to each node, by number."""
+        do, one, found = self.memo.do, self.memo.one, copy.copy(self)
+        offered = [one(f) for f in offered]
+        found.unary = [
+            do(("u", id(u), id(f)), (u, f), lambda u=u, f=f: one(u[f]))
+            for u, f in zip(self.unary, offered, strict=True)
+        ]
+        found.pairwise = {
+            (i, j): do(
+                ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
+                lambda c=c, i=i, j=j: one(np.ascontiguousarray(c[np.ix_(offered[i], offered[j])])),
+            )
+            for (i, j), c in self.pairwise.items()
+        }  # fmt: skip
+        return found
+
     def _add(self, i: int, j: int, cost: Table) -> None:
         do = self.memo.do
         if i == j:  # a loop that reads what it carries
@@ -103,24 +121,14 @@ class Moves:
     def join(self, *found: Assignment) -> Assignment:
         """The best that each node takes from any of these (Lempitsky et al. 2010, "Fusion Moves for Markov Random Field
         Optimization")."""
-        offered = [self.memo.one(np.unique(column)) for column in np.asarray([a.values for a in found], np.intp).T]
+        offered = [np.unique(column) for column in np.asarray([a.values for a in found], np.intp).T]
         return self.among(offered, min(found, key=lambda a: a.cost).values)
 
     def among(self, offered: Sequence[NDArray[np.intp]], start: Sequence[int]) -> Assignment:
         """The best of the offered choices, no worse than those of `start`. It proves nothing of others."""
-        do, one, t = self.memo.do, self.memo.one, self.tables
-        unary = [
-            do(("u", id(u), id(f)), (u, f), lambda u=u, f=f: one(u[f])) for u, f in zip(t.unary, offered, strict=True)
-        ]
-        pairwise = {
-            (i, j): do(
-                ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
-                lambda c=c, i=i, j=j: one(c[np.ix_(offered[i], offered[j])]),
-            )
-            for (i, j), c in t.pairwise.items()
-        }  # fmt: skip
+        t = self.tables.among(offered)
         begin = [int(np.searchsorted(f, c)) for f, c in zip(offered, start, strict=True)]
-        found = minimize(unary, pairwise, begin, self.memo, MOVE_WORK, SETTLED)
+        found = minimize(t.unary, t.pairwise, begin, self.memo, MOVE_WORK, SETTLED)
         return Assignment([int(f[v]) for f, v in zip(offered, found.values, strict=True)], found.cost, -np.inf)
 
 
