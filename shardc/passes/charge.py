@@ -71,6 +71,7 @@ class Charges:
             np.minimum(np.asarray([getattr(h, at) for h in self.holdings], np.int64), self.points)
             for at in ("begin", "end")
         )
+        self._open = np.ones(len(self.holdings), np.bool_)
 
     def over(self, boxed: Boxed, bytes_at: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
         """(points,) what a program with its boxings has in use above a limit, at the points of the one without.
@@ -97,7 +98,7 @@ class Charges:
         """The problem's tables with a price a byte on each holding."""
         do, found = self.memo.do, copy.copy(self.tables)
         found.unary, found.pairwise = list(found.unary), dict(found.pairwise)
-        for k in np.flatnonzero(prices):
+        for k in np.flatnonzero(prices * self._open):
             h, price = self.holdings[k], float(prices[k])
             dear = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
             before = found.unary[h.first] if h.first == h.second else found.pairwise[h.first, h.second]
@@ -113,7 +114,7 @@ class Charges:
         return sum(float(h.amounts.min()) for h in self.holdings[: self.arguments])
 
     def among(self, offered: Sequence[NDArray[np.intp]]) -> Charges:
-        """The same with only some choices offered to each node, by number."""
+        """The same with only some choices offered to each node, by number; without what nodes of one choice hold."""
         do, found = self.memo.do, copy.copy(self)
         keys = [f.tobytes() for f in offered]
 
@@ -124,7 +125,12 @@ class Charges:
             return do(key, table, lambda: self.memo.one(np.ascontiguousarray(table[np.ix_(offered[i], offered[j])])))
 
         found.tables = self.tables.among(offered)
-        found.holdings = [replace(h, amounts=some(h.amounts, h.first, h.second)) for h in self.holdings]
+        ends = np.asarray([(h.first, h.second) for h in self.holdings], np.intp).reshape(-1, 2)
+        found._open = np.any(np.asarray([f.size for f in offered], np.intp)[ends] > 1, axis=1)
+        found.holdings = [
+            replace(h, amounts=some(h.amounts, h.first, h.second)) if is_open else h
+            for h, is_open in zip(self.holdings, found._open, strict=True)
+        ]
         return found
 
     # --- what may be there ------------------------------------------------------------------------------------------

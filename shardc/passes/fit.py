@@ -21,7 +21,7 @@ from shardc.passes.charge import Charges
 from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Profile, profile_memory
-from shardc.passes.place import Placed, Placer
+from shardc.passes.place import Placed, Placer, choices_of
 from shardc.solver import Assignment, minimize
 from shardc.solver.costs import Costs
 
@@ -47,6 +47,8 @@ JOINING: Final = 1e9
 """Work on one joining, at most."""
 NEAR: Final = 1e-3
 """Relative distance to the best at which it ends."""
+ENOUGH: Final = 1e-4
+"""Relative distance to what would be cheapest without a limit, at which nothing more is mixed."""
 POOL: Final = 8
 """Assignments whose choices are joined, besides the cheapest without a limit."""
 
@@ -144,7 +146,7 @@ class Fit:
             low, high, fits = self._raise_prices(first)
             if fits is not None:
                 low, high, fits = self._between(low, high, fits)
-                self._mix(low, high, fits)
+                self._mix(low, high, fits, cheapest.cost)
                 if first.profile.memory.arguments > self.limit:
                     bound = max(bound, self._bound(high, fits))
         tried = self._tried.values()
@@ -178,8 +180,7 @@ class Fit:
 
     def _joined(self, on: NDArray[np.float64], start: Sequence[int]) -> Trial:
         """Of what was found the best choice for each node, together (as `Moves.join`), at prices on the holdings."""
-        tried = np.asarray([*self.pool[:1], *self.pool[1:][-POOL:], start], np.intp)
-        offered = [np.unique(column) for column in tried.T]
+        offered = choices_of([*self.pool[:1], *self.pool[1:][-POOL:], start])
         t = self.charges.among(offered).priced(on)
         begin = [int(np.searchsorted(o, v)) for o, v in zip(offered, start, strict=True)]
         found = minimize(t.unary, t.pairwise, begin, t.memo, JOINING, NEAR)
@@ -216,11 +217,14 @@ class Fit:
                 low = middle
         return low, high, fits
 
-    def _mix(self, low: Prices, high: Prices, fits: Trial) -> None:
+    def _mix(self, low: Prices, high: Prices, fits: Trial, least: float) -> None:
         """Choices among those that were tried: the higher prices on as few nodes as will do, from the first on, and of
-        these no more of the first than are needed."""
+        these no more of the first than are needed; until what fits costs next to no more than `least`."""
         rank = np.asarray([h.first for h in self.charges.holdings])
         dear, cheap = self.charges.prices(high), self.charges.prices(low)
+
+        def done() -> bool:
+            return fits.found.cost - least <= ENOUGH * fits.found.cost
 
         def fitting(first: int, last: int) -> Trial | None:
             nonlocal fits
@@ -231,15 +235,15 @@ class Fit:
             fits = min(fits, trial, key=lambda t: t.found.cost)
             return trial
 
-        last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None)
-        _least(0, last, lambda n: fitting(last - n, last) is not None)
+        last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None, done)
+        _least(0, last, lambda n: fitting(last - n, last) is not None, done)
 
 
-def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
+def _least(low: int, high: int, fits: Callable[[int], bool], done: Callable[[], bool]) -> int:
     """The least number above `low` that fits, `high` being one that does."""
     for _ in range(MIXTURES):
         middle = (low + high) // 2
-        if middle == low:
+        if middle == low or done():
             break
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

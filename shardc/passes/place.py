@@ -22,6 +22,7 @@ from shardc.passes.domain import Domain, Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, minimize
+from shardc.solver.costs import Costs
 from shardc.solver.tables import Table
 
 log = logging.getLogger("shardc")
@@ -67,7 +68,8 @@ class Tables:
         return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
 
     def among(self, offered: Sequence[NDArray[np.intp]]) -> Tables:
-        """The same with only some choices offered to each node, by number."""
+        """The same with only some choices offered to each node, by number. What nodes of one choice cost each other is
+        left out."""
         do, one, found = self.memo.do, self.memo.one, copy.copy(self)
         offered = [one(f) for f in offered]
         found.unary = [
@@ -79,7 +81,7 @@ class Tables:
                 ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
                 lambda c=c, i=i, j=j: one(np.ascontiguousarray(c[np.ix_(offered[i], offered[j])])),
             )
-            for (i, j), c in self.pairwise.items()
+            for (i, j), c in self.pairwise.items() if offered[i].size > 1 or offered[j].size > 1
         }  # fmt: skip
         return found
 
@@ -98,11 +100,19 @@ class Tables:
         self.pairwise[i, j] = cost
 
 
+def choices_of(assignments: Sequence[Sequence[int]]) -> list[NDArray[np.intp]]:
+    """For each node the choices that some assignments have."""
+    found = np.asarray(assignments, np.intp)
+    same = (found == found[0]).all(0).tolist()
+    return [c[:1] if one else np.unique(c) for one, c in zip(same, np.ascontiguousarray(found.T), strict=True)]
+
+
 class Moves:
     """Searches among some of the choices of each node."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables, self.memo = tables, tables.memo
+        self.costs = Costs(tables.unary, tables.pairwise)
 
     def along(self, domain: Domain, axis: int, choice: int) -> NDArray[np.intp]:
         """The choices that differ from one on an axis at most."""
@@ -121,15 +131,15 @@ class Moves:
     def join(self, *found: Assignment) -> Assignment:
         """The best that each node takes from any of these (Lempitsky et al. 2010, "Fusion Moves for Markov Random Field
         Optimization")."""
-        offered = [np.unique(column) for column in np.asarray([a.values for a in found], np.intp).T]
-        return self.among(offered, min(found, key=lambda a: a.cost).values)
+        return self.among(choices_of([a.values for a in found]), min(found, key=lambda a: a.cost).values)
 
     def among(self, offered: Sequence[NDArray[np.intp]], start: Sequence[int]) -> Assignment:
         """The best of the offered choices, no worse than those of `start`. It proves nothing of others."""
         t = self.tables.among(offered)
         begin = [int(np.searchsorted(f, c)) for f, c in zip(offered, start, strict=True)]
         found = minimize(t.unary, t.pairwise, begin, self.memo, MOVE_WORK, SETTLED)
-        return Assignment([int(f[v]) for f, v in zip(offered, found.values, strict=True)], found.cost, -np.inf)
+        values = [int(f[v]) for f, v in zip(offered, found.values, strict=True)]
+        return Assignment(values, self.costs.cost(values), -np.inf)
 
 
 class Placer:
@@ -148,7 +158,8 @@ class Placer:
           start: choices that the result is not to be worse than.
         """
         t = tables or self.tables
-        found = minimize(t.unary, t.pairwise, start, t.memo, t.work)
+        labels = [d.options for d in self.domains.of]
+        found = minimize(t.unary, t.pairwise, start, t.memo, t.work, labels=labels)
         if found.exact or len(self.domains.axes) < 2:
             return found
         moved = self.along_axes(t, found.values)

@@ -6,33 +6,28 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardc.solver.tables import FORBIDDEN, Pair, Table
+from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
 
 
 class Costs:
     def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Table]) -> None:
-        self._own, self._first = _flat(list(unary))
-        self._entries, self._start = _flat(list(pairwise.values()))
-        self._pairs = np.asarray(list(pairwise), np.intp).reshape(-1, 2)
-        self._columns = np.asarray([t.shape[1] for t in pairwise.values()], np.intp)
+        self._own = _alike(list(unary))
+        self._pairs = _alike(list(pairwise.values()))
+        self._ends = np.asarray(list(pairwise), np.intp).reshape(-1, 2).T
 
     def cost(self, values: Sequence[int]) -> float:
         """Infinite where something is not allowed."""
         x = np.asarray(values, np.intp)
-        rows, columns = x[self._pairs[:, 0]], x[self._pairs[:, 1]]
-        pairs = self._entries[self._start + rows * self._columns + columns]
-        terms = np.concatenate((self._own[self._first + x], pairs))
-        return float(terms.sum()) if terms.max(initial=0.0) < FORBIDDEN else np.inf
+        rows, columns = x[self._ends[0]], x[self._ends[1]]
+        terms = [np.zeros(1), *(table[x[of]] for table, of in self._own)]
+        terms += [table[rows[of], columns[of]] for table, of in self._pairs]
+        found = np.concatenate(terms)
+        return float(found.sum()) if found.max() < FORBIDDEN else np.inf
 
 
-def _flat(tables: Sequence[Table]) -> tuple[Table, np.ndarray[tuple[int], np.dtype[np.intp]]]:
-    """All entries, each table once, and where each begins."""
-    places: dict[int, int] = {}
-    parts: list[Table] = [np.zeros(0)]
-    size = 0
-    for table in tables:
-        if id(table) not in places:
-            places[id(table)] = size
-            parts.append(np.ravel(table))
-            size += table.size
-    return np.concatenate(parts), np.asarray([places[id(t)] for t in tables], np.intp)
+def _alike(tables: Sequence[Table]) -> list[tuple[Table, Index]]:
+    """Each table once, and the numbers of those that are it."""
+    of: dict[int, list[int]] = {}
+    for k, table in enumerate(tables):
+        of.setdefault(id(table), []).append(k)
+    return [(tables[numbers[0]], np.asarray(numbers, np.intp)) for numbers in of.values()]

@@ -54,6 +54,13 @@ class Operations:
         """table[index]"""
         return self.memo.do(("rows", id(table), id(index)), (table, index), lambda: self._one(table[index]))
 
+    def block(self, table: Table, rows: Index, columns: Index) -> Table:
+        """table[rows, :][:, columns]"""
+        if rows.size == table.shape[0] and columns.size == table.shape[1]:
+            return table
+        key = ("block", id(table), id(rows), id(columns))
+        return self.memo.do(key, (table, rows, columns), lambda: self._one(table[rows[:, None], columns]))
+
     def where(self, mask: NDArray[np.bool_]) -> Index:
         return self.memo.one(np.flatnonzero(mask))
 

@@ -14,15 +14,13 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc.solver.operations import Operations
 from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
-
-DOMINANCE_WORK: Final = 1 << 24
-"""Entries touched in looking for beaten values of one variable, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,7 @@ class Reduction:
       fixed_uses: memory of what is decided: (begin, end, bytes).
       inside: the variables that are left.
       pair_work: entries that may be touched in making one table of two neighbours.
+      beaten_work: the same in looking for beaten values of one variable.
       feasible: False where some variable had no allowed value.
     """
 
@@ -96,6 +95,7 @@ class Reduction:
     fixed_uses: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
     feasible: bool = True
     pair_work: int = 1 << 20
+    beaten_work: int = 1 << 24
     steps: list[_Step] = field(default_factory=list["_Step"])
 
     def __post_init__(self) -> None:
@@ -200,6 +200,32 @@ class Reduction:
                     found[v] = int(where[0])
         return found
 
+    def among(self, offered: Sequence[NDArray[np.bool_]]) -> Reduction:
+        """A smaller one, of those values of the whole problem that are marked. Variables that were minimised out may
+        take any value."""
+        some = list(offered)
+        for step in self.steps:
+            match step:
+                case _Kept(v, index):
+                    some[v] = some[v][index]
+                case _Follows(v, leader, index):
+                    some[leader] = some[leader] & some[v][index]
+                case _Out():
+                    pass
+                case _Joined(v, other, first, second):
+                    some[v] = some[v][first] & some[other][second]
+        found = self.copy()
+        kept = {v: self.ops.where(some[v]) for v, inside in enumerate(self.inside) if inside}
+        for v, index in kept.items():
+            found.rewrite(v, index, self.own[v][index])
+            found.feasible &= index.size > 0
+        for v, index in kept.items():
+            for j, table in self.near[v].items():
+                if j > v:
+                    found.link(v, j, self.ops.block(table, index, kept[j]))
+        found._touch(kept)
+        return found
+
     def drop(self, slack: float) -> None:
         """Drops the values and forbids the pairs of values that cost more than this. Wants costs nowhere negative."""
         with np.errstate(invalid="ignore"):
@@ -274,7 +300,7 @@ class Reduction:
         """To be made smaller by itself."""
         other = Reduction(
             self.ops, list(self.own), [dict(n) for n in self.near], [list(u) for u in self.uses],
-            self.constant, list(self.fixed_uses), self.feasible, self.pair_work, list(self.steps),
+            self.constant, list(self.fixed_uses), self.feasible, self.pair_work, self.beaten_work, list(self.steps),
         )  # fmt: skip
         other.inside, other._begun = list(self.inside), self._begun
         return other
@@ -397,7 +423,7 @@ class Reduction:
     def _drop_beaten(self, v: int) -> None:
         size = self.own[v].size
         tables = [self.near[v][j] for j in sorted(self.near[v])]
-        if size < 2 or size * sum(t.size for t in tables) > DOMINANCE_WORK:
+        if size < 2 or size * sum(t.size for t in tables) > self.beaten_work:
             return
         alive = self.ops.needed(self.own[v], tables, [u.bytes for u in self.uses[v]])
         if alive is not None:

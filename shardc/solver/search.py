@@ -36,20 +36,26 @@ SLOW: Final = 0.1
 """The bound rises slowly if the gap shrinks by less than this part of it in a window."""
 NEAR: Final = (1e-4, 3e-3, 0.1)
 """Parts of the room between bound and cost: better assignments are looked for among the values in them."""
-FEW: Final = 0.6
-"""Part of the values that may be left, for the problem to be made smaller at once."""
+FEW: Final = 0.8
+"""Part of the values that may be left, for the rest to be dropped at once."""
 ENTRIES: Final = 1 << 23
 """Entries of different tables, up to which variables are joined."""
 FIRST_PAIRS: Final = 256
 """Pairs of values of neighbours that are joined before anything is known."""
-SOME: Final = 0.7
-"""Neighbours are joined if more than this part of the values is left."""
+LITTLE: Final = 1 << 18
+"""Entries that may be touched in looking for beaten values of one variable once layers no longer share tables."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
 """Part of the work done so far that an elimination of more may add, in entries."""
 LARGE: Final = 1 << 28
 """Entries of a table of an elimination, at most."""
+SETTLED: Final = 1e-3
+"""A column of labels is settled if moves along it gain no more than this part of the cost."""
+MOVES: Final = 4
+"""Moves along each column, at most."""
+MOVE_WORK: Final = 1e9
+"""Entries that one move may touch."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time in which a variable is eliminated."""
 
@@ -65,6 +71,8 @@ class Search:
       values: the best assignment known, if any; cost: what it costs.
       limit: entries that may be touched (`problem.ops.work`) until no new turn begins.
       bound: no assignment costs less, nor less than `cost` where that is smaller.
+      labels: for each variable of the whole problem (values, columns) what its values are like. A move goes to the best
+        assignment whose values differ from those known in one column at most.
     """
 
     problem: Reduction
@@ -74,6 +82,8 @@ class Search:
     values: list[int] | None = None
     cost: float = np.inf
     bound: float = -np.inf
+    labels: Sequence[NDArray[np.int64]] | None = None
+    _settled: float = np.inf  # cost at which no move gained anything
 
     def run(self) -> None:
         pairs = FIRST_PAIRS
@@ -95,8 +105,9 @@ class Search:
             part.drop(self.cost - part.constant + ROUNDING * abs(self.cost))
             before, after = _values(r), _values(part)
             self.problem = part
+            part.beaten_work = LITTLE
             part.run()
-            if after > SOME * before:
+            if after > FEW * before:
                 part.join_small(pairs, ENTRIES)
                 pairs *= 4
                 part.pair_work *= 8
@@ -129,6 +140,7 @@ class Search:
                 for reading in dual.readings:
                     best = dual.improve(dual.better_of(best, dual.improve(reading, 2)), 1)
             bound = r.constant + dual.bound
+            rise = bound - self.bound
             self._raise_to(bound)
             excess, first = dual.excess()
             alive = excess <= NEAR[turn % len(NEAR)] * (min(self.cost, r.constant + dual.cost(best)) - bound)
@@ -136,6 +148,8 @@ class Search:
             best = self._eliminate(part, _split(alive, first), best)
             if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
                 self._offer_part(inside, best)
+            if rise < self.cost - self.bound and self._move():
+                best = self._known(inside, best)
             alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
             some = np.count_nonzero(alive) / alive.size
             values = _split(alive, first)
@@ -160,6 +174,36 @@ class Search:
         for (i, j), table in tables.items():
             rest.link(inside[i], inside[j], table)
         return rest
+
+    def _move(self) -> bool:
+        """Moves along one column of the labels after the other, until nothing is gained. Whether anything was."""
+        if self.labels is None or self.closed or self.values is None or self.cost > self._settled * (1 - SETTLED):
+            return False
+        begin, columns = self.cost, self.labels[0].shape[1]
+        settled = 0
+        for column in itertools.islice(itertools.cycle(range(columns)), MOVES * columns):
+            before = self.cost
+            part = self.problem.among(self._alike(column))
+            search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, self.values, self.cost)
+            search.run()
+            self.values, self.cost = search.values, search.cost
+            log.debug("column %d: cost %.9g", column, self.cost)
+            settled = settled + 1 if self.cost >= before * (1 - SETTLED) else 1
+            if settled == columns:
+                break
+        self._settled = self.cost
+        return self.cost < begin
+
+    def _alike(self, column: int) -> list[NDArray[np.bool_]]:
+        """For each variable the values whose labels differ from those of the value known in one column at most."""
+        do, pairs = self.problem.ops.memo.do, zip(self.labels or (), self.values or (), strict=True)
+
+        def make(labels: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
+            same = labels == labels[value]
+            same[:, column] = True
+            return same.all(1)
+
+        return [do(("alike", id(a), column, v), a, lambda a=a, v=v: make(a, v)) for a, v in pairs]
 
     def _known(self, inside: Sequence[int], otherwise: Index) -> Index:
         """The best assignment known, as far as variables are left, if none of its values was dropped."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc.solver.costs import Costs
 from shardc.solver.eliminate import elimination_order
@@ -148,6 +149,7 @@ def minimize(
     memo: Memo | None = None,
     work: float = WORK,
     close: float = CLOSE,
+    labels: Sequence[NDArray[np.int64]] | None = None,
 ) -> Assignment:
     """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
 
@@ -158,12 +160,14 @@ def minimize(
       memo: to share work with other problems of the same tables.
       work: table entries that may be touched, roughly.
       close: relative distance of cost and bound that is close enough.
+      labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
+        changes of many variables in one column at a time.
     """
     ops = Operations(memo or Memo())
     pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
     unary = [np.asarray(u, np.float64) for u in unary]
     full = Costs(unary, pairwise)
-    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close)
+    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close, labels=labels)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
     search.run()

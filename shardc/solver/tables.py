@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -18,7 +17,7 @@ Pair: TypeAlias = tuple[int, int]
 FORBIDDEN: Final = 1e15
 """Costs from here on mean: not allowed."""
 LARGE: Final = 4096
-"""Entries from which on a table is known by its digest, not by its bytes."""
+"""Entries from which on a table is looked for by sums of its bits, not by all of them."""
 MOST: Final = 1 << 31
 """Bytes of arrays that are remembered, roughly, before all is forgotten."""
 
@@ -34,7 +33,8 @@ class Memo:
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[tuple[int, ...], str, bytes], Any] = {}
+        self._small: dict[Hashable, Any] = {}
+        self._large: dict[Hashable, list[Any]] = {}
         self._done: dict[Hashable, tuple[Any, Any]] = {}
         self._known: set[int] = set()
         self.held = 0
@@ -43,10 +43,15 @@ class Memo:
         """The one array that equals `array`."""
         if id(array) in self._known:
             return array
-        data = array.tobytes()
-        if array.size > LARGE:
-            data = hashlib.blake2b(data, digest_size=16).digest()
-        found = self._arrays.setdefault((array.shape, array.dtype.char, data), array)
+        kind = array.shape, array.dtype.char
+        if array.size > LARGE and array.itemsize == 8:
+            bits = array.reshape(-1).view(np.uint64)
+            alike = self._large.setdefault((*kind, int(bits.sum()), int(np.bitwise_xor.reduce(bits))), [])
+            found = next((other for other in alike if np.array_equal(other, array)), array)
+            if found is array:
+                alike.append(array)
+        else:
+            found = self._small.setdefault((*kind, array.tobytes()), array)
         if found is array:
             self.held += array.nbytes
         self._known.add(id(found))  # it is kept, so no other array will have its identity
@@ -67,7 +72,8 @@ class Memo:
     def forget(self, most: int = MOST) -> None:
         """Lets go of everything if that is more than `most` bytes. What others still hold is computed with anew."""
         if self.held > most:
-            self._arrays.clear()
+            self._small.clear()
+            self._large.clear()
             self._done.clear()
             self._known.clear()
             self.held = 0
