@@ -1,0 +1,106 @@
+"""Moves along labels, and reduced problems of some values, against enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardc.solver import Memo, minimize, search
+from shardc.solver.costs import Costs
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+from shardc.solver.search import Search
+from tests.solver.problems import cost_of, every, minimum, random_problem, shapes
+
+LABELS = np.asarray(list(itertools.product(range(3), range(3))), np.int64)
+
+
+def grid_problem(seed: int, side: int = 4, forbidden: float = 0.0):
+    """Variables in a square, whose values have two labels each."""
+    rng = np.random.default_rng(seed)
+    at = {(a, b): a * side + b for a in range(side) for b in range(side)}
+    near = [(at[p], at[q]) for p, q in itertools.combinations(at, 2) if abs(p[0] - q[0]) + abs(p[1] - q[1]) == 1]
+
+    def table(*size: int) -> np.ndarray:
+        costs = rng.integers(0, 40, size).astype(float)
+        costs[rng.random(size) < forbidden] = np.inf
+        return costs
+
+    return [table(9) for _ in at], {pair: table(9, 9) for pair in near}
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """Of each search how often a move was looked for, and what it gained; nothing is simply eliminated."""
+    gained: list[float] = []
+    plain = Search._move
+
+    def move(self: Search) -> bool:
+        before = self.cost
+        better = plain(self)
+        gained.append(before - self.cost)
+        assert better == (self.cost < before)
+        assert self.cost == self.full.cost(self.values)
+        return better
+
+    monkeypatch.setattr(Search, "_move", move)
+    monkeypatch.setattr(search, "EXACT", 0)
+    monkeypatch.setattr(search, "WORTH", 0.0)
+    return gained
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.2])
+def test_with_moves_the_minimum_is_the_same(moves, forbidden):
+    for seed in range(6):
+        unary, pairwise = grid_problem(seed, forbidden=forbidden)
+        plain = minimize(unary, pairwise)
+        moved = minimize(unary, pairwise, labels=[LABELS] * len(unary))
+        assert plain.exact and moved.exact
+        assert plain.cost == moved.cost == cost_of(unary, pairwise, moved.values)
+    assert moves
+
+
+def test_a_move_changes_all_that_must_change_together():
+    """Neighbours are to have the same labels; each label is best with another value, found one column at a time."""
+    differ = 50.0 * (LABELS[:, None] != LABELS[None]).sum(-1)
+    own = (LABELS != (2, 1)).sum(-1).astype(float)
+    unary, pairwise = [own] * 12, {(k, k + 1): differ for k in range(11)} | {(0, 11): differ, (3, 9): differ}
+    full = Costs(unary, pairwise)
+    find = Search(Reduction.of(unary, pairwise, [], Operations(Memo())), full, 1e9, labels=[LABELS] * 12)
+    find.values, find.cost = [0] * 12, full.cost([0] * 12)
+    assert find._move()
+    assert find.cost == full.cost(find.values) == 0.0
+    assert {tuple(LABELS[v]) for v in find.values} == {(2, 1)}
+    assert not find._move()
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+@pytest.mark.parametrize("shape", shapes)
+def test_some_values_of_a_reduced_problem(shape, forbidden):
+    """The best of them costs no more than any assignment of values that are marked and left."""
+    for seed in range(12):
+        unary, pairwise = random_problem(shape, seed, forbidden, most=3)
+        whole = Reduction.of(unary, pairwise, [], Operations(Memo()))
+        whole.run(join=seed % 2 == 0)
+        rng = np.random.default_rng(seed)
+        marked = [rng.random(u.size) < 0.7 for u in unary]
+        some = Search(whole.among(marked), Costs(unary, pairwise), 1e9)
+        some.run()
+        kept = (x for x in every(unary) if all(m[v] for m, v in zip(marked, x, strict=True)) and whole.reduce(x))
+        assert some.cost <= min((cost_of(unary, pairwise, x) for x in kept), default=np.inf)
+        if some.values is not None:
+            assert some.cost == cost_of(unary, pairwise, some.values) >= minimum(unary, pairwise)
+
+
+def test_large_arrays_are_one_if_they_are_equal():
+    memo = Memo()
+    rng = np.random.default_rng(0)
+    table = rng.integers(0, 9, (80, 80)).astype(float)
+    turned, again, other = np.ascontiguousarray(table.T), table.copy(), table.copy()
+    other[3, 4] += 1
+    assert memo.one(table) is table
+    assert memo.one(again) is table
+    assert memo.one(turned) is turned  # of the same shape and sums
+    assert memo.one(other) is other
+    assert memo.one(turned.copy()) is turned
+    assert memo.held == 3 * table.nbytes
