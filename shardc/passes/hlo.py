@@ -90,14 +90,24 @@ def parse_collectives(text: str) -> list[HloCollective]:
 
 
 def _walk(module: Module, computation: str, trips: int | None) -> Iterator[HloCollective]:
+    resumed = _resumes(module, computation)
     for instruction in module.computations[computation].values():
-        found = _collective(module, computation, instruction, trips)
+        found = None if resumed else _collective(module, computation, instruction, trips)
         if found is not None:
             yield found
         times = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
         inner = None if trips is None or times is None else trips * times
         for callee in instruction.callees:
             yield from _walk(module, callee, inner)
+
+
+def _resumes(module: Module, computation: str) -> bool:
+    """Whether it goes on with a collective, or waits for one, that an earlier fusion of XLA:TPU has started: each of
+    these holds the instruction once more."""
+    instructions = module.computations[computation].values()
+    return computation.startswith("async_collective_fusion") or any(
+        '"AsyncCollectiveDone"' in i.attributes for i in instructions
+    )
 
 
 # --- one instruction -----------------------------------------------------------------------------------------------

@@ -198,6 +198,14 @@ def test_tpu_loop_without_a_noted_trip_count_and_a_narrowed_gather():
     assert nested.trips == 15
 
 
+def test_tpu_asynchronous_gather_is_one_that_fusions_go_on_with():
+    """The gather stands in the fusion that starts it, in each product beside it, and in the one that waits."""
+    found = fixture("tpu_async_gather")
+    gathers = [("all_gather", ALL, [("bf16", shape, 29360128)], 3) for shape in ((1, 2048, 8192), (1, 8192, 2048))]
+    assert rows(found) == gathers
+    assert {c.source for c in found} == {"async.py:12 (step)", "async.py:13 (step)"}
+
+
 def test_tpu_large_reduce_scatter_is_a_fusion_with_padding_and_a_permute():
     scatter, permute = fixture("tpu_reduce_scatter_large")
     assert (scatter.kind, scatter.trips, axes_of_groups(scatter.groups, {"a": 2, "b": 4})) == (
