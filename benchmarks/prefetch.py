@@ -30,7 +30,7 @@ class Waits:
     """Of one step of a loop.
 
     Attributes:
-      trips: how many steps.
+      trips: how many steps, in one call.
       gathers: seconds of all gathers of rows.
       waited: seconds that no product hides if they begin with the step, one after the other.
       bytes: of what they give, on a device.
@@ -44,19 +44,22 @@ class Waits:
 
 def waits_of(plan: Plan) -> list[Waits]:
     """Of all loops of a plan that gather rows."""
-    found = [_waits(plan, eqn) for eqn in _scans(plan.boxed.jaxpr)]
+    found = [_waits(plan, eqn, trips) for eqn, trips in _scans(plan.boxed.jaxpr, 1)]
     return [w for w in found if w.gathers]
 
 
-def _scans(jaxpr: Jaxpr) -> Iterator[Eqn]:
+def _scans(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Eqn, int]]:
+    """The loops of a jaxpr that runs so often, each with its steps in one call."""
     for eqn in jaxpr.eqns:
+        inside = times
         if eqn.primitive.name == "scan":
-            yield eqn
+            inside = times * eqn.params["length"]
+            yield eqn, inside
         for body in bodies_of(eqn):
-            yield from _scans(body)
+            yield from _scans(body, inside)
 
 
-def _waits(plan: Plan, scan: Eqn) -> Waits:
+def _waits(plan: Plan, scan: Eqn, trips: int) -> Waits:
     body: Jaxpr = scan.params["jaxpr"].jaxpr
     sizes = plan.mesh.sizes
     rows = set(body.invars[scan.params["num_consts"] + scan.params["num_carry"] :])
@@ -77,7 +80,7 @@ def _waits(plan: Plan, scan: Eqn) -> Waits:
             late = max((there.get(v, 0.0) - now for v in read), default=0.0)
             waited += max(0.0, late)
             now += max(0.0, late) + time.compute
-    return Waits(scan.params["length"], links, waited, size)
+    return Waits(trips, links, waited, size)
 
 
 def _inlined(jaxpr: Jaxpr, names: dict[Var, Var]) -> Iterator[tuple[Eqn, list[Var]]]:
