@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from shardc.sbp.cost import (
     step_price,
     wire_cost,
 )
-from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
+from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -73,55 +73,51 @@ class Boxing:
         return float(sum(p.wire + p.rest for p in self.prices)) / FEMTO
 
 
-def _move(p: Placement, axes: tuple[str, ...], sbp: SBP) -> Placement:
-    """`p` with `sbp` on all `axes`; as splits they become the innermost of their dimension, in their order."""
-    return Placement([*((a, s) for a, s in p.items_ if a not in axes), *((a, sbp) for a in axes)])
-
-
 def _subsets(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Non-empty subsets in the order given."""
     for k in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, k)
 
 
-def neighbours(p: Placement, shape: Shape, sizes: AxisSizes, ops: Sequence[ReduceOp]) -> Iterator[Step]:
-    """All steps that leave `p`, but for permutes; what becomes partial takes the op of `p`, else any of `ops`."""
-    dims = range(len(shape))
-    if p.partial_op:
-        ops = (p.partial_op,)
-    free = tuple(a for a in sizes if p[a] == B)
-    for dim in dims:
-        axes = p.axes_of(dim)
-        for suffix in (axes[i:] for i in range(len(axes))):
-            yield Step("all_gather", suffix, p, _move(p, suffix, B))
-            for other in dims:
-                if other != dim:
-                    yield Step("all_to_all", suffix, p, _move(p, suffix, S(other)))
-            for op in ops:
-                yield Step("fill", suffix, p, _move(p, suffix, P(op)))
-    for axis in free:
-        for dim in dims:
-            yield Step("slice", (axis,), p, _move(p, (axis,), S(dim)))
-        for op in ops:
-            yield Step("keep", (axis,), p, _move(p, (axis,), P(op)))
+def neighbours(
+    p: Placement, rank: int, sizes: AxisSizes, ops: Sequence[ReduceOp]
+) -> Iterator[tuple[StepKind, tuple[str, ...], Placement]]:
+    """All steps that leave `p`, but for permutes: kind, axes, and where they lead.
+
+    What becomes partial takes the op of `p`, else any of `ops`.
+    """
+    splits = _splits(rank)
+    partials = [P(op) for op in ((p.partial_op,) if p.partial_op else ops)]
+    for dim, cut_by in p.splits.items():
+        for axes in (cut_by[i:] for i in range(len(cut_by))):
+            yield "all_gather", axes, p.moved(axes, B)
+            for split in splits:
+                if split.dim != dim:
+                    yield "all_to_all", axes, p.moved(axes, split)
+            for partial in partials:
+                yield "fill", axes, p.moved(axes, partial)
+    for axes in ((a,) for a in sizes if a not in p):
+        for split in splits:
+            yield "slice", axes, p.moved(axes, split)
+        for partial in partials:
+            yield "keep", axes, p.moved(axes, partial)
+    scatter: StepKind = "reduce_scatter" if p.partial_op == "sum" else "all_to_all"
     for axes in _subsets(p.partial_axes):
-        yield Step("all_reduce", axes, p, _move(p, axes, B))
-        scatter: StepKind = "reduce_scatter" if p.partial_op == "sum" else "all_to_all"
+        yield "all_reduce", axes, p.moved(axes, B)
         for order in itertools.permutations(axes):
-            for dim in dims:
-                yield Step(scatter, order, p, _move(p, order, S(dim)))
+            for split in splits:
+                yield scatter, order, p.moved(order, split)
+
+
+@lru_cache(maxsize=64)
+def _splits(rank: int) -> tuple[S, ...]:
+    return tuple(map(S, range(rank)))
 
 
 def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes) -> tuple[int, int]:
     """`local_extent`, the same for all pieces that are empty: wherever they are, they hold the same."""
     offset, valid = local_extent(size, axes, sizes, coords)
     return (offset, valid) if valid else (size, 0)
-
-
-def _blocks(p: Placement, shape: Shape, sizes: AxisSizes) -> tuple[object, ...]:
-    """What the pieces of each dimension are, whoever holds them; placements with equal blocks are one permute apart."""
-    counts = [tuple(sizes[a] for a in p.axes_of(dim)) for dim in range(len(shape))]
-    return (p.partial_axes, p.partial_op, *map(_pieces, shape, counts))
 
 
 @lru_cache(maxsize=65536)
@@ -138,7 +134,7 @@ def _pieces(size: int, counts: tuple[int, ...]) -> object:
 @lru_cache(maxsize=256)
 def all_placements(rank: int, axes: tuple[str, ...], op: ReduceOp = "sum") -> tuple[Placement, ...]:
     """Every placement of a value of `rank` dimensions over `axes`, orders of axes included; partial ones with `op`."""
-    choices: tuple[SBP, ...] = (B, *(S(d) for d in range(rank)), P(op))
+    choices: tuple[SBP, ...] = (B, *_splits(rank), P(op))
     found: dict[Placement, None] = {}
     for sbps in itertools.product(choices, repeat=len(axes)):
         named = list(zip(axes, sbps, strict=True))
@@ -152,37 +148,140 @@ def _active(mesh: MeshView) -> dict[str, int]:
     return {a: n for a, n in mesh.axes if n > 1}
 
 
-def _regrouped(p: Placement, q: Placement, sizes: AxisSizes) -> tuple[str, ...]:
-    """The axes of a permute between two placements."""
-    return tuple(a for a in sizes if isinstance(p[a], S) or isinstance(q[a], S))
+@dataclass(frozen=True)
+class _Steps:
+    """The placements of a rank, and all steps but permutes between them: they are the same for every shape.
+
+    Attributes:
+      placements: all of them.
+      index: position of each placement.
+      src, dst: of each step the positions of its ends, in the order of `src`.
+      name: of each step, the number of its kind and axes in `names`.
+      group: the same in `groups`, where axes stand in the order of the mesh.
+      reduced: of each step, whether it reduces.
+      cuts: (placements, rank) number in `orders` of the sizes of the axes that cut each dimension, outermost first.
+      partial: of each placement, a number for its partial axes and their op.
+      idle: of each placement, whether it is partial by max or min.
+      split: (placements, axes) whether an axis splits.
+    """
+
+    placements: tuple[Placement, ...]
+    index: dict[Placement, int]
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    name: NDArray[np.int64]
+    names: tuple[tuple[StepKind, tuple[str, ...]], ...]
+    group: NDArray[np.int64]
+    groups: tuple[tuple[StepKind, tuple[str, ...]], ...]
+    reduced: NDArray[np.bool_]
+    cuts: NDArray[np.int64]
+    orders: tuple[tuple[int, ...], ...]
+    partial: NDArray[np.int64]
+    idle: NDArray[np.bool_]
+    split: NDArray[np.bool_]
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _number(known: dict[_Key, int], key: _Key) -> int:
+    return known.setdefault(key, len(known))
+
+
+@lru_cache(maxsize=256)
+def _steps(rank: int, axes: tuple[tuple[str, int], ...], ops: tuple[ReduceOp, ...]) -> _Steps:
+    sizes = dict(axes)
+    every = tuple(dict.fromkeys(p for op in ops for p in all_placements(rank, tuple(sizes), op)))
+    index = {p: i for i, p in enumerate(every)}
+    names: dict[tuple[StepKind, tuple[str, ...]], int] = {}
+    found = [
+        (i, index[q], _number(names, (kind, together)))
+        for i, p in enumerate(every) for kind, together, q in neighbours(p, rank, sizes, ops)
+    ]  # fmt: skip
+    src, dst, name = np.asarray(found, np.int64).reshape(len(found), 3).T
+    groups: dict[tuple[StepKind, tuple[str, ...]], int] = {}
+    group = [_number(groups, (kind, tuple(a for a in sizes if a in together))) for kind, together in names]
+    orders: dict[tuple[int, ...], int] = {}
+    cuts = [_number(orders, tuple(sizes[a] for a in p.axes_of(d))) for p in every for d in range(rank)]
+    partials: dict[tuple[str, ...], int] = {}
+    partial = [_number(partials, (p.partial_op or "", *p.partial_axes)) for p in every]
+    reducible = np.asarray([len(p.partial_axes) for p in every])
+    return _Steps(
+        every, index, src, dst, name, tuple(names), np.asarray(group, np.int64)[name], tuple(groups),
+        reducible[src] != reducible[dst], np.asarray(cuts, np.int64).reshape(len(every), rank), tuple(orders),
+        np.asarray(partial), np.asarray([p.partial_op in ("max", "min") for p in every]),
+        np.asarray([isinstance(p[a], S) for p in every for a in sizes], np.bool_).reshape(len(every), len(sizes)),
+    )  # fmt: skip
 
 
 class _Graph:
-    """The placements of a shape and the steps between them, each made when it is asked for."""
+    """The placements of a shape, and the steps between them with what they cost.
+
+    Attributes:
+      steps: those of its rank.
+      held: (placements,) bytes that a device holds, padding included.
+      src, dst: of each step the positions of its ends, in the order of `src`; permutes come after other steps.
+      wire, rest: of each step, as in `StepPrice`.
+    """
 
     def __init__(self, shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> None:
-        self._shape, self._itemsize, self._mesh, self._ops = shape, itemsize, mesh, ops
-        self._sizes = _active(mesh)
-        self._steps: dict[Placement, tuple[tuple[Step, StepPrice], ...]] = {}
-        self._alike: dict[tuple[object, ...], list[Placement]] = {}
-        for p in dict.fromkeys(p for op in ops for p in all_placements(len(shape), tuple(self._sizes), op)):
-            self._alike.setdefault(_blocks(p, shape, self._sizes), []).append(p)
+        axes = _active(mesh)
+        self.steps = steps = _steps(len(shape), tuple(axes.items()), ops)
+        counts = np.asarray(list(map(math.prod, steps.orders)), np.int64)
+        local = -(-np.asarray(shape, np.int64) // counts[steps.cuts])
+        self.held: NDArray[np.int64] = local.prod(-1) * itemsize
+        away, to = _alike(shape, steps)
+        masks = (steps.split[away] | steps.split[to]) @ (1 << np.arange(len(axes)))
+        regrouped = [tuple(a for i, a in enumerate(axes) if mask >> i & 1) for mask in range(1 << len(axes))]
+        groups = [*steps.groups, *(("permute", group) for group in regrouped)]
+        group = np.concatenate([steps.group, len(steps.groups) + masks])
+        src = np.concatenate([steps.src, away])
+        goes = np.asarray([mesh.goes_together(*g) for g in groups])
+        order = np.argsort(src, kind="stable")
+        order = order[goes[group[order]]]
+        self._names = (*steps.names, *groups[len(steps.groups) :])
+        self._name = np.concatenate([steps.name, len(steps.names) + masks])[order]
+        self.src, self.dst = src[order], np.concatenate([steps.dst, to])[order]
+        self._first = np.searchsorted(self.src, np.arange(len(self.held) + 1))
+        reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
+        self.wire, self.rest = np.empty((2, len(order)), np.int64)
+        memory = memory_cost(mesh.topology)
+        for k in np.unique(group[order]).tolist():
+            at = np.flatnonzero(group[order] == k)
+            kind, devices = groups[k][0], group_of(mesh, groups[k][1])
+            i, j = self.src[at], self.dst[at]
+            before, after = self.held[i], self.held[j]
+            smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize
+            piece = sent_pieces(kind, before, after, smaller, reduced[at])
+            self.wire[at] = wire_cost(kind, piece, before + after, devices, memory)
+            self.rest[at] = rest_cost(kind, after, steps.idle[j], devices, memory)
 
-    def steps(self, p: Placement) -> tuple[tuple[Step, StepPrice], ...]:
-        """The steps from a placement, each with its price."""
-        if p not in self._steps:
-            shape, sizes = self._shape, self._sizes
-            steps = neighbours(p, shape, sizes, self._ops)
-            found = [s for s in steps if self._mesh.goes_together(s.kind, s.axes)]
-            alike = self._alike[_blocks(p, shape, sizes)]
-            found += [Step("permute", _regrouped(p, q, sizes), p, q) for q in alike if q != p]
-            self._steps[p] = tuple(
-                (s, step_price(s.kind, shape, self._itemsize, s.src, s.dst, self._mesh, s.axes)) for s in found
-            )
-        return self._steps[p]
+    def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
+        """The steps that leave a placement: number, position of its end, wire, rest."""
+        begin, end = self._first[i : i + 2].tolist()
+        dst, wire, rest = (column[begin:end].tolist() for column in (self.dst, self.wire, self.rest))
+        return zip(range(begin, end), dst, wire, rest, strict=True)
+
+    def step(self, number: int) -> Step:
+        kind, axes = self._names[self._name[number]]
+        src, dst = (self.steps.placements[ends[number]] for ends in (self.src, self.dst))
+        return Step(kind, axes, src, dst)
 
 
-_graph = lru_cache(maxsize=4096)(_Graph)
+def _alike(shape: Shape, steps: _Steps) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The pairs of placements whose pieces are the same, whoever holds them: they are one permute apart."""
+    alike = steps.partial
+    for dim, size in enumerate(shape):
+        known: dict[object, int] = {}
+        pieces = np.asarray([_number(known, _pieces(size, counts)) for counts in steps.orders])
+        alike = np.unique(alike * len(pieces) + pieces[steps.cuts[:, dim]], return_inverse=True)[1]
+    same = alike[:, None] == alike
+    np.fill_diagonal(same, False)
+    src, dst = np.nonzero(same)
+    return src, dst
+
+
+_graph = lru_cache(maxsize=1024)(_Graph)
 
 
 def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView) -> Boxing:
@@ -204,29 +303,30 @@ def _shortest(
     shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, ops: tuple[ReduceOp, ...]
 ) -> Boxing:
     graph = _graph(shape, itemsize, mesh, ops)
-    best: dict[Placement, tuple[int, int, int]] = {src: (0, 0, 0)}  # time, time on the links, steps
-    came: dict[Placement, tuple[Step, StepPrice]] = {}
-    queue: list[tuple[tuple[int, int, int], int, Placement]] = [((0, 0, 0), 0, src)]
+    start, goal = graph.steps.index[src], graph.steps.index[dst]
+    best: dict[int, tuple[int, int, int]] = {start: (0, 0, 0)}  # time, time on the links, steps
+    came: dict[int, int] = {}
+    queue: list[tuple[tuple[int, int, int], int, int]] = [((0, 0, 0), 0, start)]
     order = itertools.count(1)
     while queue:
-        cost, _, p = heapq.heappop(queue)
-        if p == dst:
+        cost, _, i = heapq.heappop(queue)
+        if i == goal:
             break
-        if cost > best[p]:
+        if cost > best[i]:
             continue
-        for step, price in graph.steps(p):
-            further = (cost[0] + price.wire + price.rest, cost[1] + price.wire, cost[2] + 1)
-            if step.dst not in best or further < best[step.dst]:
-                best[step.dst] = further
-                came[step.dst] = (step, price)
-                heapq.heappush(queue, (further, next(order), step.dst))
-    path: list[tuple[Step, StepPrice]] = []
-    at = dst
-    while at != src:
-        path.append(came[at])
-        at = came[at][0].src
+        for e, j, wire, rest in graph.leaving(i):
+            further = (cost[0] + wire + rest, cost[1] + wire, cost[2] + 1)
+            if j not in best or further < best[j]:
+                best[j] = further
+                came[j] = e
+                heapq.heappush(queue, (further, next(order), j))
+    path: list[Step] = []
+    while goal != start:
+        path.append(graph.step(came[goal]))
+        goal = int(graph.src[came[goal]])
     path.reverse()
-    return Boxing(tuple(s for s, _ in path), tuple(p for _, p in path))
+    prices = (step_price(s.kind, shape, itemsize, s.src, s.dst, mesh, s.axes) for s in path)
+    return Boxing(tuple(path), tuple(prices))
 
 
 @dataclass(frozen=True)
@@ -246,61 +346,20 @@ class BoxingTable:
     local_bytes: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """All steps but permutes between the placements of a rank: they are the same for every shape.
-
-    Attributes:
-      index: position of each placement.
-      alike: for each kind and group of axes its steps: from, to, and 1 for all-to-alls that stand for the
-        reduce-scatter of a max or min.
-    """
-
-    index: dict[Placement, int]
-    alike: tuple[tuple[StepKind, tuple[str, ...], NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]], ...]
-
-
-@lru_cache(maxsize=256)
-def _steps(rank: int, axes: tuple[tuple[str, int], ...], op: ReduceOp) -> _Steps:
-    sizes = dict(axes)
-    ops: tuple[ReduceOp, ...] = (op,) if op == "sum" else (op, "sum")
-    every = dict.fromkeys(p for o in ops for p in all_placements(rank, tuple(sizes), o))
-    index = {p: i for i, p in enumerate(every)}
-    alike: dict[tuple[StepKind, tuple[str, ...]], list[tuple[int, int, bool]]] = {}
-    for step in (s for p in index for s in neighbours(p, (1,) * rank, sizes, ops)):
-        reduced = step.src.partial_axes != step.dst.partial_axes
-        group = tuple(a for a in sizes if a in step.axes)
-        alike.setdefault((step.kind, group), []).append((index[step.src], index[step.dst], reduced))
-    return _Steps(
-        index,
-        tuple(
-            (kind, group, *np.asarray(found, np.int64).T) for (kind, group), found in alike.items()
-        ),
-    )  # fmt: skip
-
-
 _FAR: Final = 2 * LONGEST
 
 
 @lru_cache(maxsize=4096)
 def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "sum") -> BoxingTable:
     """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
-    sizes = _active(mesh)
-    steps = _steps(len(shape), tuple(sizes.items()), op)
-    shapes = [local_shape(shape, p, sizes) for p in steps.index]
-    local = np.array(shapes, np.int64).reshape(len(shapes), len(shape))
-    held = local.prod(-1) * itemsize
-    cost = _direct(steps, local, held, itemsize, mesh, op)
-    alike: dict[tuple[object, ...], list[Placement]] = {}
-    for p in steps.index:
-        alike.setdefault(_blocks(p, shape, sizes), []).append(p)
-    for p, q in (pair for group in alike.values() for pair in itertools.permutations(group, 2)):
-        i, j = steps.index[p], steps.index[q]
-        price = step_price("permute", shape, itemsize, p, q, mesh, _regrouped(p, q, sizes))
-        cost[i, j] = min(cost[i, j], price.wire + price.rest)
-    for k in range(len(held)):
+    graph = _graph(shape, itemsize, mesh, (op,) if op == "sum" else (op, "sum"))
+    held, n = graph.held, len(graph.held)
+    cost = np.full((n, n), _FAR, np.int64)
+    np.minimum.at(cost, (graph.src, graph.dst), graph.wire + graph.rest)
+    np.fill_diagonal(cost, 0)
+    for k in range(n):
         np.minimum(cost, cost[:, k : k + 1] + cost[k], out=cost)
-    own = {p: i for p, i in steps.index.items() if p.partial_op in (None, op)}
+    own = {p: i for p, i in graph.steps.index.items() if p.partial_op in (None, op)}
     m = len(own)  # sums that are something only on the way come last
     seconds = cost[:m, :m] / FEMTO
     if op != "sum":  # no maximum is on the way between what is not partial
@@ -309,25 +368,3 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
         at, there = [own[p] for p in whole], [plain.index[p] for p in whole]
         seconds[np.ix_(at, at)] = plain.seconds[np.ix_(there, there)]
     return BoxingTable(own, tuple(own), seconds, held[:m])
-
-
-def _direct(
-    steps: _Steps, local: NDArray[np.int64], held: NDArray[np.int64], itemsize: int, mesh: MeshView, op: ReduceOp
-) -> NDArray[np.int64]:
-    """`step_price` of all steps at once, between every two placements."""
-    cost = np.full((len(held), len(held)), _FAR, np.int64)
-    memory = memory_cost(mesh.topology)
-    summed = np.asarray([p.partial_op == "sum" for p in steps.index])
-    for kind, axes, src, dst, reduced in steps.alike:
-        if not mesh.goes_together(kind, axes):
-            continue
-        group = group_of(mesh, axes)
-        before, after = held[src], held[dst]
-        smaller = np.minimum(local[src], local[dst]).prod(-1) * itemsize
-        found = wire_cost(kind, sent_pieces(kind, before, after, smaller, reduced), before + after, group, memory)
-        besides = rest_cost(kind, after, False, group, memory)
-        if kind == "keep" and op != "sum":
-            besides = np.where(summed[dst], besides, 0)
-        cost[src, dst] = np.minimum(cost[src, dst], found + besides)  # steps of one kind and group have other ends
-    np.fill_diagonal(cost, 0)
-    return cost

@@ -256,15 +256,15 @@ def _times(held: Any, cost: int) -> Any:
     return np.where(held * float(cost) < LONGEST, held * np.int64(cost), LONGEST)
 
 
-def rest_cost(kind: StepKind, after: Any, idle: bool, group: Group, memory: int) -> Any:
+def rest_cost(kind: StepKind, after: Any, idle: Any, group: Group, memory: int) -> Any:
     """Femtoseconds of a step besides: latency, or the share of a local copy that counts. Of numbers or of arrays.
 
     Args:
-      idle: a `keep` writes nothing, for what all hold is its own max or min.
+      idle: whether a `keep` writes nothing, for what all hold is its own max or min.
     """
     if kind not in LOCAL_STEPS:
         return group.latency[kind] + 0 * after
-    written = 0 * after if idle and kind == "keep" else after
+    written = after * (1 - idle) if kind == "keep" else after
     return 2 * written * memory // _FUSED
 
 

@@ -195,6 +195,24 @@ class Placement(Mapping[str, SBP]):
         """The same placement with another sbp on one axis; a new split becomes the innermost of its dimension."""
         return Placement([*((a, s) for a, s in self.items_ if a != axis), (axis, sbp)])
 
+    def moved(self, axes: Sequence[str], sbp: SBP) -> Placement:
+        """The same placement with `sbp` on all `axes`; as splits they become the innermost of their dimension, in their
+        order."""
+        rest = [(a, s) for a, s in self.items_ if a not in axes]
+        if isinstance(sbp, S):
+            at = sum(isinstance(s, S) and s.dim <= sbp.dim for _, s in rest)
+            return Placement._sorted((*rest[:at], *((a, sbp) for a in axes), *rest[at:]))
+        if isinstance(sbp, P):
+            return Placement([*rest, *((a, sbp) for a in axes)])
+        return Placement._sorted(tuple(rest))
+
+    @classmethod
+    def _sorted(cls, items: tuple[tuple[str, SBP], ...]) -> Placement:
+        """From items that are known to be in order."""
+        found = cls.__new__(cls)
+        found.items_, found._hash = items, hash(items)
+        return found
+
     def without(self, axes: Sequence[str]) -> Placement:
         """The same placement with `B` on `axes`."""
         return Placement([(a, s) for a, s in self.items_ if a not in axes])
