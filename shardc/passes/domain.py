@@ -18,10 +18,21 @@ from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.passes.offer_rings import Rings, offer_rings
-from shardc.passes.problem import Node, Problem, Reader, Value, digits, itemsize_of, operation_of, work_dtype
+from shardc.passes.problem import (
+    Node,
+    Problem,
+    Reader,
+    Value,
+    digit_of,
+    digits,
+    first_of_alike,
+    itemsize_of,
+    operation_of,
+    work_dtype,
+)
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
-from shardc.sbp.cost import compute_seconds
+from shardc.sbp.cost import LIGHT, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting, Signature
@@ -56,17 +67,38 @@ class Domain:
 
 
 @lru_cache(maxsize=4096)
-def _by_code(rank: int, axes: tuple[str, ...], order: tuple[int, ...], op: ReduceOp) -> NDArray[np.int64]:
-    """The row in a boxing table of each placement, by its code: sum over axes of digit·(rank+2)^position.
+def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64]:
+    """The row in a boxing table of each placement, by the order of its axes, in that of `itertools.permutations`, and
+    by its code: sum over axes of digit·(rank+2)^position.
 
-    `order` is that in which the axes cut a dimension that several of them split.
+    The order is that in which the axes cut a dimension that several of them split.
     """
-    index = {p: i for i, p in enumerate(all_placements(rank, axes, op))}
-    rows: list[int] = []
-    for digits_of in itertools.product(range(rank + 2), repeat=len(axes)):
-        found = [(axes[k], digits_of[::-1][k]) for k in order]
-        rows.append(index[Placement([(a, P(op) if d == 1 else S(d - 2)) for a, d in found if d])])
-    return np.asarray(rows)
+    every = all_placements(rank, axes, op)
+    shape = len(every), len(axes)
+    digit = np.asarray([digit_of(p[a]) for p in every for a in axes], np.int64).reshape(shape)
+    place = np.asarray([[*p, *axes].index(a) for p in every for a in axes], np.int64).reshape(shape)
+    orders = _permutations(len(axes))
+    rows = np.empty((len(orders), (rank + 2) ** len(axes)), np.int64)
+    codes = digit @ (rank + 2) ** np.arange(len(axes))
+    for found, order in zip(rows, orders, strict=True):
+        fits = np.ones(len(every), np.bool_)
+        for a, b in itertools.combinations(order, 2):
+            fits &= (digit[:, a] != digit[:, b]) | (digit[:, a] < 2) | (place[:, a] < place[:, b])
+        found[codes[fits]] = np.flatnonzero(fits)
+    return rows
+
+
+def _number_of(orders: NDArray[np.int64]) -> NDArray[np.intp]:
+    """The number of each order of the axes, in that of `itertools.permutations`."""
+    count = orders.shape[1]
+    every, digit = _permutations(count), count ** np.arange(count)[::-1]
+    return np.searchsorted(every @ digit, orders @ digit)
+
+
+@lru_cache(maxsize=64)
+def _permutations(count: int) -> NDArray[np.int64]:
+    every = list(itertools.permutations(range(count)))
+    return np.asarray(every, np.int64).reshape(len(every), count)
 
 
 def _partial_by(p: Placement, op: ReduceOp) -> Placement:
@@ -148,8 +180,7 @@ class Domains:
         """All combinations of choices on each axis, and all orders of the axes, each with each."""
         products = list(itertools.product(*choices))
         options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
-        permuted = list(itertools.permutations(range(len(self.axes))))
-        orders = np.asarray(permuted, np.int64).reshape(len(permuted), len(self.axes))
+        orders = _permutations(len(self.axes))
         return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options), 0)
 
     def _rows(
@@ -173,11 +204,7 @@ class Domains:
     ) -> NDArray[np.int64]:
         """The rows in a value's table for each line of sbps on all axes, as `digits` counts them."""
         codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
-        rows = np.empty(len(codes), np.int64)
-        for order in itertools.permutations(range(len(self.axes))):
-            mine = (orders == order).all(-1)
-            rows[mine] = _by_code(value.rank, self.axes, order, value.op)[codes[mine]]
-        return rows
+        return _by_code(value.rank, self.axes, value.op)[_number_of(orders), codes]
 
     def _without_idle(self, p: Placement) -> Placement:
         return p.without([a for a in self.mesh.sizes if a not in self.axes])
@@ -211,9 +238,9 @@ class Domains:
             for factor, size in n.rule.sizes(operation_of(n.eqn)).items():
                 if factor in splits and size:
                     flops = flops / (size / -(-size // splits[factor]))
-        work = zip(flops, memory, strict=True)
-        dtype = work_dtype(n.eqn) if flops.any() else None
-        cost = np.asarray([compute_seconds(float(f), float(m), self.mesh, dtype) for f, m in work])
+            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn))
+        else:
+            cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
@@ -264,22 +291,37 @@ class Domains:
         assert table is not None and rows is not None and columns is not None
         key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
         if key not in self._edges:
-            cost = reader.weight * table.seconds
-            if reader.small or value.stacked:
-                before, after = table.local_bytes[:, None], table.local_bytes[None, :]
-                wrong = (after > before) if reader.small else (after < before)
-                cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+            boxed = _Boxed(table, reader, value)
+            found = boxed.seconds(rows[:, None], columns)
             if into.also is not None:  # a tree to two places
-                one, two = cost[rows[:, None], columns[None, :]], cost[rows[:, None], into.also[None, :]]
-                on, back = cost[columns, into.also], cost[into.also, columns]
-                found = np.minimum(np.minimum(one + on, two + back), one + two)
-                found = np.where(columns == into.also, one, found)
-            else:
-                found = cost[rows[:, None], columns[None, :]]
+                other = boxed.seconds(rows[:, None], into.also)
+                both = found + other
+                found += boxed.seconds(columns, into.also)
+                other += boxed.seconds(into.also, columns)
+                found = np.minimum(np.minimum(found, other, out=found), both, out=found)
             if maker.also is not None:  # from the nearer of two
-                found = np.minimum(found, cost[maker.also[:, None], columns[None, :]])
+                found = np.minimum(found, boxed.seconds(maker.also[:, None], columns), out=found)
             self._edges[key] = found
         return self._edges[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxed:
+    """What boxings of a value for a reader cost."""
+
+    table: BoxingTable
+    reader: Reader
+    value: Value
+
+    def seconds(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of all its executions, from one row of the table to another."""
+        table, small = self.table, self.reader.small
+        cost = self.reader.weight * table.seconds.take(src * len(table.seconds) + dst)
+        if small or self.value.stacked:
+            before, after = table.local_bytes[src], table.local_bytes[dst]
+            wrong = (after > before) if small else (after < before)
+            cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+        return cost
 
 
 def _with_rings(d: Domain, r: Rings) -> Domain:
@@ -310,7 +352,4 @@ def _in_pairs(d: Domain) -> Domain:
 
 def _first(choices: NDArray[np.intp], columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
     """Of the choices that are alike in all columns only the first, in the order that they come in."""
-    if not columns:
-        return choices[:1]
-    _, first = np.unique(np.stack([c[choices] for c in columns], 1), axis=0, return_index=True)
-    return choices[np.sort(first)]
+    return choices[first_of_alike([c[choices] for c in columns])] if columns else choices[:1]

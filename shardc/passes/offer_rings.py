@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.passes.problem import Node, Value, digits, operation_of, work_dtype
+from shardc.passes.problem import Node, Value, digits, first_of_alike, operation_of, work_dtype
 from shardc.sbp.cost import heavy_seconds
 from shardc.sbp.placement import S
 from shardc.sbp.ring import Ring, ring_price, ring_signatures
@@ -98,7 +98,7 @@ class _Offer:
         keep = innermost & (self.sizes[ring.factor] % pieces == 0)
         options, orders = options[keep], orders[keep]
         rows = [domains.rows_of(v, self.columns[options, p], orders) for p, v in enumerate(self.values)]
-        keep = _first(rows)
+        keep = first_of_alike(rows)
         options, orders, rows = options[keep], orders[keep], [r[keep] for r in rows]
         seconds, saved = self._seconds(ring, axis, options, orders, rows)
         keep = saved >= 0
@@ -132,8 +132,3 @@ class _Offer:
         held[port] = self.tables[port].local_bytes[plain].astype(np.float64)
         product = heavy_seconds(flops, np.sum(held, 0), mesh, dtype)
         return found, boxing + product - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * (boxing + product))
-
-
-def _first(rows: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
-    """Of choices that are alike at all ports the first."""
-    return np.sort(np.unique(np.stack(rows, 1), axis=0, return_index=True)[1])

@@ -511,9 +511,21 @@ def _add_holds(b: Builder) -> dict[int, Node]:
 
 def digits(options: Sequence[Signature], ports: int) -> NDArray[np.int64]:
     """Options as a matrix (option, port) of small numbers: 0 is B, 1 is P, 2 + d is S(d)."""
-    rows = [[_digit(s) for s in itertools.chain(o.operands, o.results)] for o in options]
+    rows = [[digit_of(s) for s in itertools.chain(o.operands, o.results)] for o in options]
     return np.asarray(rows, np.int64).reshape(len(options), ports)
 
 
-def _digit(sbp: object) -> int:
+def digit_of(sbp: object) -> int:
     return sbp.dim + 2 if isinstance(sbp, S) else 1 if isinstance(sbp, P) else 0
+
+
+def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
+    """Of rows of small numbers that are alike in all columns the first, in the order that they come in."""
+    code, codes = columns[0], int(columns[0].max(initial=0)) + 1
+    for column in columns[1:]:
+        count = int(column.max(initial=0)) + 1
+        if codes * count > np.iinfo(np.int64).max:
+            code = np.unique(code, return_inverse=True)[1]
+            codes = len(code)
+        code, codes = code * count + column, codes * count
+    return np.sort(np.unique(code, return_index=True)[1])

@@ -198,13 +198,13 @@ class Placement(Mapping[str, SBP]):
     def moved(self, axes: Sequence[str], sbp: SBP) -> Placement:
         """The same placement with `sbp` on all `axes`; as splits they become the innermost of their dimension, in their
         order."""
-        rest = [(a, s) for a, s in self.items_ if a not in axes]
+        rest, new = [(a, s) for a, s in self.items_ if a not in axes], [(a, sbp) for a in axes]
+        if isinstance(sbp, Broadcast):
+            return Placement._sorted(tuple(rest))
         if isinstance(sbp, S):
             at = sum(isinstance(s, S) and s.dim <= sbp.dim for _, s in rest)
-            return Placement._sorted((*rest[:at], *((a, sbp) for a in axes), *rest[at:]))
-        if isinstance(sbp, P):
-            return Placement([*rest, *((a, sbp) for a in axes)])
-        return Placement._sorted(tuple(rest))
+            return Placement._sorted((*rest[:at], *new, *rest[at:]))
+        return Placement([*rest, *new])
 
     @classmethod
     def _sorted(cls, items: tuple[tuple[str, SBP], ...]) -> Placement:
