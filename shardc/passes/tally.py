@@ -8,9 +8,10 @@ write is priced for all of them together, as XLA fuses them (`traffic`), and lat
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, cast
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
@@ -19,7 +20,7 @@ from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.memory import bodies_of, local_bytes
+from shardc.passes.memory import bodies_of, bytes_of, local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
 from shardc.passes.problem import itemsize_of, operation_of, work_dtype
 from shardc.passes.traffic import fused_bytes
@@ -68,10 +69,16 @@ class Time:
         return self.computing + self.moving - self.hidden
 
     def __add__(self, other: Time) -> Time:
-        return Time(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Time(*map(operator.add, self._parts(), other._parts()))
 
     def __mul__(self, times: float) -> Time:
-        return Time(*(a * times for a in astuple(self)))
+        return Time(*(a * times for a in self._parts()))
+
+    def _parts(self) -> tuple[float, ...]:
+        return _PARTS(self)
+
+
+_PARTS: Final = operator.attrgetter(*(f.name for f in fields(Time)))
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,13 @@ class _Tallier:
     placements: Mapping[Var, Placement]
     mesh: MeshView
     collectives: list[Collective] = field(default_factory=list[Collective])
-    known: dict[int, bool] = field(default_factory=dict[int, bool])
+    heavy: dict[int, bool] = field(default_factory=dict[int, bool])
     """By id of an equation whether it is heavy."""
+    rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
+    boxings: dict[int, Boxing] = field(default_factory=dict[int, Boxing])
+    """Of operations and of boxings, by id of the equation."""
+    sizes: dict[Var, int] = field(default_factory=dict[Var, int])
+    """Bytes that a device holds of a value."""
     added: float = 0.0
 
     def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
@@ -112,28 +124,47 @@ class _Tallier:
         of = {id(eqn): t for eqn, t in zip(jaxpr.eqns, times, strict=True)}
         hidden = hidden_seconds(
             jaxpr, late,
-            lambda eqn: of[id(eqn)].moving if _reduces(eqn, self.mesh) else 0.0,
+            lambda eqn: of[id(eqn)].moving if self.is_reducing(eqn) else 0.0,
             lambda eqn: of[id(eqn)].computing - (0.0 if eqn.primitive.name in NESTED else of[id(eqn)].hidden),
         )  # fmt: skip
         light = fused_bytes(jaxpr, self.is_light, _is_same, self.held)
         return sum(times, Time(memory=memory_seconds(light, self.mesh), hidden=hidden))
 
     def held(self, var: Var) -> int:
-        return local_bytes(var, self.placements[var], self.mesh.sizes)
+        if var not in self.sizes:
+            self.sizes[var] = local_bytes(var, self.placements[var], self.mesh.sizes)
+        return self.sizes[var]
+
+    def rule(self, eqn: Eqn) -> Rule:
+        if id(eqn) not in self.rules:
+            self.rules[id(eqn)] = _rule_of(eqn)
+        return self.rules[id(eqn)]
+
+    def boxing(self, eqn: Eqn) -> Boxing:
+        if id(eqn) not in self.boxings:
+            aval, params = eqn.invars[0].aval, eqn.params
+            found = find_boxing(tuple(aval.shape), itemsize_of(aval), params["src"], params["dst"], self.mesh)
+            self.boxings[id(eqn)] = found
+        return self.boxings[id(eqn)]
+
+    def is_reducing(self, eqn: Eqn) -> bool:
+        return eqn.primitive is box_p and any(
+            s.is_collective and s.src.partial_axes != s.dst.partial_axes for s in self.boxing(eqn).steps
+        )
 
     def is_heavy(self, eqn: Eqn) -> bool:
-        if id(eqn) not in self.known:
+        if id(eqn) not in self.heavy:
             if eqn.primitive.name in NESTED:
                 found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
             else:
                 own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
-                found = is_unit(eqn) or (not own and _rule_of(eqn).flops > 0)
-            self.known[id(eqn)] = found
-        return self.known[id(eqn)]
+                found = is_unit(eqn) or (not own and self.rule(eqn).flops > 0)
+            self.heavy[id(eqn)] = found
+        return self.heavy[id(eqn)]
 
     def is_light(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:
-            return not any(s.is_collective for s in _boxing(eqn, self.mesh).steps)
+            return not any(s.is_collective for s in self.boxing(eqn).steps)
         return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not is_transfer(eqn)
 
     def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
@@ -141,24 +172,28 @@ class _Tallier:
         if eqn.primitive.name in NESTED:
             return self.nested(eqn, trips, [v in late for v in eqn.outvars])
         if eqn.primitive is box_p:
-            return self.add(_moves(eqn, trips, self.mesh), trips)
+            return self.add(_moves(eqn, self.boxing(eqn), trips), trips)
         if is_unit(eqn):
             return sum((self.in_unit(e, n, trips) for e, n in _weighted(eqn.params["jaxpr"], 1)), Time())
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
-        if (found := ring_at(eqn, self.placements, self.mesh)) is not None:
-            return self.around(eqn, found, trips)
-        inside = self.add(_inside(eqn, trips, self.placements, self.mesh), trips)
-        seconds = equation_seconds(eqn, self.placements, self.mesh)
+        rule, inside = self.rule(eqn), Time()
+        if rule.terms is not None or rule.crossing:
+            setting = _setting(eqn, self.placements, self.mesh)
+            if (ring := ring_of(rule, setting)) is not None:
+                return self.around(eqn, ring, setting, trips)
+            inside = self.add(_inside(eqn, rule, setting, trips, self.mesh), trips)
+        memory = sum(self.held(a) for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
+        seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
         self.added += seconds * trips
         if not self.is_heavy(eqn):
             return inside
-        reading = memory_seconds(_memory(eqn, self.placements, self.mesh), self.mesh)
+        reading = memory_seconds(memory, self.mesh)
         return inside + (Time(memory=seconds) if seconds <= reading else Time(compute=seconds))
 
-    def around(self, eqn: Eqn, ring: Ring, trips: int) -> Time:
+    def around(self, eqn: Eqn, ring: Ring, setting: Setting, trips: int) -> Time:
         """The time of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
-        rule, setting = _rule_of(eqn), _setting(eqn, self.placements, self.mesh)
+        rule = self.rule(eqn)
         port, steps = ring.port(rule), internal_steps(rule, setting)
         each = sent_cost(steps[0], self.mesh).bytes
         ends = [str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"]
@@ -169,7 +204,7 @@ class _Tallier:
                 short_aval(setting.port(port)[0]), *(ends if ring.operand is not None else reversed(ends)),
             )
         )  # fmt: skip
-        time = ring_seconds(eqn, ring, self.placements, self.mesh)
+        time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
         self.added += time.total * trips
         return Time(compute=time.computing, permute=time.moving, hidden=time.computing + time.moving - time.total)
 
@@ -204,17 +239,6 @@ def _is_same(eqn: Eqn) -> bool:
     return pin_of(eqn) is not None
 
 
-def _reduces(eqn: Eqn, mesh: MeshView) -> bool:
-    return eqn.primitive is box_p and any(
-        s.is_collective and s.src.partial_axes != s.dst.partial_axes for s in _boxing(eqn, mesh).steps
-    )
-
-
-def _boxing(eqn: Eqn, mesh: MeshView) -> Boxing:
-    aval = eqn.invars[0].aval
-    return find_boxing(tuple(aval.shape), itemsize_of(aval), eqn.params["src"], eqn.params["dst"], mesh)
-
-
 def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
     """Equations with how often they run; a nested one stands for its bodies."""
     for eqn in jaxpr.eqns:
@@ -226,10 +250,9 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
             yield eqn, trips
 
 
-def _moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
+def _moves(eqn: Eqn, boxing: Boxing, trips: int) -> Moves:
     """The collectives of one boxing, and the seconds of one execution."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
-    boxing = _boxing(eqn, mesh)
     seconds: dict[Kind, float] = {}
     found: list[Collective] = []
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
@@ -245,12 +268,8 @@ def _moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
     return Moves(found, seconds)  # fmt: skip
 
 
-def _inside(eqn: Eqn, trips: int, placements: Mapping[Var, Placement], mesh: MeshView) -> Moves:
+def _inside(eqn: Eqn, rule: Rule, setting: Setting, trips: int, mesh: MeshView) -> Moves:
     """The collectives that an operation needs itself, and the seconds of one execution."""
-    rule = _rule_of(eqn)
-    if not rule.crossing:
-        return Moves([], {})
-    setting = _setting(eqn, placements, mesh)
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
     seconds: dict[Kind, float] = {}
@@ -269,15 +288,10 @@ def _inside(eqn: Eqn, trips: int, placements: Mapping[Var, Placement], mesh: Mes
     return Moves(found, seconds)  # fmt: skip
 
 
-def ring_at(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> Ring | None:
-    """The ring that an operation is at its placements, if it is one."""
-    rule = _rule_of(eqn)
-    return None if rule.terms is None else ring_of(rule, _setting(eqn, placements, mesh))
-
-
-def ring_seconds(eqn: Eqn, ring: Ring, placements: Mapping[Var, Placement], mesh: MeshView) -> RingTime:
+def _ring_seconds(
+    eqn: Eqn, ring: Ring, rule: Rule, setting: Setting, placements: Mapping[Var, Placement], mesh: MeshView
+) -> RingTime:
     """What one execution of it takes."""
-    setting, rule = _setting(eqn, placements, mesh), _rule_of(eqn)
     counts = _counts(rule, eqn, placements, mesh, ring)
     flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
     atoms = (*eqn.invars, *eqn.outvars)
@@ -298,19 +312,14 @@ def _rule_of(eqn: Eqn) -> Rule:
     return find_rule(operation_of(eqn))
 
 
-def _memory(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> int:
-    """Bytes that a device reads and writes in an operation."""
-    atoms = (a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
-    return sum(local_bytes(a, placements[a], mesh.sizes) for a in atoms)
-
-
-def equation_seconds(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
-    """Seconds that a device computes in one execution of an operation."""
-    operation = operation_of(eqn)
-    rule = find_rule(operation)
-    shared = shared_by(rule.sizes(operation), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
-    dtype = work_dtype(eqn) if rule.flops else None
-    return compute_seconds(rule.flops / shared, _memory(eqn, placements, mesh), mesh, dtype)
+def _seconds(
+    eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView
+) -> float:  # fmt: skip
+    """Seconds that a device computes in one execution of an operation that reads and writes so many bytes."""
+    if not rule.flops:
+        return compute_seconds(0.0, memory, mesh)
+    shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh))
+    return compute_seconds(rule.flops / shared, memory, mesh, work_dtype(eqn))
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
@@ -318,8 +327,9 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
     if is_transfer(eqn) or pin_of(eqn) is not None:
         return 0.0
     if eqn.primitive.name not in NESTED:
-        atoms = (a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
-        return equation_seconds(eqn, dict.fromkeys(atoms, REPLICATED), mesh)
+        atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
+        whole = dict.fromkeys(atoms, REPLICATED)
+        return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
     trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     return sum(
         n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips)
