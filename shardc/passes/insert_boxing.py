@@ -154,7 +154,8 @@ class _Inserter:
                 min(self._boxing(atom, p, q).seconds for p in (born, *order[:k])) for k, q in enumerate(order)
             )
 
-        return min(itertools.permutations(dict.fromkeys(holds)), key=cost)
+        places = tuple(dict.fromkeys(holds))
+        return places if len(places) < 2 else min(itertools.permutations(places), key=cost)
 
     def _boxing(self, atom: Atom, src: Placement, dst: Placement) -> Boxing:
         return find_boxing(tuple(atom.aval.shape), itemsize_of(atom.aval), src, dst, self.mesh)

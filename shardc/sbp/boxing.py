@@ -294,7 +294,8 @@ def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mes
     A path may be a sum on its way, whatever P means for the value: zeros in place of what others hold.
     """
     idle = [a for a, n in mesh.axes if n == 1]
-    src, dst = src.without(idle), dst.without(idle)
+    if idle:
+        src, dst = src.without(idle), dst.without(idle)
     if src == dst:
         return Boxing((), ())
     ops = tuple(sorted({"sum", *(p.partial_op for p in (src, dst) if p.partial_op)}))
