@@ -312,9 +312,7 @@ def _rule_of(eqn: Eqn) -> Rule:
     return find_rule(operation_of(eqn))
 
 
-def _seconds(
-    eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView
-) -> float:  # fmt: skip
+def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
     """Seconds that a device computes in one execution of an operation that reads and writes so many bytes."""
     if not rule.flops:
         return compute_seconds(0.0, memory, mesh)

@@ -18,7 +18,7 @@ from shardc.passes.canonicalize import canonicalize
 from shardc.passes.domain import Domains
 from shardc.passes.lower_jit import lower_jit
 from shardc.passes.place import Tables, place
-from shardc.passes.problem import Border, build_problem
+from shardc.passes.problem import Border, build_problem, first_of_alike
 from shardc.sbp.placement import Pin, Placement
 
 FUNCTIONS = {
@@ -89,3 +89,13 @@ def test_the_same_plan_as_jit_with_shardings_gives_the_same_numbers():
     plan = f.plan(x, w)
     for got, want in zip(lower_jit(plan, mesh)(x, w), jax.tree.leaves(jax.jit(scan)(x, w)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest", [1, 5, 2**40])
+def test_the_first_of_rows_that_are_alike(largest):
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 3, (200, 4))
+    rows[rows == 2] = largest
+    want = np.sort(np.unique(rows, axis=0, return_index=True)[1])
+    np.testing.assert_array_equal(first_of_alike(list(rows.T)), want)
+    assert len(first_of_alike(list(rows[:0].T))) == 0

@@ -190,6 +190,15 @@ def test_replace_makes_a_split_the_innermost() -> None:
         p.replace("a", P("max"))
 
 
+@given(placements(), st.data())
+def test_moved_is_the_placement_written_anew(p: Placement, data: st.DataObject) -> None:
+    axes = data.draw(st.lists(st.sampled_from([*p, "new", "other"]), unique=True))
+    sbp: SBP = data.draw(st.sampled_from([B, S(0), S(1), S(7), P(p.partial_op or "max")]))
+    anew = Placement([*((a, s) for a, s in p.items_ if a not in axes), *((a, sbp) for a in axes)])
+    moved = p.moved(axes, sbp)
+    assert (moved, hash(moved), moved.splits) == (anew, hash(anew), anew.splits)
+
+
 def test_without() -> None:
     p = Placement({"a": S(0), "b": S(0), "c": P()})
     assert p.without(["a", "c", "nowhere"]) == Placement({"b": S(0)})
