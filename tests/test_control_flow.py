@@ -254,6 +254,41 @@ def _(_, batched, x):
     return _sine(x), batched[0]
 
 
+def counted_up(x, w):
+    return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ c[1].T)), (0, x))[1]
+
+
+def counted_down(x, w):
+    return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1] * jnp.sum(c[1] @ w)), (5, x / 99))[1]
+
+
+def counted_twice(x, w):
+    def outer(c, _):
+        inner = lax.while_loop(lambda d: d[0] < 5, lambda d: (d[0] + 1, d[1] * jnp.sum(d[1])), (0, c))[1]
+        return inner / 2, None
+
+    return lax.scan(outer, x / 99, None, length=3)[0]
+
+
+def in_a_shard_map(x, w):
+    def local(x):
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(lax.psum(c[1], "data"))), (0, x))[1]
+
+    mesh, spec = MESHES["8"], jax.P("data")
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+@pytest.mark.parametrize("program", [counted_up, counted_down, counted_twice, in_a_shard_map], ids=lambda f: f.__name__)
+def test_a_while_whose_trips_xla_knows_moves_what_is_planned_in_each(program):
+    x, w = np.ones((64, 64), np.float32) / 99, np.ones((64, 64), np.float32) / 99
+    exe = shardc.function(program, mesh=MESHES["8"], in_placements={"x": {"data": S(0)}}).compile(x, w)
+    report = exe.audit()
+    assert report.ok and not report.missing, str(report)
+    planned = [c for c in exe.plan.collectives if c.per_iteration]
+    assert planned and "known_trip_count" in exe.hlo()
+    assert sum(f.bytes for f in report.iterated) == 4 * sum(c.bytes for c in planned)
+
+
 CALLS = {
     "custom_vmap": lambda x, w: _sine(x @ w),
     "composite": lambda x, w: lax.composite(lambda a, b: jnp.tanh(a @ b), "tests.mlp")(x, w),

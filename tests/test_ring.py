@@ -13,6 +13,7 @@ import shardc
 from shardc import S
 from shardc.passes.place import Placer
 from shardc.topology import TOPOLOGIES, Fabric
+from tests.test_memory import compare
 
 LINKS = (Fabric("switch", 1e7, 0.0),)
 SLOW = replace(TOPOLOGIES["cpu"], kind="slow", flops=1e8, launch=0.0, fabrics=LINKS, overlaps=True)
@@ -24,6 +25,14 @@ def slow(tmp_path_factory):
     """Makes a mesh of such devices."""
     path = tmp_path_factory.mktemp("machine") / "slow.json"
     path.write_text(SLOW.to_json())
+    return lambda **axes: shardc.make_mesh(calibration=str(path), **axes)
+
+
+@pytest.fixture(scope="module")
+def slow_cpu(tmp_path_factory):
+    """The same, and they keep in memory what XLA:CPU does."""
+    path = tmp_path_factory.mktemp("machine") / "slow_cpu.json"
+    path.write_text(replace(SLOW, kind="cpu").to_json())
     return lambda **axes: shardc.make_mesh(calibration=str(path), **axes)
 
 
@@ -176,6 +185,51 @@ def test_a_ring_takes_less_memory_than_the_operand_made_whole(slow):
     assert [c.kind for c in plain.collectives] == ["all_gather"]
     assert ring.bytes_per_device == plain.bytes_per_device
     assert ring.memory.peak < plain.memory.peak
+
+
+SIZES = {"alike": (96, 96, 96), "many rows": (384, 48, 96), "many columns": (96, 48, 384), "much summed": (48, 384, 48)}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("case", ONE_AXIS)
+def test_memory_is_never_below_what_xla_allots(slow_cpu, case, n):
+    """Of the products alone, whatever is largest: a piece, a block, a term."""
+    left, right, out, *_ = ONE_AXIS[case]
+    found = {}
+    for name, sizes in SIZES.items():
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (sizes[:2], sizes[1:])]
+        f = shardc.function(_dot, mesh=slow_cpu(model=n), in_placements=(left, right), out_placements=out)
+        if _rings(f.plan(*args)):
+            found[name] = compare(f, args)
+    assert len(found) > 1
+    assert all(1.0 <= ratio <= 1.55 for ratio in found.values()), found
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
+def test_memory_of_a_program_with_rings(slow_cpu, axes):
+    def block(x_BTD, up, down):
+        return jnp.einsum("btf,fd->btd", jnp.tanh(jnp.einsum("btd,df->btf", x_BTD, up)), down)
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 64), (64, 256), (256, 64))]
+    at = {"model": S(1)} | ({"data": S(0)} if "data" in axes else {})
+    f = shardc.function(
+        block, mesh=slow_cpu(**axes), in_placements=(at, {"model": S(1)}, {"model": S(0)}), out_placements=at
+    )
+    assert len(_rings(f.plan(*args))) == 2
+    assert 1.0 <= compare(f, args) <= 1.55
+
+
+def test_memory_of_rings_in_a_loop(slow_cpu):
+    def loss(w, x):
+        return jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]).sum()
+
+    args = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    f = shardc.function(
+        jax.grad(loss), mesh=slow_cpu(data=8), in_placements=({"data": S(1)}, {"data": S(0)}),
+        out_placements={"data": S(1)},
+    )  # fmt: skip
+    assert _rings(f.plan(*args))
+    assert 1.0 <= compare(f, args) <= 1.25
 
 
 @pytest.mark.parametrize("case", ONE_AXIS)

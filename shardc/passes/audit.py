@@ -6,6 +6,9 @@ A surprise is a collective of the HLO that the plan does not pay for. XLA may do
 gathers and drops what nobody reads) and may do it in other portions (its combiner puts tensors together, loops are
 unrolled, invariants leave them): so tensors and executions are compared, not instructions, and what stays unmatched is
 compared by its bytes in total.
+
+How often a `while` goes around is not planned: its collectives are planned for one iteration. Where XLA knows, what is
+found is counted as often as it runs, and what goes beyond the plan is told apart (`iterated`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardc.passes.collective import KINDS, Collective
 from shardc.passes.hlo import HloCollective, Tensor, parse_collectives
@@ -52,6 +55,7 @@ class Audit:
       surprises: what moves and was not planned, or moves more often than planned.
       compiler_added: on TPU and GPU, what the backend's own rewrites of planned collectives add.
       missing: what was planned and does not move: XLA merged or dropped it.
+      iterated: executions in iterations of a `while` beyond the one that is planned.
     """
 
     planned: tuple[Collective, ...]
@@ -59,6 +63,7 @@ class Audit:
     surprises: tuple[Found, ...]
     compiler_added: tuple[Found, ...]
     missing: tuple[Collective, ...]
+    iterated: tuple[Found, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -66,6 +71,8 @@ class Audit:
 
     def __str__(self) -> str:
         added = f", {_summary(self.compiler_added)} added by the compiler" if self.compiler_added else ""
+        if self.iterated:
+            added += f", {_summary(self.iterated)} more in further iterations of `while`"
         if self.ok and not self.missing:
             return f"audit: planned = found ({_summary(self.planned)}){added}"
         if self.ok:
@@ -93,16 +100,17 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
             if op.added and not exact:
                 added.append(record)
                 continue
-            lots.append(_found_lot(record, tensor, padding))
+            lots.append(_found_lot(record, tensor, padding, op.looped))
             if padding:
                 added.append(replace(record, bytes=padding * record.count))
     found = (*(lot.record for lot in lots), *(record for record in added if record.kind == "permute"))
 
     by_group = _by_group(plans)
-    for fits in (_same, _narrowed, _promoted, _reinterpreted):
+    for fits in _FITS:
         _match(lots, by_group, fits)
     if not exact:
         added += _match_all_reduces(lots, by_group)
+    iterated = _match_iterations(lots, by_group, exact)
     _match_totals(lots, by_group, exact)
     return Audit(
         planned=tuple(planned),
@@ -110,6 +118,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
         surprises=tuple(_rest(lot) for lot in lots if lot.left),
         compiler_added=tuple(added),
         missing=tuple(_rest(lot) for lot in plans if lot.left),
+        iterated=tuple(iterated),
     )
 
 
@@ -123,7 +132,8 @@ _Record = TypeVar("_Record", Collective, Found)
 class _Lot(Generic[_Record]):
     """A record with the executions of it that are not matched yet.
 
-    `each` is the bytes of one execution, `dtype` and `width` the element type and its size (None: not known).
+    `each` is the bytes of one execution, `dtype` and `width` the element type and its size (None: not known), `looped`
+    whether it is planned in a `while`, or found in any loop.
     """
 
     record: _Record
@@ -132,6 +142,7 @@ class _Lot(Generic[_Record]):
     dtype: str
     width: Fraction | None
     left: int
+    looped: bool
     promoted: bool = False
 
     @property
@@ -143,14 +154,14 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
-    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count)
+    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count, c.per_iteration)
 
 
-def _found_lot(f: Found, tensor: Tensor, padding: int) -> _Lot[Found]:
+def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:
     # Groups that follow no axes match no plan: no planned group is None.
     along = None if f.axes is None or f.kind not in KINDS else frozenset(f.axes)
     each = Fraction(tensor.bytes - padding)
-    return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, tensor.promoted)
+    return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 
 
 def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[Found, int]:
@@ -200,6 +211,9 @@ def _reinterpreted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
     return _close(f.each, p.each)
 
 
+_FITS: Final = (_same, _narrowed, _promoted, _reinterpreted)
+
+
 def _match(
     lots: Sequence[_Lot[Found]],
     by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
@@ -211,6 +225,22 @@ def _match(
                 n = min(f.left, p.left)
                 f.left -= n
                 p.left -= n
+
+
+def _match_iterations(
+    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+) -> list[Found]:
+    """What runs in a loop and is as planned for an iteration of a `while` may run as often as that goes around."""
+    found: list[Found] = []
+    for f in lots:
+        kind, along = f.group
+        planned = any(p.looped and fits(f, p) for p in by_group.get(f.group, ()) for fits in _FITS)
+        if not exact and kind == "all_reduce":
+            planned |= any(p.looped and _close(f.each / 2, p.each) for p in by_group.get(("reduce_scatter", along), ()))
+        if f.left and f.looped and planned:
+            found.append(_rest(f))
+            f.left = 0
+    return found
 
 
 def _match_all_reduces(
@@ -290,5 +320,5 @@ def audit_all(audits: Sequence[Audit]) -> Audit:
     """The audits of several programs as one."""
     return Audit(
         *(tuple(x for a in audits for x in getattr(a, name)) for name in
-          ("planned", "found", "surprises", "compiler_added", "missing"))
+          ("planned", "found", "surprises", "compiler_added", "missing", "iterated"))
     )  # fmt: skip

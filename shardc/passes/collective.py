@@ -22,6 +22,7 @@ class Collective:
       source: line of user code that made the value, as `file.py:12 (function)`.
       value: dtype and logical shape of what moves, as `f32[8,128]`.
       src, dst: the placements before and after the boxing that this collective is a step of, as text.
+      per_iteration: it is in a `while`, of which `bytes` and `count` have one iteration.
     """
 
     kind: Kind
@@ -32,6 +33,7 @@ class Collective:
     value: str = ""
     src: str = ""
     dst: str = ""
+    per_iteration: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class HloCollective:
       trips: executions in one call, the product of the trip counts of the loops around it; None if one is unknown.
       source: line of user code, as `file.py:12 (function)`; else the name JAX gave the operation; may be empty.
       name: of the instruction.
+      looped: it is in a loop.
       added: it belongs to a rewrite of the backend (the permute after XLA:TPU's all-reduce-scatter).
     """
 
@@ -65,6 +66,7 @@ class HloCollective:
     trips: int | None
     source: str
     name: str
+    looped: bool = False
     added: bool = False
 
     @property
@@ -86,19 +88,19 @@ def parse_collectives(text: str) -> list[HloCollective]:
     An instruction that is reached from two places is listed once for each.
     """
     module = parse_module(text)
-    return list(_walk(module, module.entry, 1))
+    return list(_walk(module, module.entry, 1, looped=False))
 
 
-def _walk(module: Module, computation: str, trips: int | None) -> Iterator[HloCollective]:
+def _walk(module: Module, computation: str, trips: int | None, looped: bool) -> Iterator[HloCollective]:
     resumed = _resumes(module, computation)
     for instruction in module.computations[computation].values():
-        found = None if resumed else _collective(module, computation, instruction, trips)
+        found = None if resumed else _collective(module, computation, instruction, trips, looped)
         if found is not None:
             yield found
         times = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
         inner = None if trips is None or times is None else trips * times
         for callee in instruction.callees:
-            yield from _walk(module, callee, inner)
+            yield from _walk(module, callee, inner, looped or instruction.opcode == "while")
 
 
 def _resumes(module: Module, computation: str) -> bool:
@@ -128,7 +130,9 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _collective(module: Module, computation: str, i: Instruction, trips: int | None) -> HloCollective | None:
+def _collective(
+    module: Module, computation: str, i: Instruction, trips: int | None, looped: bool
+) -> HloCollective | None:
     opcode = i.opcode.removesuffix("-start")
     if opcode == "all-reduce" and "all-reduce-scatter" in computation:  # XLA:TPU's fusion: its result is a slice
         opcode = "reduce-scatter"
@@ -142,7 +146,7 @@ def _collective(module: Module, computation: str, i: Instruction, trips: int | N
     operands = _whole_operands(module, computation, i, opcode)
     tensors = tuple(_tensor(module, computation, i, n, operand, sent) for operand in operands)
     added = kind == "permute" and _comes_from_scatter_fusion(module, computation, i)
-    return HloCollective(kind, groups, tensors, trips, module.source(i), i.name, added)
+    return HloCollective(kind, groups, tensors, trips, module.source(i), i.name, looped, added)
 
 
 def _whole_operands(module: Module, computation: str, i: Instruction, opcode: str) -> list[Operand]:

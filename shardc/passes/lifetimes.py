@@ -52,6 +52,8 @@ class Lifetimes:
       begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
         the time; a result that takes a donated argument's buffer is not counted.
       arguments: how many of `values`, the first ones, are arguments.
+      products: each product, and the point at which it runs. Whether it holds more than values (`ring_buffers`), its
+        placements say.
     """
 
     points: int
@@ -59,6 +61,7 @@ class Lifetimes:
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
     arguments: int
+    products: tuple[tuple[Eqn, int], ...] = ()
 
     def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
         """(points,) bytes at each point, `size` being those of a value on one device."""
@@ -125,6 +128,7 @@ class _Forward:
     maker: dict[Var, Eqn] = field(default_factory=dict[Var, Eqn])
     source: dict[Var, Any] = field(default_factory=dict[Var, Any])
     joins: set[Var] = field(default_factory=set[Var])
+    products: list[tuple[Eqn, int]] = field(default_factory=list[tuple[Eqn, int]])
     _round: dict[Var, int] = field(default_factory=dict[Var, int])
     _group: dict[Var, tuple[int, int]] = field(default_factory=dict[Var, tuple[int, int]])
     _last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -154,6 +158,8 @@ class _Forward:
                 self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
             early = kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW, Kind.MOVED)
             self.span[id(eqn)] = start, self.now
+            if eqn.primitive.name in PRODUCTS:
+                self.products.append((eqn, self.now))
             for v in eqn.outvars:
                 self.made[v], self.ready[v] = self.now, max(ready, default=0) if early else self.now + 1
             self.rounds(eqn, scope)
@@ -234,7 +240,7 @@ class _Backward:
         rows = [(v, 0, end) for v in arguments]
         rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
-        return Lifetimes(end, tuple(r[0] for r in rows), begin, until, len(arguments))
+        return Lifetimes(end, tuple(r[0] for r in rows), begin, until, len(arguments), tuple(self.ahead.products))
 
     def writes_over(self, v: Atom, argument: Var) -> bool:
         """Whether a result can be put in the place of an argument when it is made."""

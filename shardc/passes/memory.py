@@ -1,6 +1,7 @@
 """Memory of a plan, per device: what the pieces of a boxed program need while it runs.
 
-Which values are in memory, and when, is `passes/lifetimes.py`; here they get their bytes.
+Which values are in memory, and when, is `passes/lifetimes.py`; here they get their bytes, and products whose pieces go
+around what they hold besides.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Jaxpr, Var
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.fusion import GPU, TPU, Habits
 from shardc.passes.lifetimes import Lifetimes, lifetimes
-from shardc.passes.problem import itemsize_of
+from shardc.passes.problem import itemsize_of, operation_of, setting_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
+from shardc.sbp.ring import ring_buffers, ring_of
+from shardc.sbp.signature import find_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,21 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 def piece_bytes(aval: Any, placement: Placement, sizes: AxisSizes, habits: Habits) -> int:
     """Bytes that a device allots for its piece of a value."""
-    shape, itemsize = local_shape(aval.shape, placement, sizes), itemsize_of(aval)
+    return _allotted(local_shape(aval.shape, placement, sizes), itemsize_of(aval), habits)
+
+
+def _allotted(shape: Sequence[int], itemsize: int, habits: Habits) -> int:
     return tiled_bytes(shape, itemsize) if habits.tiles else math.prod(shape) * itemsize
+
+
+def ring_bytes(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits) -> int:
+    """Bytes that a device holds in a product besides its operands and its result: of what goes around, if it does."""
+    rule, setting = find_rule(operation_of(eqn)), setting_of(eqn, placements, sizes)
+    ring = ring_of(rule, setting)
+    if ring is None:
+        return 0
+    buffers = ring_buffers(ring, rule, setting, habits.eager)
+    return sum(b.number * _allotted(b.shape, b.dtype.itemsize, habits) for b in buffers)
 
 
 @dataclass(frozen=True)
@@ -145,6 +161,8 @@ def profile_memory(
     arguments = int(held[: found.arguments].sum())
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     between: NDArray[np.float64] = (found.live(size) - arguments).astype(np.float64)
+    for eqn, point in found.products:
+        between[point] += ring_bytes(eqn, placements, sizes, habits)
     table = POINTER * len(jaxpr.outvars)
     most = Memory(arguments, results, math.ceil(GAPS * int(between.max())) + table)
     return Profile(found, held, arguments + GAPS * between + table, most)

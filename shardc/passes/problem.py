@@ -26,8 +26,8 @@ from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.sbp import rules as _rules
-from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
-from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
+from shardc.sbp.placement import REPLICATED, SBP, AxisSizes, B, P, Pin, Placement, ReduceOp, S
+from shardc.sbp.signature import Operation, Rule, Setting, Signature, find_rule, gathered, signatures
 
 del _rules  # imported for its registrations
 
@@ -313,6 +313,14 @@ def operation_of(eqn: Eqn) -> Operation:
     return Operation(
         eqn.primitive.name, tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars), eqn.params
     )
+
+
+def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Setting:
+    """The same with the placements around it."""
+    operands, results = (
+        tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
+    )
+    return Setting(operation_of(eqn), operands, results, {a: n for a, n in sizes.items() if n > 1})
 
 
 def work_dtype(eqn: Eqn) -> Any:

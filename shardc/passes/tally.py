@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 from shardc import compat
@@ -20,9 +20,9 @@ from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.memory import bodies_of, bytes_of, local_bytes
+from shardc.passes.memory import all_eqns, bodies_of, bytes_of, local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
-from shardc.passes.problem import itemsize_of, operation_of, work_dtype
+from shardc.passes.problem import itemsize_of, operation_of, setting_of, work_dtype
 from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_moves
@@ -174,12 +174,12 @@ class _Tallier:
         if eqn.primitive is box_p:
             return self.add(_moves(eqn, self.boxing(eqn), trips), trips)
         if is_unit(eqn):
-            return sum((self.in_unit(e, n, trips) for e, n in _weighted(eqn.params["jaxpr"], 1)), Time())
+            return self.unit(eqn.params["jaxpr"], trips)
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
         rule, inside = self.rule(eqn), Time()
         if rule.terms is not None or rule.crossing:
-            setting = _setting(eqn, self.placements, self.mesh)
+            setting = setting_of(eqn, self.placements, self.mesh.sizes)
             if (ring := ring_of(rule, setting)) is not None:
                 return self.around(eqn, ring, setting, trips)
             inside = self.add(_inside(eqn, rule, setting, trips, self.mesh), trips)
@@ -196,17 +196,30 @@ class _Tallier:
         rule = self.rule(eqn)
         port, steps = ring.port(rule), internal_steps(rule, setting)
         each = sent_cost(steps[0], self.mesh).bytes
-        ends = [str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"]
+        src, dst = str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"
+        if ring.operand is None:
+            src, dst = dst, src
         count = len(steps) * trips
         self.collectives.append(
             Collective(
                 "permute", (ring.axis,), each * count, count, compat.source_line(eqn),
-                short_aval(setting.port(port)[0]), *(ends if ring.operand is not None else reversed(ends)),
+                short_aval(setting.port(port)[0]), src, dst,
             )
         )  # fmt: skip
         time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
         self.added += time.total * trips
         return Time(compute=time.computing, permute=time.moving, hidden=time.computing + time.moving - time.total)
+
+    def unit(self, body: Jaxpr, trips: int) -> Time:
+        begin = len(self.collectives)
+        time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
+        if any(e.primitive.name == "while" for e in all_eqns(body)):
+            self.per_iteration(begin)
+        return time
+
+    def per_iteration(self, begin: int) -> None:
+        """Says of the collectives from number `begin` on that they are in a `while`."""
+        self.collectives[begin:] = [replace(c, per_iteration=True) for c in self.collectives[begin:]]
 
     def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
         moves = unit_moves(eqn, trips * times, self.mesh)
@@ -221,9 +234,12 @@ class _Tallier:
         if eqn.primitive.name == "scan":  # what is carried is read by the next step
             results = [False] * eqn.params["num_carry"] + late[eqn.params["num_carry"] :]
         found: list[Time] = []
+        begin = len(self.collectives)
         for body in bodies_of(eqn):
             fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
             found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
+        if eqn.primitive.name == "while":
+            self.per_iteration(begin)
         if eqn.primitive.name == "cond":
             return max(found, key=lambda t: t.total)
         return sum(found, Time()) * length
@@ -299,13 +315,6 @@ def _ring_seconds(
         local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)
     ]
     return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
-
-
-def _setting(eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView) -> Setting:
-    operands, results = (
-        tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
-    )
-    return Setting(operation_of(eqn), operands, results, {a: n for a, n in mesh.axes if n > 1})
 
 
 def _rule_of(eqn: Eqn) -> Rule:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 
@@ -114,6 +114,54 @@ def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops
         return ring_time(held[port], flops / n, sum(read) + made, 0, mesh, ring.axis, dtype)
     wide = rule.terms.dtype.itemsize / result.dtype.itemsize
     return ring_time(held[port], flops / n, sum(read), 2 * wide * made, mesh, ring.axis, dtype)
+
+
+class Buffer(NamedTuple):
+    """So many arrays of one shape that a device holds."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def bytes(self) -> int:
+        return self.number * math.prod(self.shape) * self.dtype.itemsize
+
+
+def ring_buffers(ring: Ring, rule: Rule, setting: Setting, eager: bool) -> tuple[Buffer, ...]:
+    """The most that a ring holds at one time besides its operands and its result, as `run_ring` runs it.
+
+    Pieces and sums: of each way the one at hand and the one that arrives. Terms: the sum so far, and what is added to
+    it. A block is written into the result, and a slice of the other operand is a part of the product.
+
+    Args:
+      eager: products begin as soon as they can, not one after the other: terms, or blocks, are there all at once, and
+        what they read in slices is copied first.
+    """
+    assert rule.terms is not None
+    n, port = setting.sizes[ring.axis], ring.port(rule)
+    shape, dtype = setting.result_shape(), setting.op.results[0].dtype
+    ways = [n // 2, (n - 1) // 2]
+    if ring.operand is None:
+        if not eager:
+            return (Buffer(2 * sum(hops > 0 for hops in ways), shape, dtype),)
+        return (Buffer(n + 1, shape, dtype), *_copied(ring, rule, setting))
+    piece = Buffer(sum(min(hops, 2) for hops in ways), setting.operand_shape(port), setting.op.operands[port].dtype)
+    if ring.factor in rule.results[0]:
+        return (piece._replace(number=-(-n // 2)), Buffer(1, shape, dtype)) if eager else (piece,)
+    wide = Buffer(1, shape, rule.terms.dtype)
+    if not eager:
+        return piece, wide._replace(number=1 + (wide.dtype != dtype))
+    late, early = (piece._replace(number=1), wide._replace(number=n - 1)), (piece._replace(number=n - 1), wide)
+    return (*max(late, early, key=lambda held: sum(b.bytes for b in held)), *_copied(ring, rule, setting))
+
+
+def _copied(ring: Ring, rule: Rule, setting: Setting) -> tuple[Buffer, ...]:
+    """The operands that are read in slices."""
+    return tuple(
+        Buffer(1, setting.operand_shape(i), setting.op.operands[i].dtype)
+        for i, factors in enumerate(rule.operands) if ring.factor in factors and i != ring.operand
+    )  # fmt: skip
 
 
 # --- on a device -----------------------------------------------------------------------------------------------------

@@ -140,6 +140,45 @@ def test_executions_in_loops_are_counted():
     assert (extra.count, extra.bytes) == (2, 2 * SUM_B.bytes)
 
 
+def counted_while(v):
+    """Five rounds, as XLA can tell."""
+    return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(lax.psum(c[1], "b"))), (0, v))[1]
+
+
+ROUND = replace(SUM_B, per_iteration=True)
+
+
+def test_a_while_is_planned_for_one_iteration_and_counted_as_it_runs():
+    text = compiled(counted_while, (PS("b"),), PS("b"), F32)
+    assert '"known_trip_count":{"n":"5"}' in text
+    report = audit([ROUND], text, MESH)
+    assert report.ok and not report.missing, str(report)
+    assert [(f.count, f.bytes) for f in report.found] == [(5, 5 * SUM_B.bytes)]
+    assert [(f.count, f.bytes) for f in report.iterated] == [(4, 4 * SUM_B.bytes)]
+    assert str(report) == (
+        "audit: planned = found (1 collective, 12.0 KiB), 1 collective, 48.0 KiB more in further iterations of `while`"
+    )
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [SUM_B, replace(ROUND, bytes=SUM_B.bytes // 2), replace(ROUND, axes=("a",)), replace(ROUND, kind="all_gather")],
+    ids=["not in a while", "other bytes", "other axes", "other kind"],
+)
+def test_an_iteration_pays_for_what_is_like_it(planned):
+    text = compiled(counted_while, (PS("b"),), PS("b"), F32)
+    report = audit([planned], text, MESH)
+    assert not report.ok and not report.iterated, str(report)
+
+
+def test_an_iteration_pays_for_nothing_outside_of_loops():
+    def f(v):
+        return lax.psum(jnp.sin(lax.psum(jnp.tanh(lax.psum(v, "b")), "b")), "b")
+
+    text = compiled(f, (PS("b"),), PS("b"), F32)
+    assert sum(s.count for s in audit([ROUND], text, MESH).surprises) == 2
+
+
 def test_equal_gathers_may_be_merged():
     def f(v):
         return lax.all_gather(v, "b", tiled=True) + jnp.flip(lax.all_gather(v, "b", tiled=True))
