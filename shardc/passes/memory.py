@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
+from shardc.compat import Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.fusion import GPU, TPU, Habits
-from shardc.passes.lifetimes import Lifetimes, lifetimes
+from shardc.passes.lifetimes import Lifetimes, Product, lifetimes
 from shardc.passes.problem import itemsize_of, operation_of, setting_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.ring import ring_buffers, ring_of
@@ -94,14 +94,19 @@ def _allotted(shape: Sequence[int], itemsize: int, habits: Habits) -> int:
     return tiled_bytes(shape, itemsize) if habits.tiles else math.prod(shape) * itemsize
 
 
-def ring_bytes(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits) -> int:
-    """Bytes that a device holds in a product besides its operands and its result: of what goes around, if it does."""
-    rule, setting = find_rule(operation_of(eqn)), setting_of(eqn, placements, sizes)
+def ring_bytes(
+    product: Product, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits
+) -> tuple[int, int]:
+    """Bytes that a device holds for a product besides its operands and its result, if its pieces go around, and the
+    point from which on it does: devices that are eager send pieces as soon as these are there."""
+    rule, setting = find_rule(operation_of(product.eqn)), setting_of(product.eqn, placements, sizes)
     ring = ring_of(rule, setting)
     if ring is None:
-        return 0
-    buffers = ring_buffers(ring, rule, setting, habits.eager)
-    return sum(b.number * _allotted(b.shape, b.dtype.itemsize, habits) for b in buffers)
+        return 0, product.at
+    held = ring_buffers(ring, rule, setting, habits.eager)
+    begin = max(product.ready) if ring.operand is None else product.ready[ring.operand]
+    bytes_ = sum(b.number * _allotted(b.shape, b.dtype.itemsize, habits) for b in held)
+    return bytes_, min(begin, product.at) if habits.eager else product.at
 
 
 @dataclass(frozen=True)
@@ -161,8 +166,9 @@ def profile_memory(
     arguments = int(held[: found.arguments].sum())
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     between: NDArray[np.float64] = (found.live(size) - arguments).astype(np.float64)
-    for eqn, point in found.products:
-        between[point] += ring_bytes(eqn, placements, sizes, habits)
+    for product in found.products:
+        held_around, begin = ring_bytes(product, placements, sizes, habits)
+        between[begin : product.at + 1] += held_around
     table = POINTER * len(jaxpr.outvars)
     most = Memory(arguments, results, math.ceil(GAPS * int(between.max())) + table)
     return Profile(found, held, arguments + GAPS * between + table, most)
