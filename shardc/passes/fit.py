@@ -48,7 +48,8 @@ JOINING: Final = 1e9
 NEAR: Final = 1e-3
 """Relative distance to the best at which it ends."""
 ENOUGH: Final = 1e-4
-"""Relative distance to what would be cheapest without a limit, at which nothing more is mixed."""
+"""Relative distance to what would be cheapest without a limit at which nothing more is mixed, and of what is found to
+the bound where a bound is all that is wanted."""
 POOL: Final = 8
 """Assignments whose choices are joined, besides the cheapest without a limit."""
 
@@ -161,8 +162,7 @@ class Fit:
         more than the limit, less the price of the limit. All else depends on boxings too, and proves nothing."""
         on = np.zeros(len(self.charges.holdings))
         on[: self.charges.arguments] = price = float(prices.sum())
-        t = self.charges.priced(on)
-        found = minimize(t.unary, t.pairwise, best.found.values, t.memo, t.work)
+        found = self.placer.minimize(self.charges.priced(on), best.found.values, ENOUGH)
         log.debug("bound %.5g", found.bound - price * self.limit)
         return found.bound - price * self.limit
 

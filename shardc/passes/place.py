@@ -23,6 +23,7 @@ from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, minimize
 from shardc.solver.costs import Costs
+from shardc.solver.search import CLOSE
 from shardc.solver.tables import Table
 
 log = logging.getLogger("shardc")
@@ -150,6 +151,11 @@ class Placer:
         self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
         self.tables = Tables(problem, self.domains)
 
+    def minimize(self, tables: Tables, start: Sequence[int] | None = None, close: float = CLOSE) -> Assignment:
+        """What the search finds and proves, until cost and bound are as close as that, relatively."""
+        labels = [d.options for d in self.domains.of]
+        return minimize(tables.unary, tables.pairwise, start, tables.memo, tables.work, close, labels)
+
     def best(self, tables: Tables | None = None, start: Sequence[int] | None = None) -> Assignment:
         """The best choices found for all nodes.
 
@@ -158,8 +164,7 @@ class Placer:
           start: choices that the result is not to be worse than.
         """
         t = tables or self.tables
-        labels = [d.options for d in self.domains.of]
-        found = minimize(t.unary, t.pairwise, start, t.memo, t.work, labels=labels)
+        found = self.minimize(t, start)
         if found.exact or len(self.domains.axes) < 2:
             return found
         moved = self.along_axes(t, found.values)
