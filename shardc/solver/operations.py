@@ -32,7 +32,8 @@ class Operations:
 
     def turned(self, table: Table) -> Table:
         def make() -> Table:
-            other = self.memo.one(np.ascontiguousarray(table.T))
+            other = np.ascontiguousarray(table.T)
+            other = self.memo.one(other) if self.memo.has(table) else other
             self.memo.do(("T", id(other)), other, lambda: table)
             return other
 

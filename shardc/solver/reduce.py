@@ -237,7 +237,7 @@ class Reduction:
                         cost = table + ((star[v] - least[v][j])[:, None] + (star[j] - least[j][v]))
                         over = ~(cost <= slack)
                         if (over & np.isfinite(table)).any():
-                            near[j] = self.ops.one(np.where(over, np.inf, table))
+                            near[j] = np.where(over, np.inf, table)
                             self.near[j][v] = self.ops.turned(near[j])
         for v, cost in enumerate(star):
             if self.inside[v]:
@@ -378,7 +378,7 @@ class Reduction:
 
     def link(self, v: int, other: int, table: Table) -> None:
         """Another table for two neighbours."""
-        self.near[v][other] = self.ops.one(table)
+        self.near[v][other] = table
         self.near[other][v] = self.ops.turned(self.near[v][other])
 
     def _forget(self, i: int, j: int) -> None:

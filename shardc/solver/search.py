@@ -42,7 +42,7 @@ ENTRIES: Final = 1 << 23
 """Entries of different tables, up to which variables are joined."""
 FIRST_PAIRS: Final = 256
 """Pairs of values of neighbours that are joined before anything is known."""
-LITTLE: Final = 1 << 18
+LITTLE: Final = 1 << 14
 """Entries that may be touched in looking for beaten values of one variable once layers no longer share tables."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""

@@ -57,6 +57,10 @@ class Memo:
         self._known.add(id(found))  # it is kept, so no other array will have its identity
         return found
 
+    def has(self, array: NDArray[Any]) -> bool:
+        """Whether it is the one of those that equal it."""
+        return id(array) in self._known
+
     def do(self, key: Hashable, operands: Any, make: Callable[[], T]) -> T:
         """What `make` gives, made once for `key`; the key names `operands` by identity, so they are kept."""
         found = self._done.get(key)
