@@ -83,7 +83,7 @@ class Search:
     cost: float = np.inf
     bound: float = -np.inf
     labels: Sequence[NDArray[np.int64]] | None = None
-    _settled: float = np.inf  # cost at which no move gained anything
+    _moved: float = np.inf  # cost from which moves were made the last time
 
     def run(self) -> None:
         pairs = FIRST_PAIRS
@@ -132,6 +132,7 @@ class Search:
             return r
         dual = Dual(part.own, near)
         best = self._known(inside, dual.values)
+        read = np.inf
         gaps: list[float] = []
         for turn in itertools.count(1):
             for _ in range(LOOK):
@@ -148,8 +149,11 @@ class Search:
             best = self._eliminate(part, _split(alive, first), best)
             if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
                 self._offer_part(inside, best)
-            if rise < self.cost - self.bound and self._move():
-                best = self._known(inside, best)
+            last, read = read, r.constant + dual.cost(best)
+            stalled = max(rise, last - read) < (read - bound) / 2 and read < self._moved * (1 - SETTLED)
+            if self.labels and stalled and np.isfinite(read) and not self.closed:
+                self._moved = read
+                self._move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
             alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
             some = np.count_nonzero(alive) / alive.size
             values = _split(alive, first)
@@ -175,28 +179,23 @@ class Search:
             rest.link(inside[i], inside[j], table)
         return rest
 
-    def _move(self) -> bool:
-        """Moves along one column of the labels after the other, until nothing is gained. Whether anything was."""
-        if self.labels is None or self.closed or self.values is None or self.cost > self._settled * (1 - SETTLED):
-            return False
-        begin, columns = self.cost, self.labels[0].shape[1]
-        settled = 0
+    def _move(self, values: list[int]) -> None:
+        """From these values along one column of the labels after the other, until nothing is gained."""
+        cost, columns, settled = self.full.cost(values), self.labels[0].shape[1] if self.labels else 0, 0
         for column in itertools.islice(itertools.cycle(range(columns)), MOVES * columns):
-            before = self.cost
-            part = self.problem.among(self._alike(column))
-            search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, self.values, self.cost)
+            before, part = cost, self.problem.among(self._alike(values, column))
+            search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)
             search.run()
-            self.values, self.cost = search.values, search.cost
-            log.debug("column %d: cost %.9g", column, self.cost)
-            settled = settled + 1 if self.cost >= before * (1 - SETTLED) else 1
+            values, cost = search.values or values, search.cost
+            log.debug("column %d: cost %.9g", column, cost)
+            settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
             if settled == columns:
                 break
-        self._settled = self.cost
-        return self.cost < begin
+        self._offer(values)
 
-    def _alike(self, column: int) -> list[NDArray[np.bool_]]:
-        """For each variable the values whose labels differ from those of the value known in one column at most."""
-        do, pairs = self.problem.ops.memo.do, zip(self.labels or (), self.values or (), strict=True)
+    def _alike(self, values: Sequence[int], column: int) -> list[NDArray[np.bool_]]:
+        """For each variable what differs from a value in one column of the labels at most."""
+        do, pairs = self.problem.ops.memo.do, zip(self.labels or (), values, strict=True)
 
         def make(labels: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
             same = labels == labels[value]
@@ -220,9 +219,13 @@ class Search:
         self.bound = max(self.bound, bound)
 
     def _offer_part(self, inside: Sequence[int], values: Index) -> None:
+        self._offer(self._whole(inside, values))
+
+    def _whole(self, inside: Sequence[int], values: Index) -> list[int]:
+        """The assignment of the whole problem."""
         whole = np.zeros(len(self.problem.own), np.intp)
         whole[inside] = values
-        self._offer(self.problem.restore(whole.tolist()))
+        return self.problem.restore(whole.tolist())
 
     def _offer(self, values: list[int]) -> None:
         cost = self.full.cost(values)
