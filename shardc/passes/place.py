@@ -153,7 +153,7 @@ class Placer:
 
     def minimize(self, tables: Tables, start: Sequence[int] | None = None, close: float = CLOSE) -> Assignment:
         """What the search finds and proves, until cost and bound are as close as that, relatively."""
-        labels = [d.options for d in self.domains.of]
+        labels = [d.options for d in self.domains.of] if len(self.domains.axes) > 1 else None
         return minimize(tables.unary, tables.pairwise, start, tables.memo, tables.work, close, labels)
 
     def best(self, tables: Tables | None = None, start: Sequence[int] | None = None) -> Assignment:

@@ -43,7 +43,9 @@ ENTRIES: Final = 1 << 23
 FIRST_PAIRS: Final = 256
 """Pairs of values of neighbours that are joined before anything is known."""
 LITTLE: Final = 1 << 14
-"""Entries that may be touched in looking for beaten values of one variable once layers no longer share tables."""
+MUCH: Final = 1 << 24
+"""Entries that may be touched in looking for beaten values of one variable where layers no longer share tables: while
+values are dropped, and where neighbours are joined, since joined values beat many others."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
@@ -69,7 +71,7 @@ class Search:
       full: costs of whole assignments.
       close: relative distance of cost and bound that is close enough.
       values: the best assignment known, if any; cost: what it costs.
-      limit: entries that may be touched (`problem.ops.work`) until no new turn begins.
+      limit: entries that may be touched (`problem.ops.work`) until no new turn begins, besides those of moves.
       bound: no assignment costs less, nor less than `cost` where that is smaller.
       labels: for each variable of the whole problem (values, columns) what its values are like. A move goes to the best
         assignment whose values differ from those known in one column at most.
@@ -105,9 +107,10 @@ class Search:
             part.drop(self.cost - part.constant + ROUNDING * abs(self.cost))
             before, after = _values(r), _values(part)
             self.problem = part
-            part.beaten_work = LITTLE
+            stuck = after > FEW * before
+            part.beaten_work = MUCH if stuck else LITTLE
             part.run()
-            if after > FEW * before:
+            if stuck:
                 part.join_small(pairs, ENTRIES)
                 pairs *= 4
                 part.pair_work *= 8
@@ -180,8 +183,10 @@ class Search:
         return rest
 
     def _move(self, values: list[int]) -> None:
-        """From these values along one column of the labels after the other, until nothing is gained."""
+        """From these values along one column of the labels after the other, until nothing is gained. The work comes on
+        top of the limit: the bound does not rise by it."""
         cost, columns, settled = self.full.cost(values), self.labels[0].shape[1] if self.labels else 0, 0
+        begin = self.problem.ops.work
         for column in itertools.islice(itertools.cycle(range(columns)), MOVES * columns):
             before, part = cost, self.problem.among(self._alike(values, column))
             search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)
@@ -192,6 +197,7 @@ class Search:
             if settled == columns:
                 break
         self._offer(values)
+        self.limit += self.problem.ops.work - begin
 
     def _alike(self, values: Sequence[int], column: int) -> list[NDArray[np.bool_]]:
         """For each variable what differs from a value in one column of the labels at most."""

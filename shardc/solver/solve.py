@@ -16,7 +16,7 @@ from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.search import CLOSE, Search
+from shardc.solver.search import CLOSE, ROUNDING, Search
 from shardc.solver.tables import Memo, Pair, Table
 
 log = logging.getLogger("shardc")
@@ -172,7 +172,8 @@ def minimize(
         search.values, search.cost = list(start), full.cost(start)
     search.run()
     values = search.values if search.values is not None else [0] * len(unary)
-    return Assignment(values, search.cost, search.bound)
+    met = search.cost - search.bound <= ROUNDING * abs(search.cost)
+    return Assignment(values, search.cost, search.cost if met else search.bound)
 
 
 __all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "solve"]
