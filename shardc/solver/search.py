@@ -56,7 +56,7 @@ SETTLED: Final = 1e-3
 """A column of labels is settled if moves along it gain no more than this part of the cost."""
 MOVES: Final = 4
 """Moves along each column, at most."""
-MOVE_WORK: Final = 1e9
+MOVE_WORK: Final = 4e9
 """Entries that one move may touch."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time in which a variable is eliminated."""
