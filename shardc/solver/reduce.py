@@ -226,6 +226,44 @@ class Reduction:
         found._touch(kept)
         return found
 
+    def alike(self, rounds: int) -> list[list[int]]:
+        """The variables that are left, those together whose costs and tables are the same ones, and their neighbours'
+        too, so many edges far."""
+        kind = {v: id(self.own[v]) for v, inside in enumerate(self.inside) if inside}
+        for _ in range(rounds):
+            names: dict[tuple[int, tuple[Pair, ...]], int] = {}
+            around = {v: tuple(sorted((kind[j], id(t)) for j, t in self.near[v].items())) for v in kind}
+            kind = {v: names.setdefault((k, around[v]), len(names)) for v, k in kind.items()}
+        found: dict[int, list[int]] = {}
+        for v, k in kind.items():
+            found.setdefault(k, []).append(v)
+        return list(found.values())
+
+    def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
+        """A smaller one, in which the variables of a class take the value of its first. They have the same costs."""
+        found, leader = self.copy(), {v: c[0] for c in classes for v in c}
+        tables: dict[Pair, dict[int, list[Table]]] = {}
+        for first, *rest in classes:
+            size = self.own[first].size
+            found.own[first] = self.ops.one(self.own[first] * (1 + len(rest)))
+            found.uses[first] = [u for v in (first, *rest) for u in self.uses[v]]
+            found.near[first] = {}
+            for v in rest:
+                found.inside[v], found.near[v] = False, {}
+                found.steps.append(_Follows(v, first, self.ops.one(np.arange(size))))
+        for v, first in leader.items():
+            for j, table in self.near[v].items():
+                if (first, v) < (leader[j], j):
+                    tables.setdefault((first, leader[j]), {}).setdefault(id(table), []).append(table)
+        for (a, b), kinds in tables.items():
+            table = self.ops.one(np.sum([len(same) * same[0] for same in kinds.values()], 0))
+            if a == b:
+                found.own[a] = self.ops.sum(found.own[a], self.ops.one(np.diagonal(table).copy()))
+            else:
+                found.link(a, b, table)
+        found._touch(v for v, inside in enumerate(found.inside) if inside)
+        return found
+
     def drop(self, slack: float) -> None:
         """Drops the values and forbids the pairs of values that cost more than this. Wants costs nowhere negative."""
         with np.errstate(invalid="ignore"):

@@ -58,6 +58,8 @@ MOVES: Final = 4
 """Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
 """Entries that one move may touch."""
+TIED: Final = 3
+"""How far variables must look alike to be tied, in edges."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time in which a variable is eliminated."""
 
@@ -91,6 +93,7 @@ class Search:
         pairs = FIRST_PAIRS
         self.problem.run()
         log.debug("reduced to %d variables, work %.1e", sum(self.problem.inside), self.problem.ops.work)
+        self._tie()
         while not self.closed:
             r = self.problem
             inside = [v for v, some in enumerate(r.inside) if some]
@@ -181,6 +184,22 @@ class Search:
         for (i, j), table in tables.items():
             rest.link(inside[i], inside[j], table)
         return rest
+
+    def _tie(self) -> None:
+        """The best assignment in which variables that look alike from near, as those of repeated layers do, take the
+        same value. Like moves, it comes on top of the limit."""
+        classes = self.problem.alike(TIED)
+        if 2 * len(classes) >= sum(self.problem.inside):
+            return
+        begin = self.problem.ops.work
+        part = self.problem.tied(classes)
+        search = Search(part, self.full, begin + self.limit, self.close, self.values, self.cost, labels=self.labels)
+        search.run()
+        if search.values is not None:
+            self._offer(search.values)
+            self._moved = self.cost
+        log.debug("tied: %d variables, cost %.9g", len(classes), self.cost)
+        self.limit += self.problem.ops.work - begin
 
     def _move(self, values: list[int]) -> None:
         """From these values along one column of the labels after the other, until nothing is gained. The work comes on
