@@ -16,6 +16,8 @@ from shardc.solver.tables import A, Index, Memo, Table
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
+SUM: Final = 1e-13
+"""Relative error up to which a table counts as a sum of two vectors."""
 CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
 
@@ -112,11 +114,25 @@ class Operations:
             rows = table.min(1)
             columns = (table - rows[:, None]).min(0)
             rest = table - rows[:, None] - columns
-            if rest.max(initial=0.0) > 1e-13 * np.abs(table).max(initial=0.0):
+            if rest.max(initial=0.0) > SUM * np.abs(table).max(initial=0.0):
                 return None
             return self.memo.one(rows), self.memo.one(columns)
 
         return self.memo.do(("apart", id(table)), table, make)
+
+    def plain(self, table: Table) -> bool:
+        """Whether it says nothing of one variable alone: all rows are supported, nothing follows, and it is no sum."""
+
+        def make() -> bool:
+            self.work += table.size
+            if min(table.shape) > 1 and np.isfinite(table).all():
+                change = table[1] - table[0]  # the same everywhere in a sum
+                return np.ptp(change) > 4 * SUM * np.abs(table).max() or self.apart(table) is None
+            if self.supported(table) is not None or self.apart(table) is not None:
+                return False
+            return self.follower(table) is None and self.follower(self.turned(table)) is None
+
+        return self.memo.do(("plain", id(table)), table, make)
 
     def classes(self, table: Table) -> tuple[Index, Index]:
         """(first, number): the first of each kind of equal rows, and each row's kind."""

@@ -365,6 +365,8 @@ class Reduction:
             self.keep(v, allowed)
         elif not np.isfinite(self.own[v][0]):
             self.feasible = False
+        elif self.own[v].size > 1 and all(map(ops.plain, self.near[v].values())):
+            return
         for j in list(self.near[v]):
             rows = ops.supported(self.near[v][j])
             if rows is not None:

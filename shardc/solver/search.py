@@ -87,13 +87,13 @@ class Search:
     cost: float = np.inf
     bound: float = -np.inf
     labels: Sequence[NDArray[np.int64]] | None = None
+    _tied: bool = False  # whether a tied assignment was looked for
     _moved: float = np.inf  # cost from which moves were made the last time
 
     def run(self) -> None:
         pairs = FIRST_PAIRS
         self.problem.run()
         log.debug("reduced to %d variables, work %.1e", sum(self.problem.inside), self.problem.ops.work)
-        self._tie()
         while not self.closed:
             r = self.problem
             inside = [v for v, some in enumerate(r.inside) if some]
@@ -136,6 +136,9 @@ class Search:
             self._offer_part(inside, self._eliminate(part, values))
             self._raise_to(self.cost)
             return r
+        if not self._tied:
+            self._tied = True
+            self._tie()
         dual = Dual(part.own, near)
         best = self._known(inside, dual.values)
         read = np.inf
@@ -197,7 +200,6 @@ class Search:
         search.run()
         if search.values is not None:
             self._offer(search.values)
-            self._moved = self.cost
         log.debug("tied: %d variables, cost %.9g", len(classes), self.cost)
         self.limit += self.problem.ops.work - begin
 
