@@ -96,18 +96,17 @@ class Charges:
 
     def priced(self, prices: NDArray[np.float64]) -> Tables:
         """The problem's tables with a price a byte on each holding."""
-        do, found = self.memo.do, copy.copy(self.tables)
-        found.unary, found.pairwise = list(found.unary), dict(found.pairwise)
+        do, unary, pairwise = self.memo.do, list(self.tables.unary), dict(self.tables.pairwise)
         for k in np.flatnonzero(prices * self._open):
             h, price = self.holdings[k], float(prices[k])
             dear = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
-            before = found.unary[h.first] if h.first == h.second else found.pairwise[h.first, h.second]
+            before = unary[h.first] if h.first == h.second else pairwise[h.first, h.second]
             after = do(("sum", id(before), id(dear)), (before, dear), lambda b=before, d=dear: b + d)
             if h.first == h.second:
-                found.unary[h.first] = after
+                unary[h.first] = after
             else:
-                found.pairwise[h.first, h.second] = after
-        return found
+                pairwise[h.first, h.second] = after
+        return replace(self.tables, unary=unary, pairwise=pairwise)
 
     def least_arguments(self) -> float:
         """Bytes of all arguments, each where it takes least."""

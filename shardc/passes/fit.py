@@ -22,7 +22,7 @@ from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Profile, profile_memory
 from shardc.passes.place import Placed, Placer, choices_of
-from shardc.solver import Assignment, minimize
+from shardc.solver import Assignment
 from shardc.solver.costs import Costs
 
 log = logging.getLogger("shardc")
@@ -162,7 +162,7 @@ class Fit:
         more than the limit, less the price of the limit. All else depends on boxings too, and proves nothing."""
         on = np.zeros(len(self.charges.holdings))
         on[: self.charges.arguments] = price = float(prices.sum())
-        found = self.placer.minimize(self.charges.priced(on), best.found.values, ENOUGH)
+        found = self.charges.priced(on).minimize(best.found.values, close=ENOUGH)
         log.debug("bound %.5g", found.bound - price * self.limit)
         return found.bound - price * self.limit
 
@@ -170,21 +170,18 @@ class Fit:
         """The best found at some prices: along the axes, or by the whole search; then of all that was found so far,
         joined."""
         self.charges.memo.forget()
-        on, placer = self.charges.prices(prices), self.placer
-        tables, begin = self.charges.priced(on), start.found.values
-        found = placer.best(tables, begin) if thorough else placer.along_axes(tables, begin, sweeps=1)
+        on, begin = self.charges.prices(prices), start.found.values
+        tables = self.charges.priced(on)
+        found = tables.best(begin) if thorough else tables.move(begin, sweeps=1)
         self.pool.append(found.values)
         trial = self._joined(on, found.values)
         log.debug("price %.3g: %.4g s, %.4g bytes of %.4g", prices.sum(), trial.found.cost, trial.peak, self.limit)
         return trial
 
     def _joined(self, on: NDArray[np.float64], start: Sequence[int]) -> Trial:
-        """Of what was found the best choice for each node, together (as `Moves.join`), at prices on the holdings."""
+        """Of what was found the best choice for each node, together (as `Tables.fuse`), at prices on the holdings."""
         offered = choices_of([*self.pool[:1], *self.pool[1:][-POOL:], start])
-        t = self.charges.among(offered).priced(on)
-        begin = [int(np.searchsorted(o, v)) for o, v in zip(offered, start, strict=True)]
-        found = minimize(t.unary, t.pairwise, begin, t.memo, JOINING, NEAR)
-        return self.try_([int(o[v]) for o, v in zip(offered, found.values, strict=True)])
+        return self.try_(self.charges.among(offered).priced(on).minimize(start, JOINING, NEAR).values)
 
     def _raise_prices(self, first: Trial) -> tuple[Prices, Prices, Trial | None]:
         """Until a plan fits: the last prices at which none did, those at which one does, and that one, if any."""

@@ -372,7 +372,7 @@ class _Search:
 
     @cached_property
     def cheapest(self) -> Assignment:
-        return self.placer.best()
+        return self.placer.tables.best()
 
     @cached_property
     def plan(self) -> Plan:

@@ -7,7 +7,7 @@ choices of one node, so that every question is answered on the same tables, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +22,9 @@ from shardc.passes.place import Placed, Tables
 from shardc.passes.plan import Plan, problem_of
 from shardc.passes.problem import Nested, Node, Problem, Scope
 from shardc.sbp.placement import Pin, Placement, is_even
-from shardc.solver import FORBIDDEN, Assignment, minimize
+from shardc.solver import FORBIDDEN, Assignment
+from shardc.solver.costs import Costs
+from shardc.solver.search import CLOSE
 from shardc.solver.tables import Table
 
 _Mask: TypeAlias = NDArray[np.bool_]
@@ -56,7 +58,7 @@ class Again:
         self.problem = problem_of(plan.program, plan.mesh, plan.arguments, plan.results, plan.ties)
         self.pins = self._release()
         self._domains = Domains(self.problem, plan.mesh, [a for a, n in plan.mesh.axes if n > 1])
-        self._tables = Tables(self.problem, self._domains)
+        self._tables = Tables.of(self.problem, self._domains)
         self._near: dict[int, list[tuple[int, Table]]] = {}
         for (i, j), table in self._tables.pairwise.items():
             self._near.setdefault(i, []).append((j, table))
@@ -115,21 +117,13 @@ class Again:
             for node in masks:
                 if not masks[node][start[node.number]]:
                     start[node.number] = self._cheapest(unary[node.number], node.number, start)
-        t = self._tables
-        found = minimize(unary, t.pairwise, start, t.memo, t.work)
-        return found if found.exact or start is None else self._fused(unary, found, start)
-
-    def _fused(self, unary: list[Table], found: Assignment, other: list[int]) -> Assignment:
-        """The best assignment that takes each value from one of two (Lempitsky et al. 2010, "Fusion Moves for Markov
-        Random Field Optimization"): what is not proved best is then no worse where the question does not reach."""
-        two: list[Table] = []
-        for u, a, b in zip(unary, found.values, other, strict=True):
-            mask = np.full(u.shape, FORBIDDEN * 2)
-            mask[[a, b]] = 0.0
-            two.append(u + mask)
-        t = self._tables
-        fused = minimize(two, t.pairwise, memo=t.memo, work=t.work)
-        return Assignment(fused.values, fused.cost, found.bound)
+        tables = replace(self._tables, unary=unary)
+        found = tables.minimize(start)
+        if found.exact or start is None:
+            return found
+        # what is not proved best is then no worse where the question does not reach
+        values = tables.fuse([found.values, start], start, tables.work, CLOSE)
+        return replace(found, values=values, cost=Costs(unary, tables.pairwise).cost(values))
 
     def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:
         """The best choice of a node beside neighbours that stay."""

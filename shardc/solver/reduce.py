@@ -110,15 +110,14 @@ class Reduction:
         cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], uses: Sequence[Sequence[Use]], ops: Operations
     ) -> Reduction:
         own: list[Table] = []
-        raw: dict[int, tuple[Table, Table]] = {}
+
+        def make(array: Table) -> Table:
+            table = np.ascontiguousarray(array)
+            over = table >= FORBIDDEN
+            return ops.one(np.where(over, np.inf, table) if over.any() else table)
 
         def clean(array: Table) -> Table:
-            found = raw.get(id(array))
-            if found is None:
-                table = np.array(array, np.float64, order="C")
-                table[table >= FORBIDDEN] = np.inf
-                found = raw[id(array)] = (array, ops.one(table))
-            return found[1]
+            return ops.memo.do(("clean", id(array)), array, lambda: make(array))
 
         own = [clean(u) for u in unary]
         near: list[dict[int, Table]] = [{} for _ in own]

@@ -124,6 +124,10 @@ class Search:
     def closed(self) -> bool:
         return self.cost - self.bound <= self.close * abs(self.cost) < np.inf
 
+    @property
+    def _columns(self) -> int:
+        return self.labels[0].shape[1] if self.labels else 0
+
     def _sweep(self, inside: Sequence[int]) -> Reduction:
         """Raises the bound for as long as it pays, looking for better assignments. Gives the problem as the messages
         write it, of values that are not too dear: its constant is the bound. At the end of the search, as it was."""
@@ -160,9 +164,9 @@ class Search:
                 self._offer_part(inside, best)
             last, read = read, r.constant + dual.cost(best)
             stalled = max(rise, last - read) < (read - bound) / 2 and read < self._moved * (1 - SETTLED)
-            if self.labels and stalled and np.isfinite(read) and not self.closed:
+            if self._columns > 1 and stalled and np.isfinite(read) and not self.closed:
                 self._moved = read
-                self._move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
+                self.move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
             alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
             some = np.count_nonzero(alive) / alive.size
             values = _split(alive, first)
@@ -203,12 +207,12 @@ class Search:
         log.debug("tied: %d variables, cost %.9g", len(classes), self.cost)
         self.limit += self.problem.ops.work - begin
 
-    def _move(self, values: list[int]) -> None:
+    def move(self, values: list[int], sweeps: int = MOVES) -> None:
         """From these values along one column of the labels after the other, until nothing is gained. The work comes on
         top of the limit: the bound does not rise by it."""
-        cost, columns, settled = self.full.cost(values), self.labels[0].shape[1] if self.labels else 0, 0
+        cost, columns, settled = self.full.cost(values), self._columns, 0
         begin = self.problem.ops.work
-        for column in itertools.islice(itertools.cycle(range(columns)), MOVES * columns):
+        for column in itertools.islice(itertools.cycle(range(columns)), sweeps * columns):
             before, part = cost, self.problem.among(self._alike(values, column))
             search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)
             search.run()

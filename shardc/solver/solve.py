@@ -176,4 +176,26 @@ def minimize(
     return Assignment(values, search.cost, search.cost if met else search.bound)
 
 
-__all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "solve"]
+def move(
+    unary: Sequence[Table],
+    pairwise: Mapping[Pair, Table],
+    start: Sequence[int],
+    labels: Sequence[NDArray[np.int64]],
+    sweeps: int,
+    memo: Memo | None = None,
+) -> Assignment:
+    """Better assignments by changes of many variables in one column of the labels at a time, from a start on. It proves
+    nothing.
+
+    Args:
+      unary, pairwise, labels, memo: as those of `minimize`.
+      start: an assignment that is allowed.
+      sweeps: over all columns, at most.
+    """
+    full = Costs(unary, pairwise)
+    search = Search(Reduction.of(unary, pairwise, [], Operations(memo or Memo())), full, 0.0, labels=labels)
+    search.move(list(start), sweeps)
+    return Assignment(search.values or list(start), search.cost, -np.inf)
+
+
+__all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "move", "solve"]

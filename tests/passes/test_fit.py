@@ -49,7 +49,7 @@ def test_against_trying_everything():
         everything = every_plan(problem, unlimited)
         if everything is None:
             continue
-        cheapest = placer.best()
+        cheapest = placer.tables.best()
         least, most = min(peak for _, peak in everything), unlimited.try_(cheapest.values).peak
         if least >= most:
             continue
@@ -222,7 +222,7 @@ def test_copies_are_parted(tmp_path):
     plan = shardc.function(two_readers, mesh=mesh, in_placements={"x": {"data": S(1)}, "ws": {}}).plan(x, ws)
     problem = plan.again.problem
     placer = Placer(problem, view(mesh))
-    choices = placer.best().values
+    choices = placer.tables.best().values
     for n in problem.nodes:  # x is held where it comes in, and read whole by every reader
         d = placer.domains.of[n.number]
         for c in range(len(d.seconds)):
@@ -230,7 +230,7 @@ def test_copies_are_parted(tmp_path):
             split = shardc.Placement.parse("{data: S(1)}")
             if ports[-1] == split if n.path == "x" or n.kind == "hold" else not any(p.items_ for p in ports):
                 choices[n.number] = c
-    placed = placer.placed(type(placer.best())(choices, 0.0, 0.0))
+    placed = placer.placed(type(placer.tables.best())(choices, 0.0, 0.0))
     together, apart = (insert_boxing(problem, placed, view(mesh), partings) for partings in ((), (4,)))
 
     def boxes(boxed):

@@ -43,7 +43,7 @@ def test_one_axis_is_solved_to_the_optimum(name, pin):
     mesh = view(make_mesh(topology="cpu", a=4))
     problem = problem_of(name, pin)
     placed = place(problem, mesh)
-    tables = Tables(problem, Domains(problem, mesh, ("a",)))
+    tables = Tables.of(problem, Domains(problem, mesh, ("a",)))
     choices = [range(len(u)) for u in tables.unary]
     assert np.prod([len(c) for c in choices]) < 3e6
     best = np.inf

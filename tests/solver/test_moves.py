@@ -33,7 +33,7 @@ def grid_problem(seed: int, side: int = 4, forbidden: float = 0.0):
 def moves(monkeypatch):
     """What the moves of all searches gained; nothing is simply eliminated."""
     gained: list[float] = []
-    plain = Search._move
+    plain = Search.move
 
     def move(self: Search, values: list[int]) -> None:
         before = self.cost
@@ -41,7 +41,7 @@ def moves(monkeypatch):
         gained.append(before - self.cost)
         assert self.cost == self.full.cost(self.values) <= min(before, self.full.cost(values))
 
-    monkeypatch.setattr(Search, "_move", move)
+    monkeypatch.setattr(Search, "move", move)
     monkeypatch.setattr(search, "EXACT", 0)
     monkeypatch.setattr(search, "WORTH", 0.0)
     return gained
@@ -65,7 +65,7 @@ def test_a_move_changes_all_that_must_change_together():
     unary, pairwise = [own] * 12, {(k, k + 1): differ for k in range(11)} | {(0, 11): differ, (3, 9): differ}
     full = Costs(unary, pairwise)
     find = Search(Reduction.of(unary, pairwise, [], Operations(Memo())), full, 1e9, labels=[LABELS] * 12)
-    find._move([0] * 12)
+    find.move([0] * 12)
     assert find.cost == full.cost(find.values) == 0.0
     assert {tuple(LABELS[v]) for v in find.values} == {(2, 1)}
 

@@ -1,0 +1,102 @@
+"""Variables that look alike, tied to one value, against enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardc.solver import Memo, minimize, search
+from shardc.solver.costs import Costs
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction, Use
+from shardc.solver.search import Search
+from tests.solver.problems import cost_of, minimum, repeated_layers
+
+
+def reduction(unary, pairwise):
+    return Reduction.of(unary, pairwise, [], Operations(Memo()))
+
+
+def test_layers_look_alike_as_far_from_the_ends():
+    layers, width = 9, 3
+    problem = reduction(*repeated_layers(0, layers, width))
+    for rounds in range(4):
+        middle = range(rounds, layers - rounds) if rounds else range(layers)
+        ends = [k for k in range(layers) if k not in middle]
+        expected = [[k * width + i for k in middle] for i in range(width)]
+        expected += [[k * width + i] for k in ends for i in range(width)]
+        assert sorted(problem.alike(rounds)) == sorted(expected)
+
+
+def test_what_differs_in_a_cost_does_not_look_alike():
+    unary, pairwise = repeated_layers(0, 6, 2)
+    unary = [u.copy() for u in unary]
+    unary[6][0] += 1
+    assert [6] in reduction(unary, pairwise).alike(0)
+    assert [4] in reduction(unary, pairwise).alike(1)  # its neighbour one layer before
+
+
+def tied_minimum(unary, pairwise, classes):
+    found = np.inf
+    for choice in itertools.product(*(range(unary[c[0]].size) for c in classes)):
+        values = {v: k for c, k in zip(classes, choice, strict=True) for v in c}
+        found = min(found, cost_of(unary, pairwise, [values[v] for v in range(len(unary))]))
+    return found
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_the_best_of_alike_values(rounds, forbidden):
+    """Edges within a class (from layer to layer), beside others of the same class, and to the ends."""
+    for seed in range(8):
+        unary, pairwise = repeated_layers(seed, 4 + rounds, 2, values=4 - rounds)
+        rng = np.random.default_rng(seed)
+        masks = {}
+        for pair, table in pairwise.items():
+            mask = masks.setdefault(id(table), rng.random(table.shape) < forbidden)
+            pairwise[pair] = np.where(mask, np.inf, table)
+        problem = reduction(unary, pairwise)
+        classes = problem.alike(rounds)
+        assert len(classes) < len(unary)
+        part = problem.tied(classes)
+        assert sum(part.inside) == len(classes)
+        found = Search(part, Costs(unary, pairwise), 1e9)
+        found.run()
+        assert found.cost == tied_minimum(unary, pairwise, classes)
+        if found.values is not None:
+            assert all(len({found.values[v] for v in c}) == 1 for c in classes)
+            assert found.cost == cost_of(unary, pairwise, found.values)
+
+
+def test_what_is_tied_has_the_memory_of_all():
+    unary, pairwise = repeated_layers(0, 3, 2)
+    problem = reduction(unary, pairwise)
+    problem.uses = [[Use(v, v + 1, np.asarray([0.0, 1.0, 2.0]))] for v in range(len(unary))]
+    part = problem.tied(problem.alike(0))
+    assert [u.begin for u in part.uses[0]] == [0, 2, 4]
+
+
+def test_a_search_begins_with_tied_values_and_may_leave_them(monkeypatch):
+    """The ends cost otherwise than the middle here, and what is found is proved all the same."""
+    offered: list[float] = []
+    plain = Search._tie
+
+    def tie(self: Search) -> None:
+        plain(self)
+        offered.append(self.cost)
+
+    monkeypatch.setattr(Search, "_tie", tie)
+    monkeypatch.setattr(search, "EXACT", 0)  # nothing is simply eliminated
+    left = 0  # searches that found something better than what is tied
+    for seed in range(20):
+        unary, pairwise = repeated_layers(seed, 4, 2)
+        problem = reduction(unary, pairwise)
+        found = Search(problem, Costs(unary, pairwise), 1e9)
+        found._tie()
+        assert offered[-1] >= minimum(unary, pairwise)
+        found = minimize(unary, pairwise)
+        assert found.exact
+        assert found.cost == minimum(unary, pairwise)
+        left += offered[0] > found.cost
+        offered.clear()
+    assert left
