@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardc import compat
+from shardc import collector, compat
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
@@ -258,6 +258,14 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
+        with collector.paused():
+            arguments, plan = self._plan_anew(call, arrivals)
+        self._plans.setdefault(key, []).append((arguments, plan))
+        return plan
+
+    def _plan_anew(
+        self, call: Call, arrivals: Sequence[Placement | None]
+    ) -> tuple[tuple[Argument, ...], AnyPlan]:
         program = self._program(call)
         into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
@@ -275,8 +283,7 @@ class Function:
                 program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
             )
         plan._in_tree = self._tree_of(call, dynamic, plan)  # pyright: ignore[reportPrivateUsage]
-        self._plans.setdefault(key, []).append((arguments, plan))
-        return plan
+        return arguments, plan
 
     def _program(self, call: Call) -> Program:
         """What a call runs, with the marks of pipelines if this is one."""

@@ -135,7 +135,11 @@ class Reduction:
         """All that is exact and cheap. Without `join` variables only merge; none is minimised out."""
         if not self._begun:
             self._begun = True
-            self._touch(range(len(self.own)))
+            for v, own in enumerate(self.own):
+                if own.size == 1 and self.inside[v] and not (self.near[v] or self.uses[v]) and np.isfinite(own[0]):
+                    self.inside[v] = False
+                    self.constant += float(own[0])
+            self._touch(v for v, inside in enumerate(self.inside) if inside)
         self._simplify()
         heap: list[tuple[int, int]] = []
         fresh = set(self._touched)
@@ -237,6 +241,11 @@ class Reduction:
         for v, k in kind.items():
             found.setdefault(k, []).append(v)
         return list(found.values())
+
+    def tied_alike(self, rounds: int) -> Reduction | None:
+        """A smaller one, in which variables that look alike take one value; None: it would not be half as large."""
+        classes = self.alike(rounds)
+        return self.tied(classes) if 2 * len(classes) < sum(self.inside) else None
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
         """A smaller one, in which the variables of a class take the value of its first. They have the same costs."""

@@ -195,16 +195,14 @@ class Search:
     def _tie(self) -> None:
         """The best assignment in which variables that look alike from near, as those of repeated layers do, take the
         same value. Like moves, it comes on top of the limit."""
-        classes = self.problem.alike(TIED)
-        if 2 * len(classes) >= sum(self.problem.inside):
+        begin, part = self.problem.ops.work, self.problem.tied_alike(TIED)
+        if part is None:
             return
-        begin = self.problem.ops.work
-        part = self.problem.tied(classes)
         search = Search(part, self.full, begin + self.limit, self.close, self.values, self.cost, labels=self.labels)
         search.run()
         if search.values is not None:
             self._offer(search.values)
-        log.debug("tied: %d variables, cost %.9g", len(classes), self.cost)
+        log.debug("tied: cost %.9g", self.cost)
         self.limit += self.problem.ops.work - begin
 
     def move(self, values: list[int], sweeps: int = MOVES) -> None:

@@ -16,7 +16,7 @@ from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.search import CLOSE, ROUNDING, Search
+from shardc.solver.search import CLOSE, ROUNDING, TIED, Search
 from shardc.solver.tables import Memo, Pair, Table
 
 log = logging.getLogger("shardc")
@@ -192,10 +192,18 @@ def move(
       start: an assignment that is allowed.
       sweeps: over all columns, at most.
     """
-    full = Costs(unary, pairwise)
-    search = Search(Reduction.of(unary, pairwise, [], Operations(memo or Memo())), full, 0.0, labels=labels)
-    search.move(list(start), sweeps)
-    return Assignment(search.values or list(start), search.cost, -np.inf)
+    full, values = Costs(unary, pairwise), list(start)
+    problem = Reduction.of(unary, pairwise, [], Operations(memo or Memo()))
+    classes = problem.alike(TIED)
+    if 2 * len(classes) < len(unary):
+        problem = problem.tied(classes)
+        for v, *rest in classes:
+            for other in rest:
+                values[other] = values[v]
+    search = Search(problem, full, 0.0, values=list(start), cost=full.cost(start), labels=labels)
+    search.move(values, sweeps)
+    assert search.values is not None
+    return Assignment(search.values, search.cost, -np.inf)
 
 
 __all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "move", "solve"]
