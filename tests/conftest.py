@@ -30,6 +30,22 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 @pytest.fixture
+def compiled_fast():
+    """A compiler that hardly optimizes what runs once or twice: what is sent, kept and computed is decided before LLVM,
+    which takes half of the time to compile or more."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def slow_compiled_fast(request):
+    """The same for tests that are marked slow; the others are compiled as a user's programs are."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("compiled_fast")
+
+
+@pytest.fixture
 def golden(request):
     """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test."""
 

@@ -16,6 +16,8 @@ from examples.plans import gpt2 as gpt2_plans
 from examples.plans import mlp as mlp_plans
 from examples.plans import resnet as resnet_plans
 
+pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
+
 STEPS = 3
 ROWS = 16
 TEXT = gpt2.CONFIGS["test"]

@@ -14,6 +14,8 @@ from examples import moe
 from examples.zoo import MODELS
 from tests.test_parity import assert_close
 
+pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
+
 MESH = {"data": 4, "model": 2}
 ROWS = 16
 ZOO = ("vit", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
