@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax._src import compiler
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,10 +30,16 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
 
 
+def _without_emitters(*args, known=compiler.get_compile_options, env_options_overrides=None, **options):
+    less = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+    return known(*args, env_options_overrides=less, **options)
+
+
 @pytest.fixture
-def compiled_fast():
-    """A compiler that hardly optimizes what runs once or twice: what is sent, kept and computed is decided before LLVM,
-    which takes half of the time to compile or more."""
+def compiled_fast(monkeypatch):
+    """A compiler that hardly optimizes what runs once or twice: a fifth of the time. What is sent and computed is decided
+    before; what is left out is how XLA:CPU makes code of it."""
+    monkeypatch.setattr(compiler, "get_compile_options", _without_emitters)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
