@@ -17,6 +17,8 @@ from shardc import S
 from shardc.auto_stages import cut_automatically
 from tests.test_parity import assert_close
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 ROWS = 24
 DATA = {"batch": {"data": S(0)}}
 

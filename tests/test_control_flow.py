@@ -14,6 +14,8 @@ from jax.experimental import checkify
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
+
 MESHES = {"8": shardc.make_mesh(data=8), "4x2": shardc.make_mesh(data=4, model=2)}
 SPLITS = {"8": [{"data": S(0)}, {"data": S(1)}], "4x2": [{"data": S(0), "model": S(1)}, {"data": S(1), "model": S(1)}]}
 

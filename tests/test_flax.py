@@ -18,6 +18,8 @@ import shardc.flax
 from shardc import AUTO, S
 from shardc.sbp.placement import Placement
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 RULES = (("batch", "data"), ("embed", None), ("mlp", "model"), ("vocab", ("data", "model")))
 ROWS = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 

@@ -14,6 +14,8 @@ from jax import lax
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH = shardc.make_mesh(a=4, b=2)
 ROWS, WIDE = 1257, 64
 STARTS = np.array([0, 5, 156, 157, 158, 313, 629, 943, 1100, 1255, 1256, 4000, -3], np.int32)

@@ -14,6 +14,8 @@ from jax import lax
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH = shardc.make_mesh(a=4, b=2)
 WIDE = 3
 RUNNING: dict[str, Callable[[Any], Any]] = {

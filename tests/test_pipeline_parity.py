@@ -168,11 +168,9 @@ def one_device(case: Case, params):
 
 
 @pytest.fixture(autouse=True)
-def in_double_and_compiled_fast():
-    jax.config.update("jax_disable_most_optimizations", True)
+def in_double_and_compiled_fast(compiled_fast):
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def placements(case: Case):

@@ -16,6 +16,8 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS
 from tests.pipelines import assert_same, batch, chain, check, dense, error, even_cuts, layers, loss, on_host, training
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 THREE = partial(loss, cuts=(0, 1))
 ROWS = {"batch": {"data": S(0)}}
 

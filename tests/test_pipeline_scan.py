@@ -15,6 +15,8 @@ from shardc import S, StackedArray, make_mesh
 from shardc.passes.memory import all_eqns
 from tests.pipelines import assert_same, check, on_host
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 WIDTH = 8
 
 

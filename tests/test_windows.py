@@ -15,6 +15,8 @@ from jax import lax
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH, LINE = shardc.make_mesh(a=4, b=2), shardc.make_mesh(a=8)
 WIDE = 64
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {

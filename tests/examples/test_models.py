@@ -18,6 +18,8 @@ from examples import bert, dlrm, gpt2, llama, mlp, moe, ppo, resnet, t5, unet, v
 from examples.generate import generate
 from examples.zoo import MODELS
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}

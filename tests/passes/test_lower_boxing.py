@@ -21,6 +21,8 @@ from shardc.sbp.placement import Placement, ReduceOp
 from shardc.sbp.signature import neutral_value
 from tests.sbp.simulate import Pieces, devices, place, read
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 Pair = tuple[Placement, Placement]
 POISON = 77
 """What stands in the padding where the dtype has no NaN."""

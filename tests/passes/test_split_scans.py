@@ -18,6 +18,8 @@ from shardc.passes.rows import row_use
 from shardc.passes.split_scans import find_layers, split_scans
 from shardc.passes.trace import Arguments, trace
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 LAYERS, WIDTH = 5, 4
 
 

@@ -14,6 +14,8 @@ from shardc.sbp.signature import find_rule, signatures
 from tests.sbp.cases import CASES
 from tests.sbp.harness import equation_of, on_device
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 assert rules  # imported for what it registers
 ROUNDING = "the parts are rounded each for itself: equal up to an error that nobody bounds"
 DATA = "holds for the data of the case: of random floats no two are equal, all are finite and none is 0"

@@ -22,13 +22,10 @@ from tests.sbp.harness import Equation, equation_of, placements_of, prove
 assert rules  # imported for what it registers
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _exact_and_quick() -> Iterator[None]:
-    """Float64, and a compiler that does not optimize what runs once."""
-    jax.config.update("jax_disable_most_optimizations", True)
+@pytest.fixture(autouse=True)
+def _exact_and_quick(compiled_fast: None) -> Iterator[None]:
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def _equation(name: str) -> Equation:
