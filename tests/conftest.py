@@ -37,8 +37,8 @@ def _without_emitters(*args, known=compiler.get_compile_options, env_options_ove
 
 @pytest.fixture
 def compiled_fast(monkeypatch):
-    """A compiler that hardly optimizes what runs once or twice: a fifth of the time. What is sent and computed is decided
-    before; what is left out is how XLA:CPU makes code of it."""
+    """A compiler that hardly optimizes what runs once or twice: it takes a fifth of the time. What is sent and computed
+    is decided before; what is left out is how XLA:CPU makes code of it."""
     monkeypatch.setattr(compiler, "get_compile_options", _without_emitters)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
