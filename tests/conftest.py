@@ -30,6 +30,7 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
 
 
+# JAX has no public way to say how what is compiled from now on is compiled.
 def _without_emitters(*args, known=compiler.get_compile_options, env_options_overrides=None, **options):
     less = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
     return known(*args, env_options_overrides=less, **options)

@@ -28,8 +28,6 @@ from shardc.passes import domain
 from shardc.passes.hlo import parse_collectives
 from shardc.sbp import boxing
 
-pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
-
 WHOLE = shardc.rules({"*": {}})
 HEADS = 8
 
