@@ -20,7 +20,6 @@ from shardc.passes.domain import Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, minimize, move
-from shardc.solver.costs import Costs
 from shardc.solver.search import CLOSE
 from shardc.solver.tables import Index, Table
 
@@ -32,8 +31,8 @@ WORK_PER_CHOICE: Final = 5e4
 """Table entries that the solver may touch for each choice of each node: a few seconds at most for a small model."""
 LEAST_WORK: Final = 4e9
 MOST_WORK: Final = 2e10
-FAR: Final = 1e-2
-"""Relative distance of cost and bound from which on it is also looked for from another start."""
+PATIENCE: Final = 3.0
+"""So many times this work may be done while cost and bound are far from each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +119,16 @@ class Tables:
         as close as that, relatively. Choices have the domains' numbers."""
         if start is not None and self.offered is not None:
             start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
-        found = minimize(self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels)
+        patience = PATIENCE if work is None else 1.0
+        found = minimize(
+            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience
+        )
         if self.offered is None:
             return found
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
 
     def best(self, start: Sequence[int] | None = None) -> Assignment:
-        """What the search finds; what it cannot prove is looked at along one axis after the other, and where that stays
-        far from the bound, from another start too.
+        """What the search finds; what it cannot prove is looked at along one axis after the other.
 
         Args:
           start: choices that the result is not to be worse than.
@@ -135,12 +136,7 @@ class Tables:
         found = self.minimize(start)
         if found.exact:
             return found
-        moved = self.move(found.values)
-        if moved.cost - found.bound > FAR * moved.cost:
-            other = self.move([0] * len(found.values))
-            values = self.fuse([moved.values, other.values], moved.values, LEAST_WORK, CLOSE)
-            moved = replace(moved, values=values, cost=Costs(self.unary, self.pairwise).cost(values))
-        return min(replace(moved, bound=found.bound), found, key=lambda a: a.cost)
+        return min(replace(self.move(found.values), bound=found.bound), found, key=lambda a: a.cost)
 
     def move(self, start: Sequence[int], sweeps: int = SWEEPS) -> Assignment:
         """The best choices that are found by moves along one axis at a time, from a start on. It proves nothing."""

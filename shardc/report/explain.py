@@ -199,6 +199,7 @@ def _memory(plan: Plan) -> str:
     decided = "" if free is None else (
         f"\n  Memory decided: without the limit the plan would take about {seconds_text(free.seconds)} and "
         f"{bytes_text(free.peak)}"
+        f"{', which is more: searches do not count on what hides' * (free.seconds > plan.seconds)}"
     )  # fmt: skip
     if (again := plan.recomputed) is not None:
         decided += (

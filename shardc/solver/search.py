@@ -52,6 +52,8 @@ WORTH: Final = 0.25
 """Part of the work done so far that an elimination of more may add, in entries."""
 LARGE: Final = 1 << 28
 """Entries of a table of an elimination, at most."""
+FAR: Final = 1e-2
+"""Relative distance of cost and bound from which on they are far from each other."""
 SETTLED: Final = 1e-3
 """A column of labels is settled if moves along it gain no more than this part of the cost."""
 MOVES: Final = 4
@@ -74,6 +76,7 @@ class Search:
       close: relative distance of cost and bound that is close enough.
       values: the best assignment known, if any; cost: what it costs.
       limit: entries that may be touched (`problem.ops.work`) until no new turn begins, besides those of moves.
+      patience: so many times the limit may be touched while cost and bound are far from each other.
       bound: no assignment costs less, nor less than `cost` where that is smaller.
       labels: for each variable of the whole problem (values, columns) what its values are like. A move goes to the best
         assignment whose values differ from those known in one column at most.
@@ -87,6 +90,7 @@ class Search:
     cost: float = np.inf
     bound: float = -np.inf
     labels: Sequence[NDArray[np.int64]] | None = None
+    patience: float = 1.0
     _tied: bool = False  # whether a tied assignment was looked for
     _moved: float = np.inf  # cost from which moves were made the last time
 
@@ -105,7 +109,7 @@ class Search:
                 self._raise_to(min(r.constant, self.cost))
                 return
             part = self._sweep(inside)
-            if self.closed or r.ops.work > self.limit:
+            if self._ended:
                 return
             part.drop(self.cost - part.constant + ROUNDING * abs(self.cost))
             before, after = _values(r), _values(part)
@@ -123,6 +127,12 @@ class Search:
     @property
     def closed(self) -> bool:
         return self.cost - self.bound <= self.close * abs(self.cost) < np.inf
+
+    @property
+    def _ended(self) -> bool:
+        """Whether it is proved, or the work is done."""
+        far = not self.cost - self.bound <= FAR * abs(self.cost)
+        return self.closed or self.problem.ops.work > self.limit * (self.patience if far else 1.0)
 
     @property
     def _columns(self) -> int:
@@ -177,11 +187,11 @@ class Search:
                 self._raise_to(self.cost)
             gaps.append(self.cost - self.bound)
             log.debug("bound %.9g, cost %.9g, %.2f left, work %.1e", self.bound, self.cost, some, r.ops.work)
-            if self.closed or r.ops.work > self.limit or some < FEW:
+            if self._ended or some < FEW:
                 break
             if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
                 break
-        if self.closed or r.ops.work > self.limit:
+        if self._ended:
             return r
         rest = r.copy()
         constant, own, tables = dual.rest(values)

@@ -150,6 +150,7 @@ def minimize(
     work: float = WORK,
     close: float = CLOSE,
     labels: Sequence[NDArray[np.int64]] | None = None,
+    patience: float = 1.0,
 ) -> Assignment:
     """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
 
@@ -162,12 +163,13 @@ def minimize(
       close: relative distance of cost and bound that is close enough.
       labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
         changes of many variables in one column at a time.
+      patience: so many times the work may be done while cost and bound are more than 1 % from each other.
     """
     ops = Operations(memo or Memo())
     pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
     unary = [np.asarray(u, np.float64) for u in unary]
     full = Costs(unary, pairwise)
-    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close, labels=labels)
+    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close, labels=labels, patience=patience)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
     search.run()

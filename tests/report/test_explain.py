@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import S
+from shardc.passes.plan import Unlimited
 from shardc.report.tables import bytes_text, fold_leaves, fold_paths, seconds_text
 from tests.report import programs
 
@@ -73,6 +74,14 @@ def test_the_text_is_the_same_whatever_the_terminal(mesh, monkeypatch):
     again = f.plan(f32(16, 12)).explain()
     assert again == plain
     assert "\x1b" not in plain and "…" not in plain
+
+
+@pytest.mark.parametrize(("times", "said"), [(0.5, False), (2.0, True)])
+def test_a_cheaper_plan_that_takes_longer_is_explained(mesh, times, said):
+    plan = shardc.function(mesh=mesh)(lambda x: x.sum()).plan(f32(64, 64))
+    plan.unlimited = Unlimited(times * plan.seconds, 1 << 20)
+    line = next(line for line in plan.explain().splitlines() if "Memory decided" in line)
+    assert line.endswith("searches do not count on what hides") == said
 
 
 def test_the_numbers_of_the_head_are_those_of_the_rows(mesh):
