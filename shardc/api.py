@@ -263,9 +263,7 @@ class Function:
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
-    def _plan_anew(
-        self, call: Call, arrivals: Sequence[Placement | None]
-    ) -> tuple[tuple[Argument, ...], AnyPlan]:
+    def _plan_anew(self, call: Call, arrivals: Sequence[Placement | None]) -> tuple[tuple[Argument, ...], AnyPlan]:
         program = self._program(call)
         into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
