@@ -9,8 +9,6 @@ from examples.train import parse
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import make_schedule
 
-pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
-
 RUNS = {
     "mlp": "--model mlp --mesh data=4,model=2 --plan data_tensor --steps 30",
     "resnet": "--model resnet --config test --mesh data=8 --plan zero1 --steps 4",
