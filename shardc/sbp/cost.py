@@ -52,8 +52,8 @@ LIGHT: Final = 1e-4
 the local steps of boxings, into their neighbours, whose traffic is priced; what is left decides between placements that
 move the same, for the one that holds less."""
 HIDING: Final = 0.01
-"""Part of the time of permutes behind arithmetic, or of arithmetic behind permutes, that counts all the same. Not measured:
-a ring of what every device holds anyway would else be as good as none."""
+"""Part of the time of permutes behind arithmetic, or of arithmetic behind permutes, that counts all the same. Not
+measured: a ring of what every device holds anyway would else be as good as none."""
 _FUSED: Final = round(1 / LIGHT)
 
 
