@@ -10,7 +10,7 @@ XLA could join again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -19,8 +19,8 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED, with_own_bodies
 from shardc.passes.fusion import Habits
-from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
-from shardc.passes.memory import all_eqns, bodies_of, piece_bytes
+from shardc.passes.insert_boxing import Boxed, with_bodies
+from shardc.passes.memory import bodies_of, piece_bytes
 from shardc.passes.tally import tally
 
 KEPT: Final = frozenset(("constrain", "sharding_constraint", "shard_map", *NESTED))
@@ -121,40 +121,55 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class Offer:
+    """A residual that could be computed again.
+
+    Attributes:
+      residual: it.
+      bytes: of a device, that this frees.
+      seconds: that computing it takes, in one call.
+    """
+
     residual: Residual
     bytes: int
     seconds: float
 
+    @property
+    def price(self) -> float:
+        """Seconds a byte."""
+        return self.seconds / self.bytes
 
-def choose_residuals(boxed: Boxed, mesh: MeshView, habits: Habits, wanted: float) -> list[Var]:
-    """The residuals that are computed again in the least time for each byte that this frees, until so much is free.
+
+def residuals_offered(boxed: Boxed, mesh: MeshView, habits: Habits) -> list[Offer]:
+    """The residuals that could be computed again, the cheapest bytes first.
 
     Args:
       boxed: a plan that keeps them all; says what each takes, and what computing it moves.
       mesh, habits: of the devices.
-      wanted: bytes to be freed. All residuals together may be fewer.
     """
-    offers: list[_Offer] = []
+    offers: list[Offer] = []
     for r in find_residuals(boxed.jaxpr):
         slices = Slices(r.maker, {r.stack})
         eqns = slices.of(r.stack)
         size = piece_bytes(r.stack.aval, boxed.placements[r.stack], mesh.sizes, habits)
         if eqns is not None and size:
             trips = r.trips * r.maker.params["length"]
-            offers.append(_Offer(r, size, trips * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)))
-    chosen: list[Var] = []
-    free, makers = 0, dict[int, list[Var]]()
-    for offer in sorted(offers, key=lambda o: o.seconds / o.bytes):
-        if free >= wanted:
-            break
-        mine = [*makers.get(id(offer.residual.maker), ()), offer.residual.stack]
-        slices = Slices(offer.residual.maker, mine)
+            offers.append(Offer(r, size, trips * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)))
+    return sorted(offers, key=lambda o: o.price)
+
+
+def follow_together(offers: Iterable[Offer]) -> list[Offer]:
+    """Of some offers those that follow from what is left when all of these are taken, the first ones first."""
+    taken: list[Offer] = []
+    makers: dict[int, list[Var]] = {}
+    for offer in offers:
+        maker = offer.residual.maker
+        mine = [*makers.get(id(maker), ()), offer.residual.stack]
+        slices = Slices(maker, mine)
         if all(slices.of(v) is not None for v in mine):
-            makers[id(offer.residual.maker)] = mine
-            chosen.append(offer.residual.stack)
-            free += offer.bytes
-    return chosen
+            makers[id(maker)] = mine
+            taken.append(offer)
+    return taken
 
 
 def _seconds(eqns: Sequence[Eqn], result: Var, boxed: Boxed, mesh: MeshView) -> float:
@@ -264,79 +279,3 @@ def _computing(
 
 def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
     return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])
-
-
-# --- names, and what a plan says -------------------------------------------------------------------------------------
-
-
-def names_of(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[str, ...]:
-    """Names that mean the same in every process: `12.3` is result 3 of operation 12."""
-    return tuple(
-        f"{n}.{j}" for n, eqn in enumerate(all_eqns(jaxpr)) for j, v in enumerate(eqn.outvars) if v in stacks
-    )
-
-
-def residuals_named(jaxpr: Jaxpr, names: Collection[str]) -> list[Var]:
-    """The residuals that names mean; what is none, or does not follow from what is kept, is left out."""
-    known = {v: f"{n}.{j}" for n, eqn in enumerate(all_eqns(jaxpr)) for j, v in enumerate(eqn.outvars)}
-    found = [r for r in find_residuals(jaxpr) if known[r.stack] in names]
-    dropped = {r.stack for r in found}
-    return [r.stack for r in found if Slices(r.maker, dropped).of(r.stack) is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """What a plan computes again, so as not to keep it.
-
-    Attributes:
-      names: of the residuals in the traced program.
-      count: of values.
-      bytes: that they would take on a device.
-      seconds: that computing them takes, in one call.
-      sources: lines that made them.
-    """
-
-    names: tuple[str, ...]
-    count: int
-    bytes: int
-    seconds: float
-    sources: tuple[str, ...]
-
-
-def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, names: Sequence[str], again: Again) -> Recomputed:
-    """What the equations that compute residuals again do in a plan.
-
-    Args:
-      boxed: the plan's program.
-      mesh, habits: of the devices.
-      names, again: of the residuals, and what computes them, as `drop_residuals` has it.
-    """
-    sources = dict[str, None]()
-    seconds, sizes = 0.0, dict[Var, int]()
-
-    def scope(jaxpr: Jaxpr, trips: int, length: int) -> None:
-        nonlocal seconds
-        mine: list[Eqn] = []
-        made: dict[Var, None] = {}
-        read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
-        for eqn in jaxpr.eqns:
-            inside = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for body in bodies_of(eqn):
-                scope(body, trips * inside, inside)
-            boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
-            if boxes_one or any(v in again for v in eqn.outvars):
-                mine.append(eqn)
-                made |= dict.fromkeys(eqn.outvars)
-            else:
-                read.update(a for a in eqn.invars if not compat.is_literal(a))
-            for stack, v in ((again.get(v), v) for v in eqn.outvars):
-                if stack is not None:
-                    sizes[stack] = length * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
-                    sources[compat.source_line(eqn)] = None
-        if mine:
-            given = dict.fromkeys(a for e in mine for a in e.invars if not compat.is_literal(a) and a not in made)
-            alone = compat.new_jaxpr(list(given), [v for v in made if v in read], mine, jaxpr)
-            seconds += trips * tally(Boxed(alone, boxed.placements), mesh).time.total
-
-    scope(boxed.jaxpr, 1, 1)
-    return Recomputed(tuple(names), len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

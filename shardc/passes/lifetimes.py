@@ -110,6 +110,26 @@ def lifetimes(
     return _Backward(_Forward(jaxpr).run(), ties, habits).run()
 
 
+def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
+    """The point at which each value of a program is made, nested bodies included."""
+    return _Forward(jaxpr).run().made
+
+
+def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int]]:
+    """The scopes that run at a point of a program, the outermost first, and the number of the equation at which each
+    is."""
+    span, found = _Forward(jaxpr).run().span, list[tuple[Jaxpr, int]]()
+    scope: Jaxpr | None = jaxpr
+    while scope is not None:
+        here = [n for n, e in enumerate(scope.eqns) if span[id(e)][0] <= point <= span[id(e)][1]]
+        if not here:
+            break
+        found.append((scope, here[0]))
+        inner = _bodies(scope.eqns[here[0]])
+        scope = next((b for b in inner if b.eqns and span[id(b.eqns[0])][0] <= point <= span[id(b.eqns[-1])][1]), None)
+    return found
+
+
 @dataclass
 class _Forward:
     """The first walk: equations get their points of time, values what they are computed from.

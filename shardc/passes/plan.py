@@ -17,12 +17,12 @@ from shardc.errors import MemoryLimitError
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import Collective
+from shardc.passes.compute_again import Choice, Offers, Recomputed, compute_again, names_of, recomputed
 from shardc.passes.constrain import constrain_p
-from shardc.passes.drop_residuals import Recomputed, choose_residuals, drop_residuals, names_of, recomputed
 from shardc.passes.fit import Fit, Fitted
 from shardc.passes.fusion import Habits, habits_of
 from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, all_eqns, estimate_memory
+from shardc.passes.memory import Memory, Profile, all_eqns, profile_memory
 from shardc.passes.place import Placed, Placer
 from shardc.passes.problem import Border, Problem, build_problem
 from shardc.passes.program import Program
@@ -115,10 +115,7 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes that each device holds, as XLA will compile the plan: what it fuses is not counted."""
-        return estimate_memory(
-            self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes, ties=donations(self),
-            habits=habits_of(self.mesh.topology.kind),
-        )  # fmt: skip
+        return profile_of(self).memory
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
@@ -231,6 +228,14 @@ def donations(plan: Plan) -> dict[int, int]:
     return {k: i for k, i in tied.items() if plan.inputs[i] == plan.outputs[k]}
 
 
+def profile_of(plan: Plan) -> Profile:
+    """What a plan holds at each point of its program."""
+    return profile_memory(
+        plan.boxed.jaxpr, plan.boxed.placements, plan.mesh.sizes, ties=donations(plan),
+        habits=habits_of(plan.mesh.topology.kind),
+    )  # fmt: skip
+
+
 def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     """Arguments that arrive elsewhere than they are pinned: `f x --> f constrain[pin] x`."""
     moved: dict[compat.Var, compat.Var] = {}
@@ -306,13 +311,13 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
     once."""
     if search.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
         return [], [search.fit()]
-    searches, cheapest, stacks = [search], search.plan, list[compat.Var]()
+    searches, choice = [search], dict[compat.Var, compat.Var | None]()
+    offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
     for share in SHARES:
-        before = len(stacks)
-        stacks = choose_residuals(cheapest.boxed, search.mesh, search.habits, share * (cheapest.memory.peak - limit))
-        if len(stacks) == before:
-            break
-        searches.append(search.without(stacks, traced))
+        before, choice = choice, offers.choose(share * (search.plan.memory.peak - limit))
+        if choice == before:
+            continue
+        searches.append(search.computing_again(choice, traced))
         if searches[-1].fits:
             break
     plans = [s.plan for s in searches if s.fits]
@@ -325,17 +330,17 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
         fitted.append(s.fit())
         if (best := fitted[-1].best) is not None:
             plans.append(s.plan_of(best.placed, best.boxed))
-            if s is not search:
+            if s is not search or (plans[-1].gap or 0.0) <= NEAR:
                 break
     return plans, fitted
 
 
-SHARES: Final = (1.25, 2.5, math.inf)
-"""So many times what the cheapest plan takes too much is freed by computing again what loops would keep, the next if no
+SHARES: Final = (1.0, 1.25, 2.5, math.inf)
+"""So many times what the cheapest plan takes too much is freed by computing again what would be kept, the next if no
 plan fits: what a layer's values take while it runs, and what is read for longer, is not known before."""
 NEAR: Final = 0.01
-"""Where the best placement of a program that computes again fits, and is proved to be so near to the best of one
-that does not, no other is looked for."""
+"""Where a plan fits, and is proved to be so near to the best of the program that computes nothing again, no other is
+looked for."""
 
 
 @dataclass(frozen=True)
@@ -353,13 +358,13 @@ class _Search:
     names: tuple[str, ...] = ()
     bound: float = math.inf
 
-    def without(self, stacks: Sequence[compat.Var], traced: Program) -> _Search:
-        """The same for the program that computes some residuals again. What the one that keeps them costs at least is
-        as low as a bound may be."""
-        jaxpr, again = drop_residuals(self.program.jaxpr, stacks)
+    def computing_again(self, choice: Choice, traced: Program) -> _Search:
+        """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
+        low as a bound may be."""
+        jaxpr, again = compute_again(self.program.jaxpr, choice)
         program = replace(self.program, jaxpr=jaxpr)
         return replace(
-            self, program=program, again=again, names=names_of(traced.jaxpr, stacks), bound=self.cheapest.bound
+            self, program=program, again=again, names=names_of(traced.jaxpr, choice), bound=self.cheapest.bound
         )
 
     @cached_property

@@ -14,7 +14,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED
-from shardc.passes.drop_residuals import drop_residuals, recomputed, residuals_named
+from shardc.passes.compute_again import choice_named, compute_again, recomputed
 from shardc.passes.fusion import habits_of
 from shardc.passes.insert_boxing import Boxed, box_p, latest, with_bodies
 from shardc.passes.memory import all_eqns, bodies_of
@@ -50,7 +50,7 @@ def replay(
         )
     arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
     results = [without_idle(pin, mesh) for pin in results]
-    jaxpr, again = drop_residuals(program.jaxpr, residuals_named(program.jaxpr, saved.recomputed))
+    jaxpr, again = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.recomputed))
     program = replace(program, jaxpr=jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:

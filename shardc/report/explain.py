@@ -203,7 +203,7 @@ def _memory(plan: Plan) -> str:
     )  # fmt: skip
     if (again := plan.recomputed) is not None:
         decided += (
-            f"\n  Computed again by the loop that reads them, in {seconds_text(again.seconds)}, and not kept: "
+            f"\n  Computed again where they are read, in {seconds_text(again.seconds)}, and not kept: "
             f"{number_text(again.count, 'value')}, {bytes_text(again.bytes)}, of {', '.join(again.sources[:NAMED])}"
             f"{f' and {len(again.sources) - NAMED} more lines' * (len(again.sources) > NAMED)}"
         )

@@ -1,0 +1,187 @@
+"""What a program computes again, so as not to keep it: chosen where memory is short, and named, for plans to say it.
+
+What loops stack for later loops is `drop_residuals`, what is written out `drop_values`. Both cost seconds and free
+bytes, so that one price a byte chooses among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from shardc import compat
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.mesh import MeshView
+from shardc.passes.drop_residuals import (
+    Again,
+    Offer,
+    Slices,
+    drop_residuals,
+    find_residuals,
+    follow_together,
+    residuals_offered,
+)
+from shardc.passes.drop_values import Crossing, drop_values
+from shardc.passes.fusion import Habits
+from shardc.passes.insert_boxing import Boxed, box_p
+from shardc.passes.lifetimes import scopes_at
+from shardc.passes.memory import Profile, all_eqns, bodies_of, piece_bytes
+from shardc.passes.tally import tally
+
+Choice: TypeAlias = Mapping[Var, Var | None]
+"""What is computed again: for a value the first of what is made behind the point from which on that is read; for a
+residual of a loop None."""
+
+LOWEST, DEAR, DEAREST = 1e-4, 4.0, 1e4
+"""Prices, in seconds a byte of the whole program: the lowest that is tried, the highest, and the highest where all is
+asked for: there may be cheaper ways to free what is dear."""
+HALVINGS: Final = 12
+"""Of the room between two prices, and between so many of the first equations that pay the higher one."""
+
+
+class Offers:
+    """What a plan could compute again.
+
+    Args:
+      boxed, profile: the plan, and what it takes in memory.
+      mesh, habits: of the devices.
+    """
+
+    def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
+        self.residuals = residuals_offered(boxed, mesh, habits)
+        scopes = [] if habits.eager else scopes_at(boxed.jaxpr, int(profile.bytes.argmax()))
+        crossings = [Crossing(boxed, profile, jaxpr, now, mesh, habits) for jaxpr, now in scopes if now]
+        self.crossings = [c for c in crossings if c.bytes and c.since is not None]
+        self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
+
+    def choose(self, wanted: float) -> dict[Var, Var | None]:
+        """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is
+        asked for.
+
+        Only the first equations pay the price at which it is enough: layers cost alike, and not all may be needed.
+        """
+        low, high = self.typical * LOWEST, self.typical * (DEAR if math.isfinite(wanted) else DEAREST)
+        if self._free(high) > wanted:
+            for _ in range(HALVINGS):
+                middle = math.sqrt(low * high)
+                low, high = (low, middle) if self._free(middle) >= wanted else (middle, high)
+        taken = self._stacks(high)
+        missing = wanted - self._free(high)
+        while taken and taken[-1].bytes + missing <= 0:
+            missing += taken.pop().bytes
+        choice: dict[Var, Var | None] = {o.residual.stack: None for o in taken}
+        for c in self.crossings:
+            first = len(c.early)
+            if missing < 0:
+                less, values = 0, c.choose(high)[1]
+                for _ in range(HALVINGS):
+                    middle = (less + first) // 2
+                    short = missing + values - c.choose(low, high, middle)[1] > 0
+                    less, first = (middle, first) if short else (less, middle)
+                missing += values - c.choose(low, high, first)[1]
+            choice |= dict.fromkeys(c.choose(low, high, first)[0], c.since)
+        return choice
+
+    def _stacks(self, price: float) -> list[Offer]:
+        return follow_together(o for o in self.residuals if o.price <= price)
+
+    def _free(self, price: float) -> int:
+        return sum(o.bytes for o in self._stacks(price)) + sum(c.choose(price)[1] for c in self.crossings)
+
+
+def compute_again(jaxpr: Jaxpr, choice: Choice) -> tuple[Jaxpr, Again]:
+    """The program that computes again what was chosen, and which equations do that.
+
+    Args:
+      jaxpr: canonical, without any of it.
+      choice: of its values.
+    """
+    jaxpr, again = drop_values(jaxpr, {v: since for v, since in choice.items() if since is not None})
+    jaxpr, stacks = drop_residuals(jaxpr, [v for v, since in choice.items() if since is None])
+    return jaxpr, {**again, **stacks}
+
+
+# --- names, and what a plan says -------------------------------------------------------------------------------------
+
+
+def names_of(jaxpr: Jaxpr, choice: Choice) -> tuple[str, ...]:
+    """Names that mean the same in every process: `12.3` is result 3 of operation 12, a residual; `12.3>57.0` the same
+    for what reads it from the operation on that makes `57.0`."""
+    known = _names(jaxpr)
+    return tuple(known[v] if since is None else f"{known[v]}>{known[since]}" for v, since in choice.items())
+
+
+def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> dict[Var, Var | None]:
+    """The choice that names mean; what there is not, or does not follow from what is kept, is left out."""
+    known = {name: v for v, name in _names(jaxpr).items()}
+    pairs = [name.partition(">") for name in names]
+    choice = {known.get(v): known.get(since) for v, _, since in pairs if since}
+    values: dict[Var, Var | None] = {v: since for v, since in choice.items() if v is not None and since is not None}
+    found = [r for r in find_residuals(jaxpr) if r.stack in {known.get(v) for v, _, since in pairs if not since}]
+    dropped = {r.stack for r in found}
+    return values | {r.stack: None for r in found if Slices(r.maker, dropped).of(r.stack) is not None}
+
+
+def _names(jaxpr: Jaxpr) -> dict[Var, str]:
+    return {v: f"{n}.{j}" for n, eqn in enumerate(all_eqns(jaxpr)) for j, v in enumerate(eqn.outvars)}
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a plan computes again, so as not to keep it.
+
+    Attributes:
+      names: of it in the traced program.
+      count: of values.
+      bytes: that they would take on a device.
+      seconds: that computing them takes, in one call.
+      sources: lines that made them.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    bytes: int
+    seconds: float
+    sources: tuple[str, ...]
+
+
+def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, names: Sequence[str], again: Again) -> Recomputed:
+    """What the equations that compute again do in a plan.
+
+    Args:
+      boxed: the plan's program.
+      mesh, habits: of the devices.
+      names, again: of it, and what computes it, as `compute_again` has it.
+    """
+    sources = dict[str, None]()
+    seconds, sizes = 0.0, dict[Var, int]()
+
+    def scope(jaxpr: Jaxpr, trips: int) -> None:
+        nonlocal seconds
+        mine: list[Eqn] = []
+        made: dict[Var, None] = {}
+        read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
+        for eqn in jaxpr.eqns:
+            inside = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in bodies_of(eqn):
+                scope(body, trips * inside)
+            boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
+            if boxes_one or any(v in again for v in eqn.outvars):
+                mine.append(eqn)
+                made |= dict.fromkeys(eqn.outvars)
+            else:
+                read.update(a for a in eqn.invars if not compat.is_literal(a))
+            for stack, v in ((again.get(v), v) for v in eqn.outvars):
+                if stack is not None:
+                    rows = stack.aval.size // max(1, v.aval.size)
+                    sizes[stack] = rows * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
+                    sources[compat.source_line(eqn)] = None
+        if mine:
+            given = dict.fromkeys(a for e in mine for a in e.invars if not compat.is_literal(a) and a not in made)
+            alone = compat.new_jaxpr(list(given), [v for v in made if v in read], mine, jaxpr)
+            seconds += trips * tally(Boxed(alone, boxed.placements), mesh).time.total
+
+    scope(boxed.jaxpr, 1)
+    return Recomputed(tuple(names), len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

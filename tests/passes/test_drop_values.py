@@ -1,0 +1,172 @@
+"""Values of programs that are written out, computed again: the same numbers, less that is kept."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import check_jaxpr, jaxpr_as_fun
+
+import shardc
+from examples import gpt2
+from shardc import compat
+from shardc.passes.canonicalize import canonicalize
+from shardc.passes.compute_again import Offers, choice_named, compute_again, names_of
+from shardc.passes.drop_values import KEPT, drop_values
+from shardc.passes.fusion import habits_of
+from shardc.passes.memory import all_eqns
+from shardc.passes.plan import profile_of
+
+LAYERS, ROWS, WIDTH = 3, 4, 8
+
+
+def layer(h, w):
+    up = jnp.tanh(h @ w["up"])
+    weights = jax.nn.softmax(up @ up.T)
+    return h + (weights @ up) @ w["down"]
+
+
+def loss(params, x):
+    for w in params:
+        x = layer(x, w)
+    return (x**2).sum()
+
+
+def both_ways(params, x):
+    return jax.value_and_grad(loss)(params, x)
+
+
+def in_steps(params, x):
+    """The same for each of two microbatches."""
+    return lax.scan(lambda total, row: (jax.tree.map(jnp.add, total, both_ways(params, row)), None),
+                    jax.tree.map(jnp.zeros_like, (0.0, params)), jnp.stack([x, 2 * x]))[0]  # fmt: skip
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    ws = [{k: rng.normal(size=(WIDTH, WIDTH)) / 3 for k in ("up", "down")} for _ in range(LAYERS)]
+    return ws, rng.normal(size=(ROWS, WIDTH))
+
+
+def scopes(jaxpr):
+    """The program, and bodies of its loops."""
+    yield jaxpr
+    for e in jaxpr.eqns:
+        if e.primitive.name == "scan":
+            yield from scopes(e.params["jaxpr"].jaxpr)
+
+
+@pytest.mark.parametrize("fn", [both_ways, in_steps])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_choice_gives_the_same_numbers(fn, data):
+    """Whatever is chosen, and wherever the point lies: what is not chosen is kept."""
+    with jax.enable_x64(True):
+        args = arguments()
+        jaxpr = canonicalize(jax.make_jaxpr(fn)(*args))[0]
+        choice = {}
+        for scope in scopes(jaxpr):
+            now = data.draw(st.integers(1, len(scope.eqns) - 1))
+            since = scope.eqns[now].outvars[0]
+            made = [v for e in scope.eqns[:now] if e.primitive.name not in KEPT for v in e.outvars]
+            choice |= {v: since for v in made if data.draw(st.booleans())}
+        again_too, again = compute_again(jaxpr, choice)
+        check_jaxpr(again_too)
+        made = [v for e in all_eqns(again_too) for v in e.outvars]
+        assert len(made) == len(set(made)), "every variable is made once"
+        assert again.keys() <= set(made)
+        assert set(filter(None, again.values())) <= choice.keys()
+        assert choice_named(jaxpr, names_of(jaxpr, choice)) == choice
+        flat = jax.tree.leaves(args)
+        want, got = (jaxpr_as_fun(compat.close(j))(*flat) for j in (jaxpr, again_too))
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_what_is_computed_again_waits():
+    """Behind a barrier, with what follows from most so far; and what was made for later readers alone is made once."""
+
+    def fn(x, w):
+        y = jnp.tanh(x @ w)
+        late = jnp.cos(y)
+        z = jnp.sin(jnp.exp(y))
+        return z * late + y
+
+    jaxpr = canonicalize(jax.make_jaxpr(fn)(np.ones((ROWS, WIDTH)), np.ones((WIDTH, WIDTH))))[0]
+    product, tanh, cos, _, sin, mul, _ = jaxpr.eqns
+    since = mul.outvars[0]
+    fewer, again = drop_values(jaxpr, {tanh.outvars[0]: since, cos.outvars[0]: since})
+    names = [e.primitive.name for e in fewer.eqns]
+    assert names == ["dot_general", "tanh", "exp", "sin", "optimization_barrier", "tanh", "cos", "mul", "add"]
+    barrier, *_ = (e for e in fewer.eqns if e.primitive.name == "optimization_barrier")
+    assert barrier.invars == [product.outvars[0], sin.outvars[0]]
+    assert fewer.eqns[5].invars == [barrier.outvars[0]]
+    assert fewer.eqns[-1].invars == [fewer.eqns[-2].outvars[0], fewer.eqns[5].outvars[0]]
+    assert again.keys() == {fewer.eqns[5].outvars[0], fewer.eqns[6].outvars[0]}
+
+
+def step_of(layers, width=64, seq=32, rows=64, microbatches=1):
+    """A step of GPT-2 whose layers are written out, the shapes of its state, and those of a batch."""
+    cfg = gpt2.Config(layers=layers, d_model=width, heads=4, seq=seq, learning_rate=1e-3)
+    accumulate = partial(shardc.accumulate, microbatches=microbatches) if microbatches > 1 else lambda fn: fn
+    init, step = gpt2.make_step(cfg, accumulate)
+    batch = {k: jax.ShapeDtypeStruct((rows, seq), np.int32) for k in ("inputs", "targets")}
+    return init, step, batch
+
+
+def function(step, hbm, topology="v5p", plan=None):
+    mesh = shardc.make_mesh(data=8) if topology is None else shardc.make_mesh(topology=topology, data=8, hbm=hbm)
+    placed = {} if plan else {"in_placements": {"params": {}, "batch": {"data": shardc.S(0)}}}
+    return shardc.function(step, mesh=mesh, donate_argnames=("params", "opt_state"), plan=plan, **placed)
+
+
+def test_what_fits_is_found(golden):
+    """On chips that are not there: plans within a limit compute again what the layers made, and take little longer."""
+    init, step, batch = step_of(layers=4, width=256, seq=64, rows=256)
+    state = jax.eval_shape(init, jax.random.key(0))
+    free = function(step, "95GB").plan(*state, batch)
+    for share in (0.8, 0.5):
+        limit = int(share * free.memory.peak)
+        plan = function(step, limit).plan(*state, batch)
+        assert plan.memory.peak <= limit
+        assert plan.recomputed.bytes >= 0.7 * (free.memory.peak - limit)
+        assert 0 <= plan.gap < 0.3
+        assert plan.seconds < 1.15 * free.seconds
+    golden("values_computed_again", "\n".join(plan.explain().splitlines()[-4:]))
+
+
+def test_not_where_xla_joins_both_again():
+    """XLA:CPU has no barriers when it joins what is equal."""
+    init, step, batch = step_of(layers=2)
+    state = jax.eval_shape(init, jax.random.key(0))
+    plan = function(step, None, topology="cpu").plan(*state, batch)
+    assert plan.mesh.topology.kind == "cpu"
+    assert not Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("cpu")).crossings
+    assert Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("v5p")).crossings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_training_step_that_computes_again(microbatches, tmp_path):
+    """Planned for chips, run on eight CPU devices: the numbers of one device, the collectives of the plan."""
+    init, step, batch = step_of(layers=3, microbatches=microbatches)
+    state = init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    batch = {k: rng.integers(0, 256, v.shape).astype(np.int32) for k, v in batch.items()}
+    want = jax.jit(step)(*state, batch)
+    free = function(step, "95GB").plan(*state, batch)
+    plan = function(step, int(0.5 * free.memory.peak)).plan(*state, batch)
+    assert plan.recomputed.count > 10
+    assert any(">" in name for name in plan.recomputed.names)
+    plan.save(tmp_path / "plan.json")
+    f = function(step, None, topology=None, plan=tmp_path / "plan.json")
+    saved = f.plan(*state, batch)
+    assert saved.recomputed.names == plan.recomputed.names
+    assert f.compile(*state, batch).audit().ok
+    got = f(*jax.tree.map(jnp.copy, state), batch)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=3e-4)
