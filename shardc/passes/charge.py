@@ -112,6 +112,14 @@ class Charges:
         """Bytes of all arguments, each where it takes least."""
         return sum(float(h.amounts.min()) for h in self.holdings[: self.arguments])
 
+    def least(self) -> float:
+        """Bytes at the fullest point, were everything where it takes least: about what no choices fall below."""
+        change = np.zeros(self.points + 1)
+        amounts = [float(h.amounts.min()) for h in self.holdings]
+        np.add.at(change, self._begin, amounts)
+        np.subtract.at(change, self._end, amounts)
+        return float(change.cumsum().max(initial=0.0))
+
     def among(self, offered: Sequence[NDArray[np.intp]]) -> Charges:
         """The same with only some choices offered to each node, by number; without what nodes of one choice hold."""
         do, found = self.memo.do, copy.copy(self)

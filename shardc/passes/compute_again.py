@@ -47,6 +47,9 @@ class Offers:
     Args:
       boxed, profile: the plan, and what it takes in memory.
       mesh, habits: of the devices.
+
+    Attributes:
+      most: bytes that all of it frees.
     """
 
     def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
@@ -55,6 +58,7 @@ class Offers:
         crossings = [Crossing(boxed, profile, jaxpr, now, mesh, habits) for jaxpr, now in scopes if now]
         self.crossings = [c for c in crossings if c.bytes and c.since is not None]
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
+        self.most = self._free(self.typical * DEAREST)
 
     def choose(self, wanted: float) -> dict[Var, Var | None]:
         """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is

@@ -307,43 +307,75 @@ def make_plan(
 
 
 def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], list[Fitted]]:
-    """Plans that fit, of the program as it is and as it computes residuals again; and what was found where none does at
-    once."""
+    """Plans that fit, of the program as it is and as it computes again what it does not keep; and what was found where
+    none does at once."""
     if search.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
         return [], [search.fit()]
-    searches, choice = [search], dict[compat.Var, compat.Var | None]()
-    offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
-    for share in SHARES:
-        before, choice = choice, offers.choose(share * (search.plan.memory.peak - limit))
-        if choice == before:
-            continue
-        searches.append(search.computing_again(choice, traced))
-        if searches[-1].fits:
-            break
-    plans = [s.plan for s in searches if s.fits]
-    if any(p.gap is not None and p.gap <= NEAR for p in plans):
-        return plans, []
+    missed, plans = _computing_again(search, traced, limit)
+    might = [s for s in missed if s.fitting.charges.least() <= limit]
+    cheapest = sorted(might, key=lambda s: s.plan.seconds)[:1]
+    smallest = min(missed, key=lambda s: s.plan.memory.peak)
     fitted: list[Fitted] = []
-    for s in searches:
-        if s.fits:
-            break
+    for s in dict.fromkeys([*cheapest, smallest]):
+        if plans and (s not in might or any(_near(p) or (1 - NEAR) * p.seconds <= s.plan.seconds for p in plans)):
+            continue
         fitted.append(s.fit())
         if (best := fitted[-1].best) is not None:
             plans.append(s.plan_of(best.placed, best.boxed))
-            if s is not search or (plans[-1].gap or 0.0) <= NEAR:
-                break
     return plans, fitted
 
 
-SHARES: Final = (1.0, 1.25, 2.5, math.inf)
-"""So many times what the cheapest plan takes too much is freed by computing again what would be kept, the next if no
-plan fits: what a layer's values take while it runs, and what is read for longer, is not known before."""
+def _computing_again(search: _Search, traced: Program, limit: int) -> tuple[list[_Search], list[Plan]]:
+    """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
+    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before."""
+    offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
+    missed, plans, tried = [search], list[Plan](), list[Choice]([{}])
+    low, high, wanted = 0.0, math.inf, float(search.plan.memory.peak - limit)
+    for _ in range(TRIES):
+        choice = offers.choose(wanted)
+        if choice in tried:
+            if wanted == math.inf or high < math.inf:
+                break
+            wanted = math.inf
+            continue
+        tried.append(choice)
+        trial = search.computing_again(choice, traced)
+        if trial.fits:
+            plans.append(trial.plan)
+            high = min(wanted, offers.most)
+            if _near(trial.plan) or trial.plan.memory.peak > FULL * limit:
+                break
+        else:
+            missed.append(trial)
+            low = wanted
+        if high < math.inf:
+            wanted = (low + high) / 2
+        elif len(missed) <= PATIENT:
+            wanted += MORE * (trial.plan.memory.peak - limit)
+        else:
+            wanted = math.inf
+    return missed, plans
+
+
+def _near(plan: Plan) -> bool:
+    """Whether a plan is proved to cost next to nothing more than the best without a limit."""
+    return plan.gap is not None and plan.gap <= NEAR
+
+
+TRIES: Final = 6
+"""To find what to compute again, at most."""
+PATIENT: Final = 3
+"""Tries that free too little after which all is computed again."""
+MORE: Final = 1.25
+"""So many times what one of them takes too much is freed besides by the next."""
+FULL: Final = 0.9
+"""Part of the limit that a plan takes for which no other is looked for that frees less."""
 NEAR: Final = 0.01
 """Where a plan fits, and is proved to be so near to the best of the program that computes nothing again, no other is
 looked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Search:
     """The plans of one program: as it is, or as it computes `again` what it does not keep."""
 
