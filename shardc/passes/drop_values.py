@@ -29,6 +29,7 @@ from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
 from shardc.passes.lifetimes import lifetimes, made_at
 from shardc.passes.memory import Profile, bodies_of, piece_bytes
 from shardc.passes.tally import tally
+from shardc.sbp.cost import memory_seconds
 from shardc.solver.cut import Repeatable
 
 KEPT: Final = frozenset(("constrain", "sharding_constraint", "shard_map", *NESTED))
@@ -71,6 +72,7 @@ class Crossing:
                 self.root[e.outvars[0]] = self.root.get(e.invars[0], e.invars[0])
         self.crossing = [v for v in reads if v not in results]
         self.free = results | self._constants()
+        self.in_loops, self.wanted = self._loops(jaxpr)
         self.price = [self._seconds(e) for e in self.early]
         self.fixed = self._boundaries()
         self.values = [v for v in self.maker if v not in self.free]
@@ -86,10 +88,29 @@ class Crossing:
                 found.update(e.outvars)
         return found - self.there.keys()
 
+    def _loops(self, jaxpr: Jaxpr) -> tuple[set[Var], set[Var]]:
+        """What is computed in the loops that read it, and what is read by what is no loop."""
+        inside, outside = set[Var](), set[Var]()
+        for e in self.early:
+            kind = kind_of(e)
+            if kind is Kind.CHEAP or (kind is Kind.VIEW and inside.issuperset(_variables(e.invars))):
+                inside.update(v for v in e.outvars if v not in self.there)
+        for e in reversed(jaxpr.eqns):
+            kind = kind_of(e)
+            if kind in (Kind.MADE, Kind.MOVED) or (kind is Kind.VIEW and e.outvars[0] in outside):
+                outside.update(_variables(e.invars))
+        return inside, outside
+
     def _seconds(self, eqn: Eqn) -> float:
-        """That it takes once more. What is cheap is computed in the loops that read it."""
-        if kind_of(eqn) in (Kind.CHEAP, Kind.VIEW) or not self.may_repeat(eqn):
+        """That it takes once more. What is cheap is computed in the loops that read it: of these it reads what is in
+        memory, and writes what no loop reads."""
+        kind = kind_of(eqn)
+        if kind is Kind.VIEW or not self.may_repeat(eqn):
             return 0.0
+        if kind is Kind.CHEAP:
+            read = (a for a in _variables(eqn.invars) if a not in self.in_loops)
+            written = (v for v in eqn.outvars if v in self.wanted)
+            return memory_seconds(sum(map(self.size, (*read, *written))), self.mesh)
         alone = compat.new_jaxpr(_variables(eqn.invars), eqn.outvars, [eqn], self.boxed.jaxpr)
         return tally(Boxed(alone, self.boxed.placements), self.mesh).time.total
 
@@ -138,7 +159,7 @@ class Crossing:
     def _problem(self) -> Repeatable:
         number = {v: k for k, v in enumerate(self.values)}
         repeated = [self._may_repeat_for(v) for v in self.values]
-        computed = [r and self._in_loops(v) for v, r in zip(self.values, repeated, strict=True)]
+        computed = [r and v in self.in_loops for v, r in zip(self.values, repeated, strict=True)]
         after = [self.maker[self.root[e.outvars[0]]] if self._copies(e) else -1 for e in self.early]
         return Repeatable(
             [number[v] for v in self.crossing if v in number],
@@ -152,10 +173,6 @@ class Crossing:
     def _may_repeat_for(self, v: Var) -> bool:
         eqn, root = self.early[self.maker[v]], self.root.get(v, v)
         return v not in self.fixed and root not in self.fixed and self.may_repeat(eqn)
-
-    def _in_loops(self, v: Var) -> bool:
-        """Whether a value takes no memory, because what reads it computes it."""
-        return v not in self.there and kind_of(self.early[self.maker[v]]) in (Kind.CHEAP, Kind.VIEW)
 
     def _copies(self, eqn: Eqn) -> bool:
         """Whether an equation boxes what the scope makes: it does so again only if that is made again."""

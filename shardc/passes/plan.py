@@ -311,24 +311,33 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
     none does at once."""
     if search.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
         return [], [search.fit()]
-    missed, plans = _computing_again(search, traced, limit)
-    might = [s for s in missed if s.fitting.charges.least() <= limit]
-    cheapest = sorted(might, key=lambda s: s.plan.seconds)[:1]
-    smallest = min(missed, key=lambda s: s.plan.memory.peak)
-    fitted: list[Fitted] = []
-    for s in dict.fromkeys([*cheapest, smallest]):
-        if plans and (s not in might or any(_near(p) or (1 - NEAR) * p.seconds <= s.plan.seconds for p in plans)):
-            continue
-        fitted.append(s.fit())
-        if (best := fitted[-1].best) is not None:
-            plans.append(s.plan_of(best.placed, best.boxed))
-    return plans, fitted
+    offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
+    plans, fitted = list[Plan](), dict[_Search, Fitted]()
+
+    def fit(s: _Search) -> None:
+        fitted[s] = found = s.fit()
+        if found.best is not None:
+            plans.append(s.plan_of(found.best.placed, found.best.boxed))
+
+    if offers.most < search.plan.memory.peak - limit and search.may_fit:
+        fit(search)
+    if not any(map(_near, plans)):
+        missed, found = _computing_again(search, offers, traced, limit)
+        plans += found
+        cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)[:1]
+        smallest = min(missed, key=lambda s: s.plan.memory.peak)
+        for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
+            better = s.may_fit and not any(_near(p) or (1 - NEAR) * p.seconds <= s.plan.seconds for p in plans)
+            if better or not plans:
+                fit(s)
+    return plans, list(fitted.values())
 
 
-def _computing_again(search: _Search, traced: Program, limit: int) -> tuple[list[_Search], list[Plan]]:
+def _computing_again(
+    search: _Search, offers: Offers, traced: Program, limit: int
+) -> tuple[list[_Search], list[Plan]]:
     """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
     computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before."""
-    offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
     missed, plans, tried = [search], list[Plan](), list[Choice]([{}])
     low, high, wanted = 0.0, math.inf, float(search.plan.memory.peak - limit)
     for _ in range(TRIES):
@@ -427,6 +436,11 @@ class _Search:
         """The search for what fits."""
         assert self.limit is not None
         return Fit(self.placer, may_replace(self.program, self.ties), self.habits, self.limit)
+
+    @cached_property
+    def may_fit(self) -> bool:
+        """Whether it would, were every value where it takes least."""
+        return self.limit is None or self.fitting.charges.least() <= self.limit
 
     def fit(self) -> Fitted:
         return self.fitting.run(self.cheapest)
