@@ -56,7 +56,7 @@ class SavedPlan:
         1, `results.0` that of the function.
       digests: for each primitive, of the parameters and connections of its operations.
       name: the file's, or the function's.
-      recomputed: which results of the traced program's loops are computed again and not kept (`drop_residuals`);
+      recomputed: which values of the traced program are computed again and not kept (`compute_again`);
         operations, boxings and digests are those of the program that does so.
     """
 
