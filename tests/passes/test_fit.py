@@ -51,6 +51,7 @@ def test_against_trying_everything():
             continue
         cheapest = placer.tables.best()
         least, most = min(peak for _, peak in everything), unlimited.try_(cheapest.values).peak
+        assert unlimited.charges.least() <= least, "everything where it takes least"
         if least >= most:
             continue
         limit = rng.randint(least, most - 1)
