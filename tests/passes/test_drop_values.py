@@ -24,15 +24,15 @@ from shardc.passes.plan import profile_of
 LAYERS, ROWS, WIDTH = 3, 4, 8
 
 
-def layer(h, w):
-    up = jnp.tanh(h @ w["up"])
+def layer(h, w, key):
+    up = jnp.tanh(h @ w["up"]) * jax.random.bernoulli(key, 0.9, h.shape)
     weights = jax.nn.softmax(up @ up.T)
     return h + (weights @ up) @ w["down"]
 
 
 def loss(params, x):
-    for w in params:
-        x = layer(x, w)
+    for w, key in zip(params, jax.random.split(jax.random.key(0), LAYERS), strict=True):
+        x = layer(x, w, key)
     return (x**2).sum()
 
 
@@ -61,7 +61,7 @@ def scopes(jaxpr):
 
 
 @pytest.mark.parametrize("fn", [both_ways, in_steps])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_choice_gives_the_same_numbers(fn, data):
     """Whatever is chosen, and wherever the point lies: what is not chosen is kept."""
