@@ -13,13 +13,14 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
 import shardc
 from examples import gpt2
+from examples.zoo import MODELS
 from shardc import compat
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.compute_again import Offers, choice_named, compute_again, names_of
 from shardc.passes.drop_values import KEPT, drop_values
 from shardc.passes.fusion import habits_of
 from shardc.passes.memory import all_eqns
-from shardc.passes.plan import profile_of
+from shardc.passes.plan import _Search, profile_of
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
 
@@ -170,3 +171,28 @@ def test_a_training_step_that_computes_again(microbatches, tmp_path):
     got = f(*jax.tree.map(jnp.copy, state), batch)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=3e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "moe"])
+def test_models_of_the_zoo_compute_again(name, tmp_path, monkeypatch):
+    """As if nothing could be split: planned for chips, run on eight CPU devices, the numbers of one."""
+    monkeypatch.setattr(_Search, "may_fit", False)
+    zoo = MODELS[name]
+    cfg = zoo.configs["test"]
+    init, step = zoo.make_step(cfg, lambda f: f)
+    state, batch = init(jax.random.key(0)), next(zoo.batches(cfg, 16, 0))
+    shapes = {"data": 4, "model": 2}
+
+    def on_chips(hbm):
+        return shardc.function(step, mesh=shardc.make_mesh(topology="v5p", hbm=hbm, **shapes)).plan(*state, batch)
+
+    free = on_chips("95GB")
+    plan = on_chips(int(0.7 * free.memory.peak))
+    assert plan.recomputed.count > 4
+    plan.save(tmp_path / "plan.json")
+    f = shardc.function(step, mesh=shardc.make_mesh(**shapes), plan=tmp_path / "plan.json")
+    assert f.compile(*state, batch).audit().ok
+    want, got = jax.jit(step)(*state, batch), f(*state, batch)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-5)
