@@ -123,7 +123,8 @@ def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> dict[Var, Var | None]:
     pairs = [name.partition(">") for name in names]
     choice = {known.get(v): known.get(since) for v, _, since in pairs if since}
     values: dict[Var, Var | None] = {v: since for v, since in choice.items() if v is not None and since is not None}
-    found = [r for r in find_residuals(jaxpr) if r.stack in {known.get(v) for v, _, since in pairs if not since}]
+    named = {known.get(v) for v, _, since in pairs if not since}
+    found = [r for r in find_residuals(jaxpr) if r.stack in named]
     dropped = {r.stack for r in found}
     return values | {r.stack: None for r in found if Slices(r.maker, dropped).of(r.stack) is not None}
 

@@ -23,7 +23,7 @@ from jax.lax import optimization_barrier_p
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED
+from shardc.passes.drop_residuals import KEPT
 from shardc.passes.fusion import Habits, Kind, kind_of
 from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
 from shardc.passes.lifetimes import lifetimes, made_at
@@ -31,9 +31,6 @@ from shardc.passes.memory import Profile, bodies_of, piece_bytes
 from shardc.passes.tally import tally
 from shardc.sbp.cost import memory_seconds
 from shardc.solver.cut import Repeatable
-
-KEPT: Final = frozenset(("constrain", "sharding_constraint", "shard_map", *NESTED))
-"""Operations that are not done twice: pins, a user's own, and what has a body."""
 
 PARTS: Final = tuple(2**k for k in range(9))
 """Into so many the forward pass may be parted, by seconds: within half of one around a boundary there is no other."""

@@ -74,6 +74,19 @@ def what_follows(jaxpr):
     return [r.stack for r in found]
 
 
+def same_program(jaxpr, other, again, choice, args):
+    """Asserts that `other`, which computes a choice again, is a program with the numbers of `jaxpr`."""
+    check_jaxpr(other)
+    made = [v for e in all_eqns(other) for v in e.outvars]
+    assert len(made) == len(set(made)), "every variable is made once"
+    assert again.keys() <= set(made)
+    assert choice_named(jaxpr, names_of(jaxpr, choice)) == choice
+    flat = jax.tree.leaves(args)
+    want, got = (jaxpr_as_fun(compat.close(j))(*flat) for j in (jaxpr, other))
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
 @pytest.mark.parametrize(("fn", "shape", "least"), [(both_ways, (), 6), (in_steps, (2,), 8), (twice, (), 2)])
 def test_the_same_numbers(fn, shape, least):
     with jax.enable_x64(True):
@@ -82,19 +95,9 @@ def test_the_same_numbers(fn, shape, least):
         stacks = what_follows(jaxpr)
         assert len(stacks) >= least
         fewer, again = drop_residuals(jaxpr, stacks)
-        check_jaxpr(fewer)
-        left = {v for e in all_eqns(fewer) for v in e.outvars}
-        assert not left & set(stacks)
+        assert not {v for e in all_eqns(fewer) for v in e.outvars} & set(stacks)
         assert set(filter(None, again.values())) == set(stacks)
-        assert again.keys() <= left
-        made = [v for e in all_eqns(fewer) for v in e.outvars]
-        assert len(made) == len(set(made)), "every variable is made once"
-        choice = dict.fromkeys(stacks)
-        assert choice_named(jaxpr, names_of(jaxpr, choice)) == choice
-        flat = jax.tree.leaves(args)
-        want, got = (jaxpr_as_fun(compat.close(j))(*flat) for j in (jaxpr, fewer))
-        for a, b in zip(want, got, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-12)
+        same_program(jaxpr, fewer, again, dict.fromkeys(stacks), args)
 
 
 def test_what_is_carried_is_not_there_again():
