@@ -46,10 +46,13 @@ MIXTURES: Final = 12
 JOINING: Final = 1e9
 """Work on one joining, at most."""
 NEAR: Final = 1e-3
-"""Relative distance to the best at which it ends."""
+"""Relative distance to the best at which it ends, and to what would be cheapest without a limit at which nothing more
+is mixed."""
 ENOUGH: Final = 1e-4
-"""Relative distance to what would be cheapest without a limit at which nothing more is mixed, and of what is found to
-the bound where a bound is all that is wanted."""
+"""Relative distance of what is found to the bound where a bound is all that is wanted."""
+PROVED: Final = 0.01
+"""Relative distance of what is found to what would be cheapest without a limit from which on a bound is looked for that
+knows of the limit: it takes as long as the first search."""
 POOL: Final = 8
 """Assignments whose choices are joined, besides the cheapest without a limit."""
 
@@ -141,18 +144,21 @@ class Fit:
 
     def run(self, cheapest: Assignment) -> Fitted:
         """The cheapest that fits, `cheapest` being what is cheapest without the limit."""
-        first, bound = self.try_(cheapest.values), cheapest.bound
+        first, prices = self.try_(cheapest.values), None
         if first.peak > self.limit and self.charges.least_arguments() <= self.limit:
             self.pool.append(cheapest.values)
-            low, high, fits = self._raise_prices(first)
+            low, prices, fits = self._raise_prices(first)
             if fits is not None:
-                low, high, fits = self._between(low, high, fits)
-                self._mix(low, high, fits, cheapest.cost)
-                if first.profile.memory.arguments > self.limit:
-                    bound = max(bound, self._bound(high, fits))
+                if fits.found.cost - cheapest.bound > PROVED * fits.found.cost:
+                    low, prices, fits = self._between(low, prices, fits)
+                self._mix(low, prices, fits, cheapest.cost)
         tried = self._tried.values()
         best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
         if best is not None:
+            bound = cheapest.bound
+            far = best.found.cost - bound > PROVED * best.found.cost
+            if far and prices is not None and first.profile.memory.arguments > self.limit:
+                bound = max(bound, self._bound(prices, best))
             found = replace(best.found, bound=min(bound, best.found.cost))
             best = replace(best, found=found, placed=self.placer.placed(found))
         return Fitted(best, min(tried, key=lambda t: t.peak), self.charges.least_arguments())
@@ -221,7 +227,7 @@ class Fit:
         dear, cheap = self.charges.prices(high), self.charges.prices(low)
 
         def done() -> bool:
-            return fits.found.cost - least <= ENOUGH * fits.found.cost
+            return fits.found.cost - least <= NEAR * fits.found.cost
 
         def fitting(first: int, last: int) -> Trial | None:
             nonlocal fits

@@ -161,13 +161,14 @@ class Search:
             for _ in range(LOOK):
                 dual.raise_bound()
                 r.ops.work += dual.work
-                for reading in dual.readings:
-                    best = dual.improve(dual.better_of(best, dual.improve(reading, 2)), 1)
+            for reading in dual.readings:
+                best = dual.improve(dual.better_of(best, dual.improve(reading, 4)), 2)
             bound = r.constant + dual.bound
             rise = bound - self.bound
             self._raise_to(bound)
             excess, first = dual.excess()
-            alive = excess <= NEAR[turn % len(NEAR)] * (min(self.cost, r.constant + dual.cost(best)) - bound)
+            room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
+            alive = excess <= NEAR[turn % len(NEAR)] * room
             alive[first + best] = True
             best = self._eliminate(part, _split(alive, first), best)
             if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
