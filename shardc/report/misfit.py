@@ -67,6 +67,6 @@ def _fixes(program: Program, arguments: Sequence[Argument], fitted: Fitted, alon
     if not any(a.donated for a in arguments) and memory.results > memory.arguments // 4:
         fixes.append("name what the results replace in donate_argnames")
     if not alone and memory.temporaries > memory.arguments:
-        fixes.append("put jax.checkpoint around the blocks of a model, or take less at once with shardc.accumulate")
+        fixes.append("take less at once with shardc.accumulate, or put jax.checkpoint around blocks that hold loops")
     fixes.append("use a mesh of more devices")
     return f'To make it fit: {"; ".join(fixes)}. If devices have more, say so: shardc.make_mesh(..., hbm="95GB").'
