@@ -50,9 +50,9 @@ NEAR: Final = 1e-3
 is mixed."""
 ENOUGH: Final = 1e-4
 """Relative distance of what is found to the bound where a bound is all that is wanted."""
-PROVED: Final = 0.01
-"""Relative distance of what is found to what would be cheapest without a limit from which on a bound is looked for that
-knows of the limit: it takes as long as the first search."""
+GOOD_ENOUGH: Final = 0.01
+"""Relative distance of what fits to the bound without a limit up to which it is good enough: prices are not halved, no
+bound is looked for that knows of the limit, and no other program."""
 POOL: Final = 8
 """Assignments whose choices are joined, besides the cheapest without a limit."""
 
@@ -149,14 +149,14 @@ class Fit:
             self.pool.append(cheapest.values)
             low, prices, fits = self._raise_prices(first)
             if fits is not None:
-                if fits.found.cost - cheapest.bound > PROVED * fits.found.cost:
+                if fits.found.cost - cheapest.bound > GOOD_ENOUGH * fits.found.cost:
                     low, prices, fits = self._between(low, prices, fits)
                 self._mix(low, prices, fits, cheapest.cost)
         tried = self._tried.values()
         best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
         if best is not None:
             bound = cheapest.bound
-            far = best.found.cost - bound > PROVED * best.found.cost
+            far = best.found.cost - bound > GOOD_ENOUGH * best.found.cost
             if far and prices is not None and first.profile.memory.arguments > self.limit:
                 bound = max(bound, self._bound(prices, best))
             found = replace(best.found, bound=min(bound, best.found.cost))

@@ -19,7 +19,7 @@ from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, Offers, Recomputed, compute_again, names_of, recomputed
 from shardc.passes.constrain import constrain_p
-from shardc.passes.fit import Fit, Fitted
+from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted
 from shardc.passes.fusion import Habits, habits_of
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Memory, Profile, all_eqns, profile_memory
@@ -327,7 +327,7 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
         cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)[:1]
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
         for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
-            better = s.may_fit and not any(_near(p) or (1 - NEAR) * p.seconds <= s.plan.seconds for p in plans)
+            better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
             if better or not plans:
                 fit(s)
     return plans, list(fitted.values())
@@ -368,7 +368,7 @@ def _computing_again(
 
 def _near(plan: Plan) -> bool:
     """Whether a plan is proved to cost next to nothing more than the best without a limit."""
-    return plan.gap is not None and plan.gap <= NEAR
+    return plan.gap is not None and plan.gap <= GOOD_ENOUGH
 
 
 TRIES: Final = 6
@@ -379,9 +379,6 @@ MORE: Final = 1.25
 """So many times what one of them takes too much is freed besides by the next."""
 FULL: Final = 0.9
 """Part of the limit that a plan takes for which no other is looked for that frees less."""
-NEAR: Final = 0.01
-"""Where a plan fits, and is proved to be so near to the best of the program that computes nothing again, no other is
-looked for."""
 
 
 @dataclass(frozen=True, eq=False)
