@@ -24,7 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from benchmarks.tables import new_table
-from shardc.solver import FORBIDDEN, Memo, Memory, solve
+from shardc.solver import FORBIDDEN, Memo, Memory, relative_gap, solve
 from shardc.solver.memory import Times
 
 Array = NDArray[np.float64]
@@ -129,7 +129,7 @@ def measure_milp(instance: Instance, seconds: float) -> dict[str, Any]:
         "name": f"{instance.name} (HiGHS)",
         "cost": cost,
         "bound": bound,
-        "gap": (cost - bound) / abs(cost) if np.isfinite(cost) and cost else np.inf,
+        "gap": relative_gap(cost, bound),
         "feasible": bool(np.isfinite(cost)),
         "seconds": time.perf_counter() - begin,
     }

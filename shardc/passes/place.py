@@ -37,7 +37,7 @@ PATIENCE: Final = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A solution: the placement at each port of each node, its cost, and the relative gap to a lower bound."""
+    """A solution: the placement at each port of each node, its cost, and by what part of the least it may exceed it."""
 
     ports: Mapping[Node, tuple[Placement, ...]]
     seconds: float
@@ -167,7 +167,7 @@ class Placer:
     def placed(self, found: Assignment) -> Placed:
         """The placements that choices mean."""
         ports = {n: self.domains.placements(n, found.values[n.number]) for n in self.problem.nodes}
-        return Placed(ports, found.cost, max(found.cost - found.bound, 0.0) / found.cost if found.cost else 0.0)
+        return Placed(ports, found.cost, found.gap)
 
 
 def place(problem: Problem, mesh: MeshView) -> Placed:

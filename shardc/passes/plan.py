@@ -31,7 +31,7 @@ from shardc.passes.tally import tally
 from shardc.passes.transfer import is_transfer
 from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.signature import has_rule
-from shardc.solver import Assignment
+from shardc.solver import Assignment, relative_gap
 
 if TYPE_CHECKING:
     from shardc.passes.why import Again
@@ -80,7 +80,7 @@ class Plan:
       time: seconds of one call by what they go to: computing, memory, each kind of collective, and what of them hides.
       seconds: all of it: of one call.
       added_seconds: the equations' seconds one by one, as searches add them up: nothing is fused, nothing hides.
-      gap: how far the cost may be above the optimum, relative; None where nothing is proved.
+      gap: by what part of the least cost there is the cost may be above it; None where nothing is proved.
       ties: for each result the number of the donated input whose buffer it takes; None if none.
       arguments, results: what was known of each input and said of each result before planning.
       notes: what `explain` should say besides.
@@ -444,10 +444,11 @@ class _Search:
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> Plan:
         problem = self.placer.problem
-        gap = max(placed.gap, 1 - self.bound / placed.seconds) if placed.seconds else placed.gap
+        gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
+        inputs, outputs = [placed.ports[n][-1] for n in problem.sources], [placed.ports[n][0] for n in problem.sinks]
         return Plan(
-            self.program, self.mesh, boxed, gap, [placed.ports[n][-1] for n in problem.sources],
-            [placed.ports[n][0] for n in problem.sinks], self.ties, self.arguments, self.results, self.notes,
+            self.program, self.mesh, boxed, gap if math.isfinite(gap) else None, inputs, outputs, self.ties,
+            self.arguments, self.results, self.notes,
             recomputed=recomputed(boxed, self.mesh, self.habits, self.names, self.again) if self.names else None,
         )  # fmt: skip
 

@@ -47,7 +47,7 @@ class SavedPlan:
       function: name of the function.
       mesh: names and sizes of the axes.
       seconds: what a call takes, by the cost model that the plan was made with.
-      gap: how far its cost may be above the optimum, by the same; None where nothing was proved.
+      gap: by what part of the least cost there is its cost may be above it, by the same; None where nothing was proved.
       arguments, results: by path.
       captured: the arrays that the function closes over, in order.
       operations: for each equation its text, `dot_general f32[8,4] f32[4,2] -> f32[8,2]`, and the placements of what it

@@ -2,7 +2,10 @@
 
 from shardc.solver.eliminate import elimination_order
 from shardc.solver.memory import Memory
-from shardc.solver.solve import Assignment, Solution, minimize, move, solve
+from shardc.solver.solve import Assignment, Solution, minimize, move, relative_gap, solve
 from shardc.solver.tables import FORBIDDEN, Memo
 
-__all__ = ["FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "elimination_order", "minimize", "move", "solve"]
+__all__ = [
+    "FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "elimination_order", "minimize", "move", "relative_gap",
+    "solve",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -40,6 +41,11 @@ class Assignment:
     def exact(self) -> bool:
         return self.cost <= self.bound + CLOSE * abs(self.cost)
 
+    @property
+    def gap(self) -> float:
+        """As `relative_gap`."""
+        return relative_gap(self.cost, self.bound)
+
 
 @dataclass(frozen=True, slots=True)
 class Solution:
@@ -71,11 +77,22 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost: by what part of it the cost may at most be above the minimum."""
-        if not self.feasible:
-            return float("inf")
-        excess = max(self.cost - self.bound, 0.0)
-        return excess / abs(self.cost) if excess else 0.0
+        """As `relative_gap`."""
+        return relative_gap(self.cost, self.bound)
+
+
+def relative_gap(cost: float, bound: float) -> float:
+    """By what part of the minimum a cost may at most exceed it: cost <= (1 + gap) * minimum, where costs are positive.
+
+    (cost - bound) / bound, and not / cost as MIP solvers have it, which is less. Infinite where nothing is found, and
+    where a bound of zero or below says nothing of a positive cost.
+    """
+    excess = cost - bound
+    if not math.isfinite(cost):
+        return math.inf
+    if excess <= 0:
+        return 0.0
+    return excess / min(abs(cost), abs(bound)) if cost * bound > 0 else math.inf
 
 
 def solve(

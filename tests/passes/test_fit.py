@@ -63,6 +63,7 @@ def test_against_trying_everything():
             continue
         assert found.peak <= limit, where
         assert found.found.bound <= truth * (1 + 1e-6), where
+        assert found.found.cost <= (1 + found.found.gap) * truth * (1 + 1e-6), where
         ratios.append(found.found.cost / truth)
     assert len(ratios) >= 15
     assert len(missed) <= 2, missed

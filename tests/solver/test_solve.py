@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, Memo, Memory, minimize, search, solve
+from shardc.solver import FORBIDDEN, Memo, Memory, minimize, relative_gap, search, solve
 from tests.solver.problems import cost_of, every, minimum, random_memory, random_problem, repeated_layers, shapes
 
 
@@ -126,3 +126,15 @@ def test_the_same_in_every_process():
         done = subprocess.run([sys.executable, "-c", PRINT], env=env, capture_output=True, text=True, check=True)
         outputs.add(done.stdout)
     assert len(outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "bound", "gap"),
+    [(3.0, 3.0, 0.0), (3.0, 4.0, 0.0), (4.0, 3.0, 1 / 3), (-3.0, -4.0, 1 / 3), (1.0, 0.0, np.inf), (1.0, -1.0, np.inf),
+     (0.0, 0.0, 0.0), (np.inf, 3.0, np.inf), (np.inf, np.inf, np.inf)],
+)  # fmt: skip
+def test_the_gap_is_a_part_of_the_minimum(cost, bound, gap):
+    """A cost is at most (1 + gap) times the minimum, which lies between the bound and the cost."""
+    assert relative_gap(cost, bound) == pytest.approx(gap)
+    if 0 < gap < np.inf and cost > 0:
+        assert cost <= (1 + relative_gap(cost, bound)) * bound * (1 + 1e-9)
