@@ -73,17 +73,16 @@ class Charges:
         )
         self._open = np.ones(len(self.holdings), np.bool_)
 
-    def over(self, boxed: Boxed, bytes_at: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
-        """(points,) what a program with its boxings has in use above a limit, at the points of the one without.
+    def used(self, boxed: Boxed, bytes_at: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(points,) the most that a program with its boxings has in use, at the points of the one without.
 
         Args:
           boxed: that program.
           bytes_at: (its points,) what is in use.
-          limit: bytes.
         """
-        excess = np.zeros(self.points)
-        np.maximum.at(excess, points_without_boxings(boxed.jaxpr)[: bytes_at.size], bytes_at - limit)
-        return excess
+        used = np.zeros(self.points)
+        np.maximum.at(used, points_without_boxings(boxed.jaxpr)[: bytes_at.size], bytes_at)
+        return used
 
     def prices(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
         """(holdings,) prices a byte, from those at each point of the program; rounded, so that layers share tables."""

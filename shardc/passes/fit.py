@@ -3,7 +3,9 @@
 Prices on memory at each point of time (Everett 1963, "Generalized Lagrange multiplier method") turn the limit into
 costs, and the ordinary search minimises these. A plan that was made is the judge: where it takes too much, memory
 becomes dearer. Between the dearest prices at which nothing fits and the cheapest at which it does, all layers of a
-model change at once; so what was found is mixed, the higher prices on a part of the nodes only, as few as will do.
+model change at once; so what fits takes such parts of what is cheaper as fit as well, and what was found is mixed, the
+higher prices on a part of the nodes only, as few as will do. Of a small program the cheapest choices are tried one by
+one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,7 +25,8 @@ from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Profile, profile_memory
 from shardc.passes.place import Placed, Placer, choices_of
-from shardc.solver import Assignment
+from shardc.passes.relink import Relink
+from shardc.solver import Assignment, by_cost
 from shardc.solver.costs import Costs
 
 log = logging.getLogger("shardc")
@@ -53,6 +57,16 @@ ENOUGH: Final = 1e-4
 GOOD_ENOUGH: Final = 0.01
 """Relative distance of what fits to the bound without a limit up to which it is good enough: prices are not halved, no
 bound is looked for that knows of the limit, and no other program."""
+ROUNDS: Final = 3
+"""Of taking parts of all that was tried, at most."""
+CROSSINGS: Final = 4
+"""Programs made to find which parts of one assignment fit, at most: what is known of memory before is nearly right."""
+TRIALS: Final = 5000
+"""Of the cheapest choices of a small program, one by one: so many of one node, and of more the fewer."""
+SMALL: Final = 200
+"""Nodes of such a program, at most."""
+ELIMINATION: Final = 1e7
+"""Entries of the tables that put its choices in order, at most."""
 POOL: Final = 8
 """Assignments whose choices are joined, besides the cheapest without a limit."""
 
@@ -137,31 +151,51 @@ class Fit:
 
     def _fullest(self, trial: Trial) -> list[int]:
         """Of each stretch that is too full the point at which it is fullest."""
-        over = self.charges.over(trial.boxed, trial.profile.bytes, self.limit)
+        over = self._over(trial)
         full = np.flatnonzero(over > 0)
         stretches = np.split(full, np.flatnonzero(np.diff(full) > 1) + 1)
         return [int(s[np.argmax(over[s])]) for s in stretches if s.size]
 
+    def _over(self, trial: Trial) -> NDArray[np.float64]:
+        """(points,) bytes above the limit."""
+        return np.maximum(self.charges.used(trial.boxed, trial.profile.bytes) - self.limit, 0.0)
+
     def run(self, cheapest: Assignment) -> Fitted:
         """The cheapest that fits, `cheapest` being what is cheapest without the limit."""
-        first, prices = self.try_(cheapest.values), None
+        first, prices, bound = self.try_(cheapest.values), None, cheapest.bound
         if first.peak > self.limit and self.charges.least_arguments() <= self.limit:
             self.pool.append(cheapest.values)
             low, prices, fits = self._raise_prices(first)
             if fits is not None:
                 if fits.found.cost - cheapest.bound > GOOD_ENOUGH * fits.found.cost:
                     low, prices, fits = self._between(low, prices, fits)
-                self._mix(low, prices, fits, cheapest.cost)
+                self._mix(low, prices, self._relink(fits), cheapest.cost)
+            bound = max(bound, self._in_order())
         tried = self._tried.values()
         best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
         if best is not None:
-            bound = cheapest.bound
             far = best.found.cost - bound > GOOD_ENOUGH * best.found.cost
             if far and prices is not None and first.profile.memory.arguments > self.limit:
                 bound = max(bound, self._bound(prices, best))
             found = replace(best.found, bound=min(bound, best.found.cost))
             best = replace(best, found=found, placed=self.placer.placed(found))
         return Fitted(best, min(tried, key=lambda t: t.peak), self.charges.least_arguments())
+
+    def _in_order(self) -> float:
+        """Of a small program tries what is cheapest, one after the other, until one fits. What fits costs no less than
+        the one that it comes to: all that are cheaper do not."""
+        nodes, tables, reached = len(self.problem.nodes), self.placer.tables, -np.inf
+        if nodes > SMALL or (choices := by_cost(tables.unary, tables.pairwise, ELIMINATION)) is None:
+            return reached
+        least = min((t.found.cost for t in self._tried.values() if t.peak <= self.limit), default=np.inf)
+        for cost, values in islice(choices, TRIALS // nodes):
+            if cost >= least:
+                return least
+            trial = self.try_(values)
+            if trial.peak <= self.limit:
+                return trial.found.cost
+            reached = cost
+        return reached
 
     def _bound(self, prices: Prices, best: Trial) -> float:
         """A lower bound of the cost of what fits: the least cost with a price on arguments, of which there is never
@@ -195,7 +229,7 @@ class Fit:
         price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.limit, 0.1 * self.limit)
         low = high = np.zeros(self.charges.points)
         for _ in range(RAISINGS):
-            excess = self.charges.over(over.boxed, over.profile.bytes, self.limit) ** 2
+            excess = self._over(over) ** 2
             high = 2 * low + price * excess / excess.sum()
             before, over = over, self._at(high, over, thorough=stalled == STALLED - 1)
             if over.peak <= self.limit:
@@ -219,6 +253,33 @@ class Fit:
             else:
                 low = middle
         return low, high, fits
+
+    def _relink(self, fits: Trial) -> Trial:
+        """What fits, with those parts of what was tried and costs less that fit as well."""
+        for _ in range(ROUNDS):
+            before = fits
+            cheaper = (t for t in self._tried.values() if t.found.cost < fits.found.cost)
+            for other in sorted(cheaper, key=lambda t: t.peak):
+                fits = self._crossed(fits, other)
+            if fits is before:
+                break
+        return fits
+
+    def _crossed(self, fits: Trial, other: Trial) -> Trial:
+        """The cheapest found that fits and has all parts from one of both."""
+        parts = Relink(self.charges, fits.found.values, other.found.values)
+        base, taken, best = fits, np.zeros(parts.costs.size, np.bool_), fits
+        for _ in range(CROSSINGS):
+            found = parts.best(self.limit - self.charges.used(base.boxed, base.profile.bytes), taken)
+            if found is None or (found == taken).all():
+                break
+            if fits.found.cost + parts.costs @ found > (1 - NEAR) * best.found.cost:
+                break
+            base, taken = self.try_(parts.of(found)), found
+            log.debug("%d of %d parts: %.4g s, %.4g bytes", found.sum(), found.size, base.found.cost, base.peak)
+            if base.peak <= self.limit:
+                best = min(best, base, key=lambda t: t.found.cost)
+        return best
 
     def _mix(self, low: Prices, high: Prices, fits: Trial, least: float) -> None:
         """Choices among those that were tried: the higher prices on as few nodes as will do, from the first on, and of

@@ -9,13 +9,14 @@ step's graph is almost a tree.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from shardc.solver.tables import Pair, Table
+from shardc.solver.tables import FORBIDDEN, Pair, Table
 
 Scope: TypeAlias = tuple[int, ...]
 
@@ -101,6 +102,7 @@ class Elimination:
     ) -> None:
         self.least, self.work = 0.0, 0.0
         self._held = held
+        self._back: list[tuple[int, Table, dict[Scope, Table]]] = []
         self._largest = float(np.clip(HELD_WORK / max(len(unary), 1), *HELD_TABLE))
         self._own = list(unary)
         self._tables: list[dict[Scope, Table]] = [{} for _ in unary]
@@ -110,7 +112,7 @@ class Elimination:
     def run(self, order: Sequence[int]) -> list[int]:
         """The values of an assignment of least cost."""
         values = [-1] * len(self._own)
-        back: list[tuple[int, Table, dict[Scope, Table]]] = []
+        self._back = back = []
         for v in order:
             if self._held is not None:
                 self._hold(v, self._held, values)
@@ -122,12 +124,29 @@ class Elimination:
                 for i in scope:
                     self._tables[i].pop(scope, None)
             self._minimize_out(v, tables)
-        for v, alone, tables in reversed(back):
-            total = alone
-            for scope, table in tables.items():
-                total = total + table[tuple(slice(None) if i == v else values[i] for i in scope)]
-            values[v] = int(np.argmin(total))
+        for step in reversed(back):
+            values[step[0]] = int(np.argmin(_costs_of(step, values)))
         return values
+
+    def by_cost(self) -> Iterator[tuple[float, list[int]]]:
+        """After `run`, with nothing held: all assignments with their costs, the cheapest first.
+
+        What is left costs least is known at each step, so that nothing is looked at that is not asked for (A* with an
+        exact bound).
+        """
+        steps, ties = self._back[::-1], itertools.count()
+        queue = [(self.least, next(ties), [-1] * len(steps), 0)]
+        while queue:
+            cost, _, values, done = heapq.heappop(queue)
+            if done == len(steps):
+                yield cost, values
+                continue
+            total = _costs_of(steps[done], values)
+            more = total - total.min()
+            for x in np.flatnonzero(cost + more < FORBIDDEN).tolist():
+                with_it = values.copy()
+                with_it[steps[done][0]] = x
+                heapq.heappush(queue, (cost + float(more[x]), next(ties), with_it, done + 1))
 
     def _add(self, scope: Scope, table: Table) -> None:
         present = self._tables[scope[0]].get(scope)
@@ -176,6 +195,14 @@ class Elimination:
         sizes = [self._own[i].size for i in (*rest, v)]
         self.work += math.prod(map(float, sizes))
         self._put(rest, _least_sum(terms, sizes))
+
+
+def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]) -> Table:
+    """For each value of a variable what it costs beside those chosen, with the best of those eliminated before it."""
+    v, total, tables = step
+    for scope, table in tables.items():
+        total = total + table[tuple(slice(None) if i == v else values[i] for i in scope)]
+    return total
 
 
 def _least_sum(terms: Sequence[Table], sizes: Sequence[int]) -> Table:

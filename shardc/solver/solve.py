@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.costs import Costs
-from shardc.solver.eliminate import elimination_order
+from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
@@ -195,6 +195,18 @@ def minimize(
     return Assignment(values, search.cost, search.cost if met else search.bound)
 
 
+def by_cost(
+    unary: Sequence[Table], pairwise: Mapping[Pair, Table], work: float
+) -> Iterator[tuple[float, list[int]]] | None:
+    """All assignments with their costs, the cheapest first; None where elimination alone would be more than `work`."""
+    order = elimination_order(len(unary), list(pairwise))
+    if elimination_work([u.size for u in unary], list(pairwise), order)[0] > work:
+        return None
+    found = Elimination(unary, pairwise)
+    found.run(order)
+    return found.by_cost()
+
+
 def move(
     unary: Sequence[Table],
     pairwise: Mapping[Pair, Table],
@@ -225,4 +237,4 @@ def move(
     return Assignment(search.values, search.cost, -np.inf)
 
 
-__all__ = ["Assignment", "Memory", "Solution", "elimination_order", "minimize", "move", "solve"]
+__all__ = ["Assignment", "Memory", "Solution", "by_cost", "elimination_order", "minimize", "move", "solve"]

@@ -24,7 +24,7 @@ from shardc.passes.place import Placer
 from shardc.passes.plan import Plan
 from tests.passes.test_optimal import random_problem
 
-ENOUGH = 400
+ENOUGH = 1000
 """Combinations of choices that are tried for one program, at most; programs of more are left out."""
 
 
@@ -38,9 +38,9 @@ def every_plan(problem, fit):
 
 
 def test_against_trying_everything():
-    """Random programs, a random limit between the least memory there is and that of the cheapest plan: the bound is
-    one, what is found fits, and but for a few that hang by the bytes of one value it is found, and the cheapest."""
-    ratios, missed = [], []
+    """Random programs, a random limit between the least memory there is and that of the cheapest plan: what is found
+    fits, is the cheapest that does, and is proved to be."""
+    tried = 0
     for seed in range(250):
         rng = random.Random(seed)
         problem, mesh, steps = random_problem(rng)
@@ -58,17 +58,12 @@ def test_against_trying_everything():
         truth = min(cost for cost, peak in everything if peak <= limit)
         found = Fit(placer, {}, habits, limit).run(cheapest).best
         where = seed, steps, dict(mesh.axes), mesh.topology.kind
-        if found is None:
-            missed.append(where)
-            continue
+        assert found is not None, where
         assert found.peak <= limit, where
-        assert found.found.bound <= truth * (1 + 1e-6), where
-        assert found.found.cost <= (1 + found.found.gap) * truth * (1 + 1e-6), where
-        ratios.append(found.found.cost / truth)
-    assert len(ratios) >= 15
-    assert len(missed) <= 2, missed
-    assert np.median(ratios) == pytest.approx(1)
-    assert max(ratios) < 2
+        assert found.found.cost == pytest.approx(truth, rel=1e-9), where
+        assert found.found.gap == 0, where
+        tried += 1
+    assert tried >= 20
 
 
 def test_nothing_changes_where_the_cheapest_fits():

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, Memo, Memory, minimize, relative_gap, search, solve
+from shardc.solver import FORBIDDEN, Memo, Memory, by_cost, minimize, relative_gap, search, solve
 from tests.solver.problems import cost_of, every, minimum, random_memory, random_problem, repeated_layers, shapes
 
 
@@ -138,3 +138,19 @@ def test_the_gap_is_a_part_of_the_minimum(cost, bound, gap):
     assert relative_gap(cost, bound) == pytest.approx(gap)
     if 0 < gap < np.inf and cost > 0:
         assert cost <= (1 + relative_gap(cost, bound)) * bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+@pytest.mark.parametrize("shape", shapes)
+def test_assignments_come_by_cost(shape, forbidden):
+    """All that are allowed, each once, none before a cheaper one."""
+    for seed in range(10):
+        unary, pairwise = random_problem(shape, seed, forbidden, most=3)
+        found = by_cost(unary, pairwise, 1e6)
+        assert found is not None
+        costs, values = zip(*found, strict=True) if minimum(unary, pairwise) < FORBIDDEN else ((), ())
+        want = sorted(c for c in (cost_of(unary, pairwise, x) for x in every(unary)) if c < FORBIDDEN)
+        assert list(costs) == want
+        assert len(set(map(tuple, values))) == len(values)
+        assert [cost_of(unary, pairwise, x) for x in values] == list(costs)
+    assert by_cost(unary, pairwise, 0) is None

@@ -1,0 +1,103 @@
+"""The best of two assignments within a limit on memory, piece by piece.
+
+Where two assignments differ, the variables that do fall into parts that no table connects. Each part may be taken from
+the one or from the other, whatever the others do: what that costs adds up, and so, about, does what it has in memory
+when. Which to take is a knapsack with a constraint for each point of time, small enough for a MIP solver (on what lies
+between good solutions: Glover, Laguna and Martí 2000, "Fundamentals of scatter search and path relinking").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, milp
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from shardc.passes.charge import Charges
+
+NODES: Final = 200
+"""Of the search for the best parts, at most."""
+CLOSE: Final = 1e-3
+"""Relative distance to the best parts that is enough."""
+ROUNDING: Final = 1e-6
+"""Part of the limit below which bytes are none."""
+
+
+class Relink:
+    """Two assignments, and the parts in which they differ.
+
+    Attributes:
+      costs: (parts,) what the second costs more than the first.
+    """
+
+    def __init__(self, charges: Charges, one: Sequence[int], other: Sequence[int]) -> None:
+        self.one, self.other = np.asarray(one), np.asarray(other)
+        differs = np.flatnonzero(self.one != self.other)
+        tables = charges.tables
+        self.part = np.full(self.one.size, -1)
+        position = np.full(self.one.size, -1)
+        position[differs] = np.arange(differs.size)
+        pairs = [(i, j) for i, j in tables.pairwise if position[i] >= 0 or position[j] >= 0]
+        both = np.asarray([p for p in pairs if (position[list(p)] >= 0).all()], np.intp).reshape(-1, 2)
+        edges = (np.ones(len(both)), (position[both[:, 0]], position[both[:, 1]]))
+        count, labels = connected_components(coo_array(edges, (differs.size,) * 2), directed=False)
+        self.part[differs] = labels
+        self.costs = np.zeros(count)
+        for i in differs.tolist():
+            self.costs[self.part[i]] += self._change(tables.unary[i], i, i)
+        for i, j in pairs:
+            self.costs[max(self.part[i], self.part[j])] += self._change(tables.pairwise[i, j], i, j)
+        held = [h for h in charges.holdings if position[h.first] >= 0 or position[h.second] >= 0]
+        self._bytes = np.asarray([self._change(h.amounts, h.first, h.second) for h in held])
+        self._parts = np.asarray([max(self.part[h.first], self.part[h.second]) for h in held], np.intp)
+        self._begin, self._end = (
+            np.minimum(np.asarray([getattr(h, at) for h in held], np.int64), charges.points) for at in ("begin", "end")
+        )
+
+    def _change(self, table: NDArray[np.float64], i: int, j: int) -> float:
+        if i == j:
+            return float(table[self.other[i]] - table[self.one[i]])
+        return float(table[self.other[i], self.other[j]] - table[self.one[i], self.one[j]])
+
+    def of(self, taken: NDArray[np.bool_]) -> list[int]:
+        """The first assignment with some parts of the second."""
+        return np.where(np.append(taken, False)[self.part], self.other, self.one).tolist()
+
+    def best(self, room: NDArray[np.float64], taken: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """The parts to take that cost least and fit, about; None if none do.
+
+        Args:
+          room: (points,) bytes that are left beside the assignment with the parts `taken`; negative: that are missing.
+        """
+        amounts, room = self._by_time(room)
+        room = room + amounts @ taken
+        tight = np.maximum(amounts, 0).sum(1) > room
+        if not tight.any():
+            return self.costs < 0
+        amounts, room = amounts[tight], room[tight]
+        scale = np.abs(self.costs).max() or 1.0
+        found = milp(
+            self.costs / scale, integrality=np.ones(self.costs.size), bounds=Bounds(0, 1),
+            constraints=(amounts, -np.inf, room),
+            options={"node_limit": NODES, "mip_rel_gap": CLOSE},
+        )  # fmt: skip
+        return None if found.x is None else found.x > 0.5
+
+    def _by_time(self, room: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(times, parts) bytes that each part adds, and (times,) the least room, at times of different bytes."""
+        begins = np.unique(np.concatenate((self._begin, self._end, [0])))
+        begins = begins[begins < room.size]
+        change = np.zeros((begins.size + 1, self.costs.size))
+        np.add.at(change, (np.searchsorted(begins, self._begin), self._parts), self._bytes)
+        np.subtract.at(change, (np.searchsorted(begins, self._end), self._parts), self._bytes)
+        amounts = change[:-1].cumsum(0)
+        least = np.minimum.reduceat(room, begins)
+        unit = ROUNDING * max(float(np.abs(amounts).max(initial=0.0)), 1.0)
+        same, which = np.unique(np.round(amounts / unit), axis=0, return_inverse=True)
+        narrow = np.full(len(same), np.inf)
+        np.minimum.at(narrow, which.ravel(), least)
+        return same * unit, narrow
