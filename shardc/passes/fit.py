@@ -283,12 +283,13 @@ class Fit:
 
     def _mix(self, low: Prices, high: Prices, fits: Trial, least: float) -> None:
         """Choices among those that were tried: the higher prices on as few nodes as will do, from the first on, and of
-        these no more of the first than are needed; until what fits costs next to no more than `least`."""
+        these no more of the first than are needed; until what fits costs next to no more than `least`, or than may be
+        hoped for."""
         rank = np.asarray([h.first for h in self.charges.holdings])
         dear, cheap = self.charges.prices(high), self.charges.prices(low)
 
         def done() -> bool:
-            return fits.found.cost - least <= NEAR * fits.found.cost
+            return fits.found.cost - max(least, self._hoped_for()) <= NEAR * fits.found.cost
 
         def fitting(first: int, last: int) -> Trial | None:
             nonlocal fits
@@ -301,6 +302,14 @@ class Fit:
 
         last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None, done)
         _least(0, last, lambda n: fitting(last - n, last) is not None, done)
+
+    def _hoped_for(self) -> float:
+        """The cost at the limit on the lowest line between something tried that fits and something that does not: of both
+        in the proportion that fills the memory."""
+        tried = np.asarray([(t.peak, t.found.cost) for t in self._tried.values()], np.float64)
+        fits = tried[:, 0] <= self.limit
+        (low, cost), (high, other) = tried[fits].T[:, :, None], tried[~fits].T[:, None, :]
+        return float((cost + (other - cost) * (self.limit - low) / (high - low)).min(initial=np.inf))
 
 
 def _least(low: int, high: int, fits: Callable[[int], bool], done: Callable[[], bool]) -> int:

@@ -23,8 +23,12 @@ NODES: Final = 200
 """Of the search for the best parts, at most."""
 CLOSE: Final = 1e-3
 """Relative distance to the best parts that is enough."""
+TURNS: Final = 12
+"""Of solving with more times, at most."""
+TIMES: Final = 4
+"""That become constraints in one of them, at most."""
 ROUNDING: Final = 1e-6
-"""Part of the limit below which bytes are none."""
+"""Part of the most room by which more than there is is none."""
 
 
 class Relink:
@@ -54,6 +58,7 @@ class Relink:
         held = [h for h in charges.holdings if position[h.first] >= 0 or position[h.second] >= 0]
         self._bytes = np.asarray([self._change(h.amounts, h.first, h.second) for h in held])
         self._parts = np.asarray([max(self.part[h.first], self.part[h.second]) for h in held], np.intp)
+        self._points = charges.points
         self._begin, self._end = (
             np.minimum(np.asarray([getattr(h, at) for h in held], np.int64), charges.points) for at in ("begin", "end")
         )
@@ -70,34 +75,43 @@ class Relink:
     def best(self, room: NDArray[np.float64], taken: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
         """The parts to take that cost least and fit, about; None if none do.
 
+        Only times at which what was chosen did not fit become constraints.
+
         Args:
           room: (points,) bytes that are left beside the assignment with the parts `taken`; negative: that are missing.
         """
-        amounts, room = self._by_time(room)
-        room = room + amounts @ taken
-        tight = np.maximum(amounts, 0).sum(1) > room
-        if not tight.any():
-            return self.costs < 0
-        amounts, room = amounts[tight], room[tight]
-        scale = np.abs(self.costs).max() or 1.0
-        found = milp(
-            self.costs / scale, integrality=np.ones(self.costs.size), bounds=Bounds(0, 1),
-            constraints=(amounts, -np.inf, room),
-            options={"node_limit": NODES, "mip_rel_gap": CLOSE},
-        )  # fmt: skip
-        return None if found.x is None else found.x > 0.5
+        room, near = room + self._bytes_at(taken), ROUNDING * np.abs(room).max(initial=0.0)
+        rows, rooms = list[NDArray[np.float64]](), list[float]()
+        scale, found = np.abs(self.costs).max(initial=0.0) or 1.0, self.costs < 0
+        for _ in range(TURNS):
+            over = self._bytes_at(found) - room
+            full = np.flatnonzero(over > near)
+            if not full.size:
+                break
+            for stretch in np.array_split(full, min(TIMES, full.size)):
+                at = int(stretch[np.argmax(over[stretch])])
+                there = (self._begin <= at) & (at < self._end)
+                rows.append(_sums(self._parts[there], self._bytes[there], self.costs.size))
+                rooms.append(float(room[at]))
+            solved = milp(
+                self.costs / scale, integrality=np.ones(self.costs.size), bounds=Bounds(0, 1),
+                constraints=(np.asarray(rows), -np.inf, np.asarray(rooms)),
+                options={"node_limit": NODES, "mip_rel_gap": CLOSE},
+            )  # fmt: skip
+            if solved.x is None:
+                return None
+            found = solved.x > 0.5
+        return found
 
-    def _by_time(self, room: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(times, parts) bytes that each part adds, and (times,) the least room, at times of different bytes."""
-        begins = np.unique(np.concatenate((self._begin, self._end, [0])))
-        begins = begins[begins < room.size]
-        change = np.zeros((begins.size + 1, self.costs.size))
-        np.add.at(change, (np.searchsorted(begins, self._begin), self._parts), self._bytes)
-        np.subtract.at(change, (np.searchsorted(begins, self._end), self._parts), self._bytes)
-        amounts = change[:-1].cumsum(0)
-        least = np.minimum.reduceat(room, begins)
-        unit = ROUNDING * max(float(np.abs(amounts).max(initial=0.0)), 1.0)
-        same, which = np.unique(np.round(amounts / unit), axis=0, return_inverse=True)
-        narrow = np.full(len(same), np.inf)
-        np.minimum.at(narrow, which.ravel(), least)
-        return same * unit, narrow
+    def _bytes_at(self, taken: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """(points,) bytes that some parts add."""
+        mine = taken[self._parts]
+        change, size = self._bytes[mine], self._points + 1
+        return (_sums(self._begin[mine], change, size) - _sums(self._end[mine], change, size))[:-1].cumsum()
+
+
+def _sums(of: NDArray[np.intp], amounts: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """(size,) sums of the amounts with each number."""
+    found = np.zeros(size)
+    np.add.at(found, of, amounts)
+    return found
