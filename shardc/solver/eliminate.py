@@ -12,11 +12,11 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardc.solver.tables import FORBIDDEN, Pair, Table
+from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
 
 Scope: TypeAlias = tuple[int, ...]
 
@@ -84,6 +84,16 @@ def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequenc
     return work, largest
 
 
+class _Ways(NamedTuple):
+    """The values that the next variable may take beside those chosen: what each costs more than the best of them."""
+
+    cost: float
+    values: list[int]
+    done: int
+    more: Table
+    order: Index
+
+
 class Elimination:
     """One run over all variables.
 
@@ -131,22 +141,31 @@ class Elimination:
     def by_cost(self) -> Iterator[tuple[float, list[int]]]:
         """After `run`, with nothing held: all assignments with their costs, the cheapest first.
 
-        What is left costs least is known at each step, so that nothing is looked at that is not asked for (A* with an
-        exact bound).
+        What the rest costs at least is known at each step (A* with an exact bound), and the next value of a variable is
+        looked at when the one before it has come: the queue grows by two entries for each variable of what is given.
         """
         steps, ties = self._back[::-1], itertools.count()
-        queue = [(self.least, next(ties), [-1] * len(steps), 0)]
-        while queue:
-            cost, _, values, done = heapq.heappop(queue)
-            if done == len(steps):
-                yield cost, values
-                continue
+        queue: list[tuple[float, int, int, _Ways]] = []
+
+        def add(ways: _Ways, k: int) -> None:
+            if k < ways.order.size and (cost := ways.cost + float(ways.more[ways.order[k]])) < FORBIDDEN:
+                heapq.heappush(queue, (cost, next(ties), k, ways))
+
+        def go_on(cost: float, values: list[int], done: int) -> None:
             total = _costs_of(steps[done], values)
             more = total - total.min()
-            for x in np.flatnonzero(cost + more < FORBIDDEN).tolist():
-                with_it = values.copy()
-                with_it[steps[done][0]] = x
-                heapq.heappush(queue, (cost + float(more[x]), next(ties), with_it, done + 1))
+            add(_Ways(cost, values, done, more, np.argsort(more, kind="stable")), 0)
+
+        go_on(self.least, [-1] * len(steps), 0)
+        while queue:
+            cost, _, k, ways = heapq.heappop(queue)
+            add(ways, k + 1)
+            values = ways.values.copy()
+            values[steps[ways.done][0]] = int(ways.order[k])
+            if ways.done + 1 == len(steps):
+                yield cost, values
+            else:
+                go_on(cost, values, ways.done + 1)
 
     def _add(self, scope: Scope, table: Table) -> None:
         present = self._tables[scope[0]].get(scope)
