@@ -304,8 +304,8 @@ class Fit:
         _least(0, last, lambda n: fitting(last - n, last) is not None, done)
 
     def _hoped_for(self) -> float:
-        """The cost at the limit on the lowest line from something tried that fits to something that does not: of both in
-        the proportion that fills the memory."""
+        """The cost at the limit on the lowest line from something tried that fits to something that does not: of both
+        in the proportion that fills the memory."""
         tried = np.asarray([(t.peak, t.found.cost) for t in self._tried.values()], np.float64)
         fits = tried[:, 0] <= self.limit
         (low, cost), (high, other) = tried[fits].T[:, :, None], tried[~fits].T[:, None, :]
