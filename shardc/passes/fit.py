@@ -160,8 +160,13 @@ class Fit:
         """(points,) bytes above the limit."""
         return np.maximum(self.charges.used(trial.boxed, trial.profile.bytes) - self.limit, 0.0)
 
-    def run(self, cheapest: Assignment) -> Fitted:
-        """The cheapest that fits, `cheapest` being what is cheapest without the limit."""
+    def run(self, cheapest: Assignment, alone: bool = True) -> Fitted:
+        """The cheapest that fits.
+
+        Args:
+          cheapest: what is cheapest without the limit.
+          alone: the bound is of this program alone, not also of those that compute again what it keeps.
+        """
         first, prices, bound = self.try_(cheapest.values), None, cheapest.bound
         if first.peak > self.limit and self.charges.least_arguments() <= self.limit:
             self.pool.append(cheapest.values)
@@ -170,7 +175,8 @@ class Fit:
                 if fits.found.cost - cheapest.bound > GOOD_ENOUGH * fits.found.cost:
                     low, prices, fits = self._between(low, prices, fits)
                 self._mix(low, prices, self._relink(fits), cheapest.cost)
-            bound = max(bound, self._in_order())
+            reached = self._in_order()
+            bound = max(bound, reached) if alone else bound
         tried = self._tried.values()
         best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
         if best is not None:

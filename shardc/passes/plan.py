@@ -315,7 +315,7 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
     plans, fitted = list[Plan](), dict[_Search, Fitted]()
 
     def fit(s: _Search) -> None:
-        fitted[s] = found = s.fit()
+        fitted[s] = found = s.fit(alone=not offers.most)
         if found.best is not None:
             plans.append(s.plan_of(found.best.placed, found.best.boxed))
 
@@ -439,8 +439,8 @@ class _Search:
         """Whether it would, were every value where it takes least."""
         return self.limit is None or self.fitting.charges.least() <= self.limit
 
-    def fit(self) -> Fitted:
-        return self.fitting.run(self.cheapest)
+    def fit(self, alone: bool = True) -> Fitted:
+        return self.fitting.run(self.cheapest, alone)
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> Plan:
         problem = self.placer.problem
