@@ -1,8 +1,8 @@
 """Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
 
 The domains say what each node may choose on all axes at once (`shardc.passes.domain`), the solver minimises the sum of
-their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be best is then looked at along
-one axis after the other.
+their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be next to the best is then
+looked at along one axis after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardc.passes.domain import Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, minimize, move
-from shardc.solver.search import CLOSE
+from shardc.solver.search import CLOSE, SETTLED
 from shardc.solver.tables import Index, Table
 
 log = logging.getLogger("shardc")
@@ -128,13 +128,13 @@ class Tables:
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
 
     def best(self, start: Sequence[int] | None = None) -> Assignment:
-        """What the search finds; what it cannot prove is looked at along one axis after the other.
+        """What the search finds; unless it is proved to be next to the best, also along one axis after the other.
 
         Args:
           start: choices that the result is not to be worse than.
         """
         found = self.minimize(start)
-        if found.exact:
+        if found.gap <= SETTLED:  # a move that gains no more counts as none
             return found
         return min(replace(self.move(found.values), bound=found.bound), found, key=lambda a: a.cost)
 
