@@ -126,7 +126,11 @@ class Search:
 
     @property
     def closed(self) -> bool:
-        return self.cost - self.bound <= self.close * abs(self.cost) < np.inf
+        return self.within(self.close)
+
+    def within(self, part: float) -> bool:
+        """Whether cost and bound are as close as this part of the cost."""
+        return self.cost - self.bound <= part * abs(self.cost) < np.inf
 
     @property
     def _ended(self) -> bool:
@@ -176,7 +180,6 @@ class Search:
             last, read = read, r.constant + dual.cost(best)
             stalled = max(rise, last - read) < (read - bound) / 2 and read < self._moved * (1 - SETTLED)
             if self._columns > 1 and stalled and np.isfinite(read) and not self.closed:
-                self._moved = read
                 self.move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
             alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
             some = np.count_nonzero(alive) / alive.size
@@ -220,7 +223,7 @@ class Search:
         """From these values along one column of the labels after the other, until nothing is gained. The work comes on
         top of the limit: the bound does not rise by it."""
         cost, columns, settled = self.full.cost(values), self._columns, 0
-        begin = self.problem.ops.work
+        self._moved, begin = cost, self.problem.ops.work
         for column in itertools.islice(itertools.cycle(range(columns)), sweeps * columns):
             before, part = cost, self.problem.among(self._alike(values, column))
             search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)

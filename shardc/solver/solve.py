@@ -11,13 +11,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.coarse import Coarse, is_large
 from shardc.solver.costs import Costs
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.search import CLOSE, ROUNDING, TIED, Search
+from shardc.solver.search import CLOSE, MOVE_WORK, ROUNDING, SETTLED, TIED, Search
 from shardc.solver.tables import Memo, Pair, Table
 
 log = logging.getLogger("shardc")
@@ -25,6 +26,8 @@ log = logging.getLogger("shardc")
 WORK: Final = 8e9
 """Table entries that one call may touch: about ten seconds."""
 
+NEARLY: Final = 1e-4
+"""Relative distance of cost and bound at which the coarse problem is solved."""
 UNLIMITED_PART: Final = 0.3
 """Part of the work that may go to the problem without its memory limit."""
 
@@ -179,7 +182,8 @@ def minimize(
       work: table entries that may be touched, roughly.
       close: relative distance of cost and bound that is close enough.
       labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
-        changes of many variables in one column at a time.
+        changes of many variables in one column at a time. In a large problem without a `start`, values of the same
+        labels are taken as one at first; if that gives an assignment and a bound within SETTLED, these are the result.
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
     """
     ops = Operations(memo or Memo())
@@ -189,10 +193,34 @@ def minimize(
     search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close, labels=labels, patience=patience)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
-    search.run()
+    coarse = Coarse.of(unary, pairwise, labels) if start is None and labels and is_large(pairwise) else None
+    if coarse is None or not _settled_by(coarse, search):
+        search.run()
     values = search.values if search.values is not None else [0] * len(unary)
     met = search.cost - search.bound <= ROUNDING * abs(search.cost)
     return Assignment(values, search.cost, search.cost if met else search.bound)
+
+
+def _settled_by(small: Coarse, search: Search) -> bool:
+    """Whether a coarse problem's bound, and what is found in its best assignment and from there on, are enough. The
+    search has both from then on."""
+    costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
+    first = Search(problem, costs, search.limit, NEARLY, labels=small.labels, patience=search.patience)
+    first.run()
+    search.bound = first.bound
+    log.debug("coarse: bound %.9g, cost %.9g", first.bound, first.cost)
+    if first.values is None:
+        return False
+    inside = search.problem.among(small.members(first.values))
+    fine = Search(inside, search.full, inside.ops.work + MOVE_WORK)
+    fine.run()
+    log.debug("fine: cost %.9g", fine.cost)
+    if fine.values is None:
+        return False
+    search.values, search.cost = fine.values, fine.cost
+    if not search.within(NEARLY):
+        search.move(fine.values)
+    return search.within(SETTLED)
 
 
 def by_cost(

@@ -1,0 +1,88 @@
+"""A smaller problem whose minimum is no larger: values that labels do not tell apart are one value.
+
+Labels say along which dimension each axis splits, not in which order the axes split one dimension. On three axes most
+values of a large array differ in that order alone, and little depends on it. A value of the coarse problem costs the
+least that one of those it stands for does, and so does a pair of them: its bound is one of the whole problem's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.solver.operations import Operations
+from shardc.solver.tables import Index, Memo, Pair, Table
+
+Labels: TypeAlias = NDArray[np.int64]
+
+LARGE: Final = 20_000_000
+"""Entries of different tables from which on it is tried. Where it settles the whole problem, half of the time is saved,
+else its own is lost."""
+
+
+def is_large(pairwise: Mapping[Pair, Table]) -> bool:
+    return sum({id(t): t.size for t in pairwise.values()}.values()) > LARGE
+
+
+class _Groups(NamedTuple):
+    """Values in the order of their groups, where each group begins there, and the group of each value."""
+
+    order: Index
+    begins: Index
+    group: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Coarse:
+    """The coarse problem.
+
+    Attributes:
+      unary, pairwise, labels: as those of the whole one.
+      groups: for each variable the groups that its values are.
+      ops: its own, so that nothing is kept of it when it is solved.
+    """
+
+    unary: Sequence[Table]
+    pairwise: Mapping[Pair, Table]
+    labels: Sequence[Labels]
+    groups: Sequence[_Groups]
+    ops: Operations
+
+    @classmethod
+    def of(cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], labels: Sequence[Labels]) -> Coarse:
+        ops = Operations(Memo())
+        do = ops.memo.do
+
+        def groups(of: Labels) -> _Groups:
+            group = np.unique(of, axis=0, return_inverse=True)[1].reshape(-1)
+            order = np.argsort(group, kind="stable")
+            return _Groups(order, np.flatnonzero(np.diff(group[order], prepend=-1)), group)
+
+        def least(table: Table, g: _Groups, axis: int) -> Table:
+            return np.minimum.reduceat(table.take(g.order, axis), g.begins, axis)
+
+        found = [do(("groups", id(of)), of, lambda of=of: groups(of)) for of in labels]
+        own = [
+            do(("least", id(u), id(g)), (u, g), lambda u=u, g=g: ops.one(least(u, g, 0)))
+            for u, g in zip(unary, found, strict=True)
+        ]
+        tables = {
+            (i, j): do(
+                ("least", id(t), id(a := found[i]), id(b := found[j])), (t, a, b),
+                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(least(least(t, a, 0), b, 1))),
+            )
+            for (i, j), t in pairwise.items()
+        }  # fmt: skip
+        firsts = [
+            do(("firsts", id(of)), of, lambda of=of, g=g: of[g.order[g.begins]])
+            for of, g in zip(labels, found, strict=True)
+        ]
+        return cls(own, tables, firsts, found, ops)
+
+    def members(self, values: Sequence[int]) -> list[NDArray[np.bool_]]:
+        """For each variable which of its values a value of the coarse problem stands for."""
+        return [g.group == v for g, v in zip(self.groups, values, strict=True)]
