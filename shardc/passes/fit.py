@@ -252,6 +252,8 @@ class Fit:
     def _between(self, low: Prices, high: Prices, fits: Trial) -> tuple[Prices, Prices, Trial]:
         """Prices nearer to each other, and the cheapest found that fits."""
         for _ in range(HALVINGS):
+            if fits.found.cost - self._hoped_for() <= NEAR * fits.found.cost:
+                break
             middle = (low + high) / 2 if low.any() else high / GROWTH
             trial = self._at(middle, fits)
             if trial.peak <= self.limit:
