@@ -284,7 +284,8 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
                 list(dict.fromkeys(lines)),
             )
         )
-    paths = list(map(call.paths.__getitem__, dynamic))
+    every = call.paths
+    paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     return Program(
         arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
