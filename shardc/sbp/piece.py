@@ -98,9 +98,8 @@ def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
     )
     numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
     return _reading(
-        axes, dim, *numbers, count, block,
-        setting.extents(w.operand, dim), setting.extents(w.by, by_dim),
-    )  # fmt: skip
+        axes, dim, *numbers, count, block, setting.extents(w.operand, dim), setting.extents(w.by, by_dim)
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -139,14 +138,16 @@ def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tupl
     found: list[Shift] = []
     for distance, parts in sorted(overlaps.items()):
         length = max(end - begin for *_, begin, end in parts) if distance else block
-        first, at, fills = [0] * n, dict[int, int](), [(0, 0)] * n
-        for source, target, begin, end in parts:
+        first, at, fills = [0] * n, [0] * n, [(0, 0)] * n
+        for number, (source, target, begin, end) in enumerate(parts):
             first[source] = min(begin - held[source][0], block - length)
-            at[target] = held[source][0] + first[source] - wanted[target][0]
+            place = held[source][0] + first[source] - wanted[target][0]
+            if not number:  # those that get nothing too: one number for all needs no table
+                at = [place] * n
+            at[target] = place
             fills[target] = (begin - wanted[target][0], end - wanted[target][0])
-        usual = next(iter(at.values()))  # for those that get nothing: one number for all needs no table
         pairs = tuple((source, target) for source, target, *_ in parts) if distance else ()
-        found.append(Shift(pairs, length, tuple(first), tuple(at.get(k, usual) for k in range(n)), tuple(fills)))
+        found.append(Shift(pairs, length, tuple(first), tuple(at), tuple(fills)))
     return tuple(found)
 
 

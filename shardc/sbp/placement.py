@@ -288,6 +288,20 @@ def block_sizes(size: int, counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+@lru_cache(maxsize=4096)
+def extents(size: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Offset and number of valid elements of each piece of a dimension that axes of these sizes split, in their order.
+
+    Example:
+      >>> extents(5, (2, 2))
+      ((0, 2), (2, 1), (3, 2), (5, 0))
+    """
+    found = [(0, size)]
+    for n, block in zip(counts, block_sizes(size, counts)[1:], strict=True):
+        found = [(at + k * block, min(max(valid - k * block, 0), block)) for at, valid in found for k in range(n)]
+    return tuple(found)
+
+
 @lru_cache(maxsize=65536)
 def _local_shape(shape: tuple[int, ...], placement: Placement, axes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
     sizes = dict(axes)

@@ -7,7 +7,6 @@ and leaves a partial value. Linearity and monotonicity give the signatures with 
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,19 @@ import jax
 import numpy as np
 
 from shardc.errors import PlacementError
-from shardc.sbp.placement import REDUCE_OPS, SBP, AxisSizes, B, P, Placement, ReduceOp, S, local_extent, local_shape
+from shardc.sbp.placement import (
+    REDUCE_OPS,
+    SBP,
+    AxisSizes,
+    B,
+    P,
+    Placement,
+    ReduceOp,
+    S,
+    extents,
+    local_extent,
+    local_shape,
+)
 
 Factors: TypeAlias = tuple[str | None, ...]
 """The factor of each dimension of one operand or result; None is never split."""
@@ -77,9 +88,7 @@ class Setting:
     def extents(self, port: int, dim: int) -> tuple[tuple[int, int], ...]:
         """Offset and number of valid elements of each piece of a dimension, in the order of its axes."""
         aval, placement = self.port(port)
-        axes = placement.axes_of(dim)
-        coords = itertools.product(*(range(self.sizes[a]) for a in axes))
-        return tuple(local_extent(aval.shape[dim], axes, self.sizes, dict(zip(axes, c, strict=True))) for c in coords)
+        return extents(aval.shape[dim], tuple(self.sizes[a] for a in placement.axes_of(dim)))
 
 
 @dataclass(frozen=True)
