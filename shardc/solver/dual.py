@@ -208,11 +208,17 @@ class Dual:
             self.readings.append(self.values.copy())
         return self.bound
 
+    def _sweep_blindly(self) -> None:
+        """The same, but neither is the bound counted nor an assignment read."""
+        for forward in (True, False):
+            self._pass(forward, look=False)
+
     def raise_bound(self) -> float:
         """A few passes, and a step on along the way that the messages went, if the bound rises more by it."""
         before, begin = self.messages.copy(), self.bound
-        for _ in range(PASSES):
-            self.sweep()
+        for _ in range(PASSES - 1):
+            self._sweep_blindly()
+        self.sweep()
         after, bound, values = self.messages.copy(), self.bound, self.values.copy()
         if np.isfinite(begin):
             self.messages += self._stride * (after - before)
@@ -228,21 +234,23 @@ class Dual:
     def _costs(self, level: _Level) -> Table:
         return level.own + np.add.reduceat(self.messages[level.incoming], level.starts, axis=0)
 
-    def _pass(self, forward: bool) -> float:
+    def _pass(self, forward: bool, look: bool = True) -> float:
         bound = 0.0
         self._forward = forward
         for level in self._levels if forward else reversed(self._levels):
             costs = self._costs(level)
             ahead, behind = (level.ahead, level.behind) if forward else (level.behind, level.ahead)
             left = level.left[0 if forward else 1]
-            bound += float((left * costs.min(1)).sum())
-            self._read(level, costs, behind)
+            if look:
+                bound += float(left @ costs.min(1))
+                self._read(level, costs, behind)
             costs *= level.share
             for edges in ahead:
                 given = costs[edges.position] - self.messages[edges.back]
                 message = least_sums(given, edges.tables)
                 least = message.min(1, keepdims=True)
-                bound += float(least.sum())
+                if look:
+                    bound += float(least.sum())
                 message -= least
                 self.messages[edges.first : edges.first + message.size] = message.ravel()
         return bound

@@ -183,10 +183,7 @@ class Operations:
             for use in uses:
                 beaten &= use[:, None] >= use
             np.fill_diagonal(beaten, False)
-            alive = np.ones(own.size, np.bool_)
-            for a in np.flatnonzero(beaten.any(1)):
-                alive[a] = not (beaten[a] & alive).any()
-            return None if alive.all() else self.where(alive)
+            return self.where(_unbeaten(beaten)) if beaten.any() else None
 
         key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
         return self.memo.do(key, (own, tables, uses), make)
@@ -227,16 +224,26 @@ class Operations:
         return self.memo.one(np.ascontiguousarray(table))
 
 
+def _unbeaten(beaten: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of values that beat each other, column beats row, as few as will do: each other one is beaten by one of these."""
+    dead = np.logical_or.reduce(beaten & ~np.tril(beaten.T), axis=1)  # of those that beat each other the last one stays
+    if np.logical_or.reduce(beaten[dead] & ~dead, axis=1).all():
+        return ~dead
+    dead[:] = False
+    for a in np.flatnonzero(np.logical_or.reduce(beaten, axis=1)):  # by rounding, what is beaten twice may not be
+        dead[a] = (beaten[a] & ~dead).any()
+    return ~dead
+
+
 def _least_gain(table: Table) -> Table:
     """For rows a, b the least over the columns of table[a] - table[b]; infinite where neither is allowed."""
-    gain = np.full((len(table), len(table)), np.inf)
-    change = np.empty_like(gain)
     columns = np.ascontiguousarray(table.T)
-    if np.isfinite(table).all():
-        for column in columns:
-            np.minimum(gain, np.subtract(column[:, None], column, out=change), out=gain)
-        return gain
+    least = np.minimum if np.isfinite(table).all() else np.fmin  # what is no number is left out
+    gain = np.full((len(table), len(table)), np.inf)
+    step = max(CHUNK // gain.size, 1)
     with np.errstate(invalid="ignore"):
-        for column in columns:  # what is no number is left out
-            np.fmin(gain, np.subtract(column[:, None], column, out=change), out=gain)
+        for k in range(0, len(columns), step):
+            some = columns[k : k + step]
+            change = some[0][:, None] - some[0] if len(some) == 1 else least.reduce(some[:, :, None] - some[:, None], 0)
+            least(gain, change, out=gain)
     return gain
