@@ -30,7 +30,8 @@ from shardc.pipeline.action import Action
 from shardc.pipeline.recorded import recorded
 from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_memory import working_bytes
-from shardc.pipeline_plan import PipelinePlan, Stage
+from shardc.pipeline_plan import PipelinePlan
+from shardc.place_stages import Stage
 from shardc.rank_memory import PipelineMemory
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -14,21 +14,20 @@ import jax
 
 from shardc import compat
 from shardc.auto_stages import Wanted, cut_automatically
-from shardc.compat import Eqn, Var
+from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.collective import Collective
 from shardc.passes.cut_loop import find_loop
-from shardc.passes.cut_stages import Cut, StageProgram, cut_stages
-from shardc.passes.plan import Argument, Gathered, Plan, make_plan, match_donated
+from shardc.passes.cut_stages import Cut, cut_stages
+from shardc.passes.plan import Argument, Gathered, Plan, Unlimited, match_donated
 from shardc.passes.plan_json import to_json
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
 from shardc.passes.record import record
 from shardc.passes.split_scans import Piece, Pieces, whole_program
-from shardc.passes.split_tasks import StageTask, StageTasks, split_tasks
+from shardc.passes.split_tasks import StageTask
 from shardc.passes.tally import short_aval
-from shardc.passes.transfer import is_transfer, transfer_number
 from shardc.pipeline.action import Action
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
@@ -36,6 +35,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedules import METHODS, Method, make_schedule
 from shardc.pipeline.simulate import Timeline, simulate
 from shardc.pipeline_memory import pipeline_memory, working_bytes
+from shardc.place_stages import Stage, StagePlacer, transfer_ends
 from shardc.rank_memory import PipelineMemory, too_large
 from shardc.runtime.actor import Channel, Network
 from shardc.runtime.deadlock import find_deadlock
@@ -46,6 +46,8 @@ HOST_SECONDS = 5e-5
 """What the host needs to launch a task: the least that a task costs."""
 CUTS = 5
 """How often stages are cut, if what the cuts go by turns out to be too low."""
+ROOMS = 4
+"""How often limits are set on the memory of stages, so that their ranks have room."""
 
 
 @dataclass(frozen=True)
@@ -95,26 +97,6 @@ class Transfer:
     value: str
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a pipeline.
-
-    Attributes:
-      number, rank: of the stage, and of the actor that runs it.
-      mesh: what the planner knows of its mesh.
-      plan: of the stage's whole program.
-      tasks: the parts of it that run one by one.
-      program: what the stage computes, and which arguments and results are its own.
-    """
-
-    number: int
-    rank: int
-    mesh: MeshView
-    plan: Plan
-    tasks: StageTasks
-    program: StageProgram
-
-
 class PipelinePlan:
     """A program placed on the stages of a pipeline. Needs no devices. Like a `Plan`, and besides:
 
@@ -129,6 +111,8 @@ class PipelinePlan:
       whole_mesh: of all ranks together, as it was given.
       homes: the stage on which each argument, or piece of one, lives between calls.
       squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
+      unlimited: the plan with each stage wherever is cheapest, if a rank has no room for that; its `peak` is that of
+        the rank that is fullest.
     """
 
     gap = None
@@ -145,6 +129,7 @@ class PipelinePlan:
         self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
         self.homes = cut.homes
         self.squeezed: tuple[int, ...] = ()
+        self.unlimited: Unlimited | None = None
         self.ties = tuple(match_donated(pieces.program, arguments))
         self.inputs = _of_first(self.piece_inputs, pieces.inputs)
         self.outputs = _of_first(self.piece_outputs, pieces.outputs)
@@ -215,7 +200,7 @@ class PipelinePlan:
 
     def _crossing_placements(self) -> dict[int, Placement]:
         return {
-            n: p for stage in self.stages for n, p, sent in _ends(stage.plan) if sent
+            n: p for stage in self.stages for n, p, sent in transfer_ends(stage.plan) if sent
         }
 
     @cached_property
@@ -421,8 +406,8 @@ def make_pipeline_plan(
 ) -> PipelinePlan:  # fmt: skip
     """Cuts, places and schedules a program, so that it fits.
 
-    Where the devices of a rank are too small its channels get fewer registers, or its stages, if their recompute is
-    "auto", compute their forward again: whatever is faster of what fits.
+    Where the devices of a rank are too small its channels get fewer registers, its stages are placed so that they take
+    less, or, if their recompute is "auto", they compute their forward again: whatever is faster of what fits.
 
     Args:
       program: traced with its marks.
@@ -440,7 +425,8 @@ def make_pipeline_plan(
     best: PipelinePlan | None = None
     while True:
         try:
-            plan = _plan_cut(program, mesh, meshes, arguments, results, pipeline, where, notes, again)
+            faster_than = math.inf if best is None else best.seconds
+            plan = _plan_cut(program, mesh, meshes, arguments, results, pipeline, where, notes, again, faster_than)
         except StageMemoryError:
             if best is None:
                 raise
@@ -448,7 +434,7 @@ def make_pipeline_plan(
         full = {r.rank for r in plan.memory.too_full}
         if not full and (best is None or plan.seconds < best.seconds):
             best = plan
-        short = full or set(plan.squeezed)
+        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
         again = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and _may_recompute(pipeline, s.number)} - again
         if not more and best is None:
@@ -466,10 +452,12 @@ def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
 def _plan_cut(
     program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+    faster_than: float,
 ) -> PipelinePlan:  # fmt: skip
     """The plan for stages that compute their forward `again`, whether it fits or not, cut here if nobody marked them.
 
     Cutting goes by an estimate. Where the account of the plan has more than fits, it is cut anew with that in mind.
+    A plan that is not `faster_than` so many seconds need not fit.
 
     Raises:
       StageMemoryError: no cuts fit, nor do they if all stages compute their forward again that may.
@@ -480,7 +468,7 @@ def _plan_cut(
 
     def plan_of(pieces: Pieces) -> PipelinePlan:
         of_pieces = [arguments[p.number] for p in pieces.inputs], [results[p.number] for p in pieces.outputs]
-        return _plan_pieces(program, pieces, mesh, meshes, *of_pieces, marked, where, notes, again)
+        return _plan_pieces(program, pieces, mesh, meshes, *of_pieces, marked, where, notes, again, faster_than)
 
     if pipeline.stages == "marked":
         return plan_of(whole_program(program))
@@ -504,7 +492,7 @@ def _plan_cut(
             continue
         plan = plan_of(pieces)
         peak = {r.rank: r.peak for r in plan.memory.too_full}
-        if not peak:
+        if not peak or plan.seconds >= faster_than:
             return plan
         for s, rank in enumerate(rank_of):
             if rank in peak and estimates[s]:
@@ -516,6 +504,7 @@ def _plan_cut(
 def _plan_pieces(
     program: Program, pieces: Pieces, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
     results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
+    faster_than: float,
 ) -> PipelinePlan:  # fmt: skip
     """The same for a program with its marks; arguments and results are those of its pieces."""
     ranks = len(meshes)
@@ -524,30 +513,52 @@ def _plan_pieces(
     count = len(rank_of)
     recompute = {*_recomputed(pipeline, count, where), *again}
     cut = cut_stages(pieces.program, count, where, recompute=recompute, split=draft.splits_backward)
-    readers = Counter((rank, i) for s, rank in zip(cut.stages, rank_of, strict=True) for i in s.arguments)
-    stages: list[Stage] = []
-    ends: dict[int, Placement] = {}
-    for s, rank in zip(cut.stages, rank_of, strict=True):
-        mine = view(meshes[rank])
-        known = {
-            c.number: Pin(ends[c.number])
-            for c in cut.crossings
-            if c.number in ends and view(meshes[rank_of[c.source]]).axes == view(meshes[rank_of[c.target]]).axes
-        }
-        plan = make_plan(
-            _pinned(s.program, known), mine,
-            [replace(arguments[i], donated=arguments[i].donated and cut.homes[i] == s.stage) for i in s.arguments],
-            [results[i] for i in s.results],
-        )  # fmt: skip
-        ends |= {n: p for n, p, _ in _ends(plan)}
-        shared = [n for n, i in enumerate(s.arguments) if readers[rank, i] > 1]
-        stages.append(Stage(s.stage, rank, mine, plan, split_tasks(s, plan, shared), s))
+    placer = StagePlacer(cut, rank_of, [view(m) for m in meshes], arguments, results)
+    stages = placer.place({})
     schedule = _schedule(stages, cut, ranks, pipeline)
     if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
         found = replace(pipeline, schedule=schedule)
-        return _plan_pieces(program, pieces, mesh, meshes, arguments, results, found, where, notes, again)
+        return _plan_pieces(
+            program, pieces, mesh, meshes, arguments, results, found, where, notes, again, faster_than
+        )
     chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
-    return _under_schedule(program, pieces, mesh, chosen, stages, cut, schedule, arguments, results, notes, where)
+
+    def planned(stages: Sequence[Stage]) -> PipelinePlan:
+        return _under_schedule(
+            program, pieces, mesh, chosen, stages, cut, schedule, arguments, results, notes, where
+        )
+
+    plan = planned(stages)
+    return _with_room(plan, lambda limits: planned(placer.place(limits))) if plan.seconds < faster_than else plan
+
+
+def _with_room(plan: PipelinePlan, within: Callable[[Mapping[int, int]], PipelinePlan]) -> PipelinePlan:
+    """The plan, or if a rank's devices are too small for it, another one: the fastest found for which they are not, or
+    if there is none the one that they are next to.
+
+    What a rank has too much its stages are to take less, by the account of their own programs. That has one microbatch
+    at a time, and knows what one call of the stage's whole program may write over: where the ranks' account differs,
+    the next limit is of what is still too much.
+
+    Args:
+      plan: the cheapest.
+      within: the plan for limits in bytes on some stages.
+    """
+    tried, limits = [plan], dict[int, int]()
+    while (full := plan.memory.too_full) and len(tried) <= ROOMS:
+        for r in full:
+            mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
+            own = sum(s.plan.memory.peak for s in mine)
+            limits |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
+        if not limits or min(limits.values()) <= 0:
+            break
+        plan = within(limits)
+        tried.append(plan)
+    fits = [p for p in tried if not p.memory.too_full]
+    found = min(fits, key=lambda p: p.seconds) if fits else min(tried, key=lambda p: p.memory.worst.fullness)
+    if found is not tried[0]:
+        found.unlimited = Unlimited(tried[0].seconds, tried[0].memory.peak)
+    return found
 
 
 def _under_schedule(
@@ -710,40 +721,3 @@ def _squeezed(plan: PipelinePlan, net: Network) -> PipelinePlan:
         return plan
     found.squeezed = tuple(r.rank for r in full)
     return found
-
-
-def _pinned(program: Program, pins: dict[int, Pin]) -> Program:
-    """The program with what is known of the other ends of its transfers."""
-
-    def pin(eqn: Eqn) -> Eqn:
-        if is_transfer(eqn) and transfer_number(eqn) in pins:
-            return eqn.replace(params={**eqn.params, "pin": pins[transfer_number(eqn)]})
-        if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            inner = compat.new_jaxpr(body.invars, body.outvars, [pin(e) for e in body.eqns], body)
-            return eqn.replace(params={**eqn.params, "jaxpr": compat.close(inner)})
-        return eqn
-
-    jaxpr = program.jaxpr
-    return replace(
-        program, jaxpr=compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [pin(e) for e in jaxpr.eqns], jaxpr)
-    )
-
-
-def _ends(plan: Plan) -> list[tuple[int, Placement, bool]]:
-    """Number and placement of each transfer that a stage takes part in, and whether it sends it."""
-    found: list[tuple[int, Placement, bool]] = []
-
-    def look(eqns: Sequence[Eqn]) -> None:
-        for eqn in eqns:
-            if is_transfer(eqn):
-                sent = bool(eqn.invars)
-                var = eqn.invars[0] if sent else eqn.outvars[0]
-                placement = Placement() if compat.is_literal(var) else plan.boxed.placements[var]
-                found.append((transfer_number(eqn), placement, sent))
-            elif eqn.primitive.name == "scan":
-                look(eqn.params["jaxpr"].jaxpr.eqns)
-
-    look(plan.boxed.jaxpr.eqns)
-    return found
-

@@ -79,6 +79,11 @@ class RankMemory:
         return max(self.bytes, default=0)
 
     @property
+    def fullness(self) -> float:
+        """The peak, as a part of what a device has."""
+        return self.peak / max(self.capacity, 1)
+
+    @property
     def peak_time(self) -> float:
         """When the peak is reached first, in simulated seconds."""
         return self.times[self.bytes.index(self.peak)]
@@ -112,7 +117,7 @@ class PipelineMemory:
 
     @property
     def worst(self) -> RankMemory:
-        return max(self.ranks, key=lambda r: (r.peak / max(r.capacity, 1), -r.rank))
+        return max(self.ranks, key=lambda r: (r.fullness, -r.rank))
 
     @property
     def arguments(self) -> int:
@@ -148,7 +153,7 @@ def too_large(memory: PipelineMemory) -> str:
         parts = ", ".join(f"{_mib(b)} {kind}" for kind, b in sorted(r.peak_parts.items(), key=lambda p: -p[1]) if b)
         lines.append(
             f"rank {r.rank}: {_mib(r.peak)} at {r.peak_label}, its devices have {_mib(r.capacity)} "
-            f"({r.peak / max(r.capacity, 1):.2f} times as much): {parts}"
+            f"({r.fullness:.2f} times as much): {parts}"
         )
         lines += [
             f"    {_mib(h.bytes)}  {h.kind}: {h.name or 'made by shardc'} {h.value}{times} (stage {h.stage})"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardc
 from shardc.errors import PipelineError
+from shardc.passes.plan import Unlimited
 
 
 def loss(params, x):
@@ -94,3 +96,47 @@ def test_what_does_not_fit_is_named():
     assert "rank 0: " in text and "its devices have 97.7 KiB" in text and "What would help" in text
     with pytest.raises(PipelineError, match=r"recompute"):
         plan((plan("1GB", recompute="full").memory.peak + plan("1GB").memory.peak) // 2, recompute="none")
+
+
+def split(hbm, **options):
+    """Two layers on two stages of four devices. Gradients are cheapest added up whole, and reduced once."""
+    mesh = shardc.make_mesh(pipe=2, data=4, hbm=hbm)
+    return shardc.function(
+        adam_step, mesh=mesh, donate_argnames=("params", "moments"),
+        in_placements={"params": {}, "x": {"data": shardc.S(0)}}, pipeline=shardc.Pipeline(**options),
+    )  # fmt: skip
+
+
+def adam_step(params, moments, x):
+    def loss(params, x):
+        for i, (up, down) in enumerate(params):
+            x = x + jnp.tanh(x @ up) @ down
+            x = shardc.stage_boundary(x) if i < len(params) - 1 else x
+        return jnp.mean(x**2)
+
+    value, grads = shardc.accumulate(jax.value_and_grad(loss), microbatches=8)(params, x)
+    updates, moments = optax.adam(1e-2).update(grads, moments, params)
+    return optax.apply_updates(params, updates), moments, value
+
+
+def adam_inputs():
+    rng = np.random.default_rng(0)
+    params = [(rng.normal(size=(256, 1024)) / 16, rng.normal(size=(1024, 256)) / 32) for _ in range(2)]
+    params = jax.tree.map(jnp.asarray, params)
+    return params, optax.adam(1e-2).init(params), jnp.asarray(rng.normal(size=(512, 256)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_stages_are_placed_so_that_their_ranks_have_room(recompute):
+    with jax.enable_x64(True):
+        free = split("1GB").plan(*adam_inputs())
+        assert free.unlimited is None
+        room = int(0.9 * free.memory.peak)
+        step_ = split(room, recompute=recompute)
+        plan = step_.plan(*adam_inputs())
+        assert plan.memory.peak <= room and plan.memory.too_full == ()
+        assert plan.unlimited == Unlimited(free.seconds, free.memory.peak)
+        assert "Memory decided" in plan.explain() and "Memory decided" not in free.explain()
+        expected = jax.jit(adam_step)(*adam_inputs())
+        for found, value in zip(jax.tree.leaves(step_(*adam_inputs())), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-9, atol=1e-12)

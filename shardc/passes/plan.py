@@ -19,7 +19,7 @@ from shardc.passes.canonicalize import NESTED
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, Offers, Recomputed, compute_again, names_of, recomputed
 from shardc.passes.constrain import constrain_p
-from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted
+from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted, Trial
 from shardc.passes.fusion import Habits, habits_of
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Memory, Profile, all_eqns, profile_memory
@@ -279,50 +279,90 @@ def make_plan(
     Raises:
       MemoryLimitError: no placement was found that fits. It begins with `where`, the function.
     """
-    arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
-    arguments += [Argument()] * (len(program.in_paths) - len(arguments))
-    results = [without_idle(pin, mesh) for pin in results]
-    entered = pin_entries(program, arguments)
-    ties = match_donated(entered, arguments)
-    wanted: list[Pin | None] = []
-    for pin, tie, var in zip(results, ties, entered.jaxpr.outvars, strict=True):
-        if pin is None and tie is None and compat.is_literal(var):
-            pin = Pin(REPLICATED)
-        if pin is None and tie is not None and moves(arguments[tie]):
-            pin = arguments[tie].pin  # where the next call wants it
-        wanted.append(pin)
-    search = _Search(entered, mesh, arguments, wanted, ties, notes, limit)
-    cheapest = search.plan
-    if limit is None or search.fits:
-        return cheapest
-    plans, fitted = _within(search, program, limit)
-    if plans:
-        found = min(plans, key=lambda p: p.seconds)
-        found.unlimited = Unlimited(cheapest.seconds, cheapest.memory.peak)
-        return found
-    from shardc.report.misfit import misfit  # noqa: PLC0415  # reports know plans, plans no reports
-
-    least = min(fitted, key=lambda f: f.least.peak)
-    raise MemoryLimitError(misfit(entered, mesh, arguments, least, limit, where or program.name), cheapest)
+    placing = Placing.of(program, mesh, arguments, results, notes)
+    return placing.plan if limit is None else placing.within(limit, where)
 
 
-def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], list[Fitted]]:
+@dataclass(frozen=True, eq=False)
+class Placing:
+    """A program that is to be placed on a mesh: once wherever is cheapest, then within any limits on memory."""
+
+    traced: Program
+    search: _Search
+
+    @classmethod
+    def of(
+        cls, program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
+        notes: Sequence[str] = (),
+    ) -> Placing:  # fmt: skip
+        arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
+        arguments += [Argument()] * (len(program.in_paths) - len(arguments))
+        results = [without_idle(pin, mesh) for pin in results]
+        entered = pin_entries(program, arguments)
+        ties = match_donated(entered, arguments)
+        wanted: list[Pin | None] = []
+        for pin, tie, var in zip(results, ties, entered.jaxpr.outvars, strict=True):
+            if pin is None and tie is None and compat.is_literal(var):
+                pin = Pin(REPLICATED)
+            if pin is None and tie is not None and moves(arguments[tie]):
+                pin = arguments[tie].pin  # where the next call wants it
+            wanted.append(pin)
+        return cls(program, _Search(entered, mesh, arguments, wanted, ties, notes))
+
+    @property
+    def plan(self) -> Plan:
+        """The cheapest, whatever memory it takes."""
+        return self.search.plan
+
+    def nearest(self, limit: int) -> Plan:
+        """A plan that takes at most so many bytes of each device, or if none was found one that takes least. All that
+        it keeps without the limit it keeps."""
+        whole = _Within(self.search, limit)
+        if whole.fits:
+            return self.plan
+        fitted = whole.fit()
+        return self._instead(whole.plan_of(fitted.best or fitted.least))
+
+    def _instead(self, plan: Plan) -> Plan:
+        plan.unlimited = Unlimited(self.plan.seconds, self.plan.memory.peak)
+        return plan
+
+    def within(self, limit: int, where: str = "") -> Plan:
+        """A plan that takes at most so many bytes of each device, as it may by computing again what it does not keep.
+
+        Raises:
+          MemoryLimitError: none was found. It begins with `where`, the function.
+        """
+        whole = _Within(self.search, limit)
+        if whole.fits:
+            return self.plan
+        plans, fitted = _all_within(whole, self.traced)
+        if plans:
+            return self._instead(min(plans, key=lambda p: p.seconds))
+        from shardc.report.misfit import misfit  # noqa: PLC0415  # reports know plans, plans no reports
+
+        least, s = min(fitted, key=lambda f: f.least.peak), self.search
+        raise MemoryLimitError(misfit(s.program, s.mesh, s.arguments, least, limit, where or s.program.name), self.plan)
+
+
+def _all_within(whole: _Within, traced: Program) -> tuple[list[Plan], list[Fitted]]:
     """Plans that fit, of the program as it is and as it computes again what it does not keep; and what was found where
     none does at once."""
-    if search.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
-        return [], [search.fit()]
+    search, limit = whole.search, whole.limit
+    if whole.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
+        return [], [whole.fit()]
     offers = Offers(search.plan.boxed, profile_of(search.plan), search.mesh, search.habits)
-    plans, fitted = list[Plan](), dict[_Search, Fitted]()
+    plans, fitted = list[Plan](), dict[_Within, Fitted]()
 
-    def fit(s: _Search) -> None:
+    def fit(s: _Within) -> None:
         fitted[s] = found = s.fit(alone=not offers.most)
         if found.best is not None:
-            plans.append(s.plan_of(found.best.placed, found.best.boxed))
+            plans.append(s.plan_of(found.best))
 
-    if offers.most < search.plan.memory.peak - limit and search.may_fit:
-        fit(search)
+    if offers.most < search.plan.memory.peak - limit and whole.may_fit:
+        fit(whole)
     if not any(map(_near, plans)):
-        missed, found = _computing_again(search, offers, traced, limit)
+        missed, found = _computing_again(whole, offers, traced)
         plans += found
         cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)[:1]
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
@@ -333,13 +373,12 @@ def _within(search: _Search, traced: Program, limit: int) -> tuple[list[Plan], l
     return plans, list(fitted.values())
 
 
-def _computing_again(
-    search: _Search, offers: Offers, traced: Program, limit: int
-) -> tuple[list[_Search], list[Plan]]:
+def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[list[_Within], list[Plan]]:
     """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
     computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before."""
-    missed, plans, tried = [search], list[Plan](), list[Choice]([{}])
-    low, high, wanted = 0.0, math.inf, float(search.plan.memory.peak - limit)
+    limit, peak = whole.limit, whole.plan.memory.peak
+    missed, plans, tried = [whole], list[Plan](), list[Choice]([{}])
+    low, high, wanted = 0.0, math.inf, float(peak - limit)
     for _ in range(TRIES):
         choice = offers.choose(wanted)
         if choice in tried:
@@ -348,7 +387,7 @@ def _computing_again(
             wanted = math.inf
             continue
         tried.append(choice)
-        trial = search.computing_again(choice, traced)
+        trial = _Within(whole.search.computing_again(choice, traced), limit)
         if trial.fits:
             plans.append(trial.plan)
             high = min(wanted, offers.most)
@@ -391,7 +430,6 @@ class _Search:
     results: Sequence[Pin | None]
     ties: Sequence[int | None]
     notes: Sequence[str]
-    limit: int | None
     again: Mapping[compat.Var, compat.Var | None] = field(default_factory=dict[compat.Var, compat.Var])
     names: tuple[str, ...] = ()
     bound: float = math.inf
@@ -423,25 +461,6 @@ class _Search:
         placed = self.placer.placed(self.cheapest)
         return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
 
-    @property
-    def fits(self) -> bool:
-        """Whether the cheapest does."""
-        return self.limit is None or self.plan.memory.peak <= self.limit
-
-    @cached_property
-    def fitting(self) -> Fit:
-        """The search for what fits."""
-        assert self.limit is not None
-        return Fit(self.placer, may_replace(self.program, self.ties), self.habits, self.limit)
-
-    @cached_property
-    def may_fit(self) -> bool:
-        """Whether it would, were every value where it takes least."""
-        return self.limit is None or self.fitting.charges.least() <= self.limit
-
-    def fit(self, alone: bool = True) -> Fitted:
-        return self.fitting.run(self.cheapest, alone)
-
     def plan_of(self, placed: Placed, boxed: Boxed) -> Plan:
         problem = self.placer.problem
         gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
@@ -451,6 +470,41 @@ class _Search:
             self.arguments, self.results, self.notes,
             recomputed=recomputed(boxed, self.mesh, self.habits, self.names, self.again) if self.names else None,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Within:
+    """A search, and a limit in bytes of each device."""
+
+    search: _Search
+    limit: int
+
+    @property
+    def plan(self) -> Plan:
+        """The cheapest, whatever memory it takes."""
+        return self.search.plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cheapest does."""
+        return self.plan.memory.peak <= self.limit
+
+    @cached_property
+    def fitting(self) -> Fit:
+        """The search for what fits."""
+        s = self.search
+        return Fit(s.placer, may_replace(s.program, s.ties), s.habits, self.limit)
+
+    @cached_property
+    def may_fit(self) -> bool:
+        """Whether it would, were every value where it takes least."""
+        return self.fitting.charges.least() <= self.limit
+
+    def fit(self, alone: bool = True) -> Fitted:
+        return self.fitting.run(self.search.cheapest, alone)
+
+    def plan_of(self, trial: Trial) -> Plan:
+        return self.search.plan_of(trial.placed, trial.boxed)
 
 
 def problem_of(

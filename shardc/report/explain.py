@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from shardc.passes.collective import KINDS, Collective
 from shardc.passes.memory import local_bytes
-from shardc.passes.plan import Argument, Gathered, Plan
+from shardc.passes.plan import Argument, Gathered, Plan, Unlimited
 from shardc.passes.tally import Time, short_aval
 from shardc.report.tables import (
     Key,
@@ -193,14 +193,20 @@ NAMED: Final = 6
 """Lines of what is computed again that are named."""
 
 
+def memory_decided(free: Unlimited | None, seconds: float) -> str:
+    """What would be without the limit on memory, if that is another plan than this one of so many seconds."""
+    if free is None:
+        return ""
+    more = ", which is more: searches do not count on what hides" * (free.seconds > seconds)
+    return (
+        f"\n  Memory decided: without the limit the plan would take about {seconds_text(free.seconds)} and "
+        f"{bytes_text(free.peak)}{more}"
+    )
+
+
 def _memory(plan: Plan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
-    free = plan.unlimited
-    decided = "" if free is None else (
-        f"\n  Memory decided: without the limit the plan would take about {seconds_text(free.seconds)} and "
-        f"{bytes_text(free.peak)}"
-        f"{', which is more: searches do not count on what hides' * (free.seconds > plan.seconds)}"
-    )  # fmt: skip
+    decided = memory_decided(plan.unlimited, plan.seconds)
     if (again := plan.recomputed) is not None:
         decided += (
             f"\n  Computed again where they are read, in {seconds_text(again.seconds)}, and not kept: "

@@ -10,12 +10,14 @@ from shardc.passes.memory import local_bytes
 from shardc.passes.tally import short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.simulate import Timeline
-from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan, Stage
+from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan
+from shardc.place_stages import Stage
 from shardc.report.chart import KINDS
 from shardc.report.explain import (
     REPLACES,
     WORDS,
     gathered_section,
+    memory_decided,
     moving,
     notes_section,
     totals_section,
@@ -369,4 +371,5 @@ def _memory(plan: PipelinePlan) -> str:
         f"Memory: at most {bytes_text(most.peak)} on each device of rank {most.rank}, "
         f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, while it runs {most.peak_label}\n  "
         + ", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)
+        + memory_decided(plan.unlimited, plan.seconds)
     )

@@ -18,7 +18,7 @@ from shardc.passes.compute_again import Offers, compute_again
 from shardc.passes.drop_residuals import KEPT
 from shardc.passes.drop_values import drop_values
 from shardc.passes.fusion import habits_of
-from shardc.passes.plan import _Search, profile_of
+from shardc.passes.plan import _Within, profile_of
 from tests.passes.test_drop_residuals import same_program
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
@@ -168,7 +168,7 @@ def test_a_training_step_that_computes_again(microbatches, tmp_path):
 @pytest.mark.parametrize("name", ["bert", "moe"])
 def test_models_of_the_zoo_compute_again(name, tmp_path, monkeypatch):
     """As if nothing could be split: planned for chips, run on eight CPU devices, the numbers of one."""
-    monkeypatch.setattr(_Search, "may_fit", False)
+    monkeypatch.setattr(_Within, "may_fit", False)
     zoo = MODELS[name]
     cfg = zoo.configs["test"]
     init, step = zoo.make_step(cfg, lambda f: f)
