@@ -406,8 +406,8 @@ def make_pipeline_plan(
 ) -> PipelinePlan:  # fmt: skip
     """Cuts, places and schedules a program, so that it fits.
 
-    Where the devices of a rank are too small its channels get fewer registers, its stages are placed so that they take
-    less, or, if their recompute is "auto", they compute their forward again: whatever is faster of what fits.
+    Where the devices of a rank are too small its channels get fewer registers, or if that is not enough its stages are
+    placed so that they take less. If their recompute is "auto" they compute their forward again, where that is faster.
 
     Args:
       program: traced with its marks.

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_named():
 
 
 def split(hbm, **options):
-    """Two layers on two stages of four devices. Gradients are cheapest added up whole, and reduced once."""
+    """Two layers on two stages of four devices. Where what is not pinned is cheapest is not where it takes least."""
     mesh = shardc.make_mesh(pipe=2, data=4, hbm=hbm)
     return shardc.function(
         adam_step, mesh=mesh, donate_argnames=("params", "moments"),

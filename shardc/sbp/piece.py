@@ -138,12 +138,11 @@ def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tupl
     found: list[Shift] = []
     for distance, parts in sorted(overlaps.items()):
         length = max(end - begin for *_, begin, end in parts) if distance else block
-        first, at, fills = [0] * n, [0] * n, [(0, 0)] * n
-        for number, (source, target, begin, end) in enumerate(parts):
+        first, at, fills = [0] * n, list[int](), [(0, 0)] * n
+        for source, target, begin, end in parts:
             first[source] = min(begin - held[source][0], block - length)
             place = held[source][0] + first[source] - wanted[target][0]
-            if not number:  # those that get nothing too: one number for all needs no table
-                at = [place] * n
+            at = at or [place] * n  # those that get nothing too: one number for all needs no table
             at[target] = place
             fills[target] = (begin - wanted[target][0], end - wanted[target][0])
         pairs = tuple((source, target) for source, target, *_ in parts) if distance else ()
