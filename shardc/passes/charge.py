@@ -105,7 +105,7 @@ class Charges:
                 unary[h.first] = after
             else:
                 pairwise[h.first, h.second] = after
-        return replace(self.tables, unary=unary, pairwise=pairwise)
+        return replace(self.tables, unary=unary, pairwise=pairwise, unpriced=self.tables)
 
     def least_arguments(self) -> float:
         """Bytes of all arguments, each where it takes least."""

@@ -218,7 +218,7 @@ class Fit:
         self.charges.memo.forget()
         on, begin = self.charges.prices(prices), start.found.values
         tables = self.charges.priced(on)
-        found = tables.best(begin) if thorough else tables.move(begin, sweeps=1)
+        found = tables.best(begin, proved=False) if thorough else tables.move(begin, sweeps=1)
         self.pool.append(found.values)
         trial = self._joined(on, found.values)
         log.debug("price %.3g: %.4g s, %.4g bytes of %.4g", prices.sum(), trial.found.cost, trial.peak, self.limit)

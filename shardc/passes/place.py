@@ -8,8 +8,10 @@ looked at along one axis after the other.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -19,7 +21,7 @@ from shardc.mesh import MeshView
 from shardc.passes.domain import Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
-from shardc.solver import Assignment, Memo, minimize, move
+from shardc.solver import Assignment, Memo, alike, minimize, move
 from shardc.solver.search import CLOSE, SETTLED
 from shardc.solver.tables import Index, Table
 
@@ -53,6 +55,7 @@ class Tables:
       unary, pairwise: seconds of choices, and of those of two nodes.
       memo: of what was computed from tables.
       offered: for each node the numbers of the choices that these tables have of it; None: all.
+      unpriced: the tables that these are with prices on memory; None: these are without.
     """
 
     domains: Domains
@@ -60,6 +63,7 @@ class Tables:
     pairwise: Mapping[tuple[int, int], Table]
     memo: Memo
     offered: Sequence[Index] | None = None
+    unpriced: Tables | None = None
 
     @classmethod
     def of(cls, problem: Problem, domains: Domains) -> Tables:
@@ -87,6 +91,13 @@ class Tables:
         """What the solver may spend on them."""
         return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
 
+    @cached_property
+    def together(self) -> list[list[int]] | None:
+        """Classes of nodes that are alike in repeated layers, whatever prices there are; None: few are."""
+        if self.unpriced is not None:
+            return self.unpriced.together
+        return alike(self.unary, self.pairwise, self.memo)
+
     @property
     def labels(self) -> list[NDArray[np.int64]]:
         """Of each choice the way on each axis."""
@@ -113,35 +124,39 @@ class Tables:
         return replace(self, unary=unary, pairwise=pairwise, offered=offered)
 
     def minimize(
-        self, start: Sequence[int] | None = None, work: float | None = None, close: float = CLOSE
-    ) -> Assignment:
+        self, start: Sequence[int] | None = None, work: float | None = None, close: float = CLOSE,
+        together: Sequence[Sequence[int]] | None = None,
+    ) -> Assignment:  # fmt: skip
         """The best choices that the search finds and proves, none worse than those of `start`, until cost and bound are
-        as close as that, relatively. Choices have the domains' numbers."""
+        as close as that, relatively. Choices have the domains' numbers. Those of nodes `together` are the same."""
         if start is not None and self.offered is not None:
             start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
         patience = PATIENCE if work is None else 1.0
         found = minimize(
-            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience
+            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience, together
         )
         if self.offered is None:
             return found
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
 
-    def best(self, start: Sequence[int] | None = None) -> Assignment:
+    def best(self, start: Sequence[int] | None = None, proved: bool = True) -> Assignment:
         """What the search finds; unless it is proved to be next to the best, also along one axis after the other.
 
         Args:
           start: choices that the result is not to be worse than.
+          proved: with a bound. Without, repeated layers are placed alike, which takes the time of one of them.
         """
-        found = self.minimize(start)
-        if found.gap <= SETTLED:  # a move that gains no more counts as none
-            return found
-        return min(replace(self.move(found.values), bound=found.bound), found, key=lambda a: a.cost)
+        together = None if proved else self.together
+        found = self.minimize(start, together=together)
+        if found.gap > SETTLED:  # a move that gains no more counts as none
+            found = min(replace(self.move(found.values), bound=found.bound), found, key=lambda a: a.cost)
+        return found if together is None else replace(found, bound=-math.inf)
 
     def move(self, start: Sequence[int], sweeps: int = SWEEPS) -> Assignment:
-        """The best choices that are found by moves along one axis at a time, from a start on. It proves nothing."""
+        """The best choices that are found by moves along one axis at a time, from a start on, of all repeated layers at
+        once. It proves nothing."""
         assert self.offered is None
-        return move(self.unary, self.pairwise, start, self.labels, sweeps, self.memo)
+        return move(self.unary, self.pairwise, start, self.labels, sweeps, self.memo, self.together)
 
     def fuse(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
         """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.

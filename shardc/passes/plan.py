@@ -453,7 +453,10 @@ class _Search:
 
     @cached_property
     def cheapest(self) -> Assignment:
-        return self.placer.tables.best()
+        if self.bound == math.inf:
+            return self.placer.tables.best()
+        found = self.placer.tables.best(proved=False)
+        return replace(found, bound=min(self.bound, found.cost))
 
     @cached_property
     def plan(self) -> Plan:

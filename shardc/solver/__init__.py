@@ -2,10 +2,10 @@
 
 from shardc.solver.eliminate import elimination_order
 from shardc.solver.memory import Memory
-from shardc.solver.solve import Assignment, Solution, by_cost, minimize, move, relative_gap, solve
+from shardc.solver.solve import Assignment, Solution, alike, by_cost, minimize, move, relative_gap, solve
 from shardc.solver.tables import FORBIDDEN, Memo
 
 __all__ = [
-    "FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "by_cost", "elimination_order", "minimize", "move",
-    "relative_gap", "solve",
+    "FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "alike", "by_cost", "elimination_order", "minimize",
+    "move", "relative_gap", "solve",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ best assignment needs, and what has at most two neighbours is taken out, and put
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -248,12 +248,12 @@ class Reduction:
         return self.tied(classes) if 2 * len(classes) < sum(self.inside) else None
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
-        """A smaller one, in which the variables of a class take the value of its first. They have the same costs."""
+        """A smaller one, in which the variables of a class take the value of its first. They have as many values."""
         found, leader = self.copy(), {v: c[0] for c in classes for v in c}
-        tables: dict[Pair, dict[int, list[Table]]] = {}
+        tables: dict[Pair, list[Table]] = {}
         for first, *rest in classes:
             size = self.own[first].size
-            found.own[first] = self.ops.one(self.own[first] * (1 + len(rest)))
+            found.own[first] = self._total([self.own[v] for v in (first, *rest)])
             found.uses[first] = [u for v in (first, *rest) for u in self.uses[v]]
             found.near[first] = {}
             for v in rest:
@@ -262,15 +262,20 @@ class Reduction:
         for v, first in leader.items():
             for j, table in self.near[v].items():
                 if (first, v) < (leader[j], j):
-                    tables.setdefault((first, leader[j]), {}).setdefault(id(table), []).append(table)
-        for (a, b), kinds in tables.items():
-            table = self.ops.one(np.sum([len(same) * same[0] for same in kinds.values()], 0))
+                    tables.setdefault((first, leader[j]), []).append(table)
+        for (a, b), some in tables.items():
+            table = self._total(some)
             if a == b:
                 found.own[a] = self.ops.sum(found.own[a], self.ops.one(np.diagonal(table).copy()))
             else:
                 found.link(a, b, table)
         found._touch(v for v, inside in enumerate(found.inside) if inside)
         return found
+
+    def _total(self, tables: Sequence[Table]) -> Table:
+        """Their sum. Most are one of a few."""
+        kinds, counts = {id(t): t for t in tables}, Counter(map(id, tables))
+        return self.ops.one(np.sum([n * kinds[kind] for kind, n in counts.items()], 0))
 
     def drop(self, slack: float) -> None:
         """Drops the values and forbids the pairs of values that cost more than this. Wants costs nowhere negative."""

@@ -171,6 +171,7 @@ def minimize(
     close: float = CLOSE,
     labels: Sequence[NDArray[np.int64]] | None = None,
     patience: float = 1.0,
+    together: Sequence[Sequence[int]] | None = None,
 ) -> Assignment:
     """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
 
@@ -185,15 +186,19 @@ def minimize(
         changes of many variables in one column at a time. In a large problem without a `start`, values of the same
         labels are taken as one at first; if that gives an assignment and a bound within SETTLED, these are the result.
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
+      together: classes of variables (`alike`) that are to take one value; the bound is of such assignments.
     """
     ops = Operations(memo or Memo())
     pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
     unary = [np.asarray(u, np.float64) for u in unary]
     full = Costs(unary, pairwise)
-    search = Search(Reduction.of(unary, pairwise, [], ops), full, work, close, labels=labels, patience=patience)
+    problem = Reduction.of(unary, pairwise, [], ops)
+    problem = problem if together is None else problem.tied(together)
+    search = Search(problem, full, work, close, labels=labels, patience=patience)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
-    coarse = Coarse.of(unary, pairwise, labels) if start is None and labels and is_large(pairwise) else None
+    try_coarse = start is None and together is None and labels and is_large(pairwise)
+    coarse = Coarse.of(unary, pairwise, labels) if try_coarse and labels else None
     if coarse is None or not _settled_by(coarse, search):
         search.run()
     values = search.values if search.values is not None else [0] * len(unary)
@@ -235,6 +240,13 @@ def by_cost(
     return found.by_cost()
 
 
+def alike(unary: Sequence[Table], pairwise: Mapping[Pair, Table], memo: Memo) -> list[list[int]] | None:
+    """Classes of variables that look alike from near, as those at one place of repeated layers do; None: most variables
+    are alone in theirs."""
+    classes = Reduction.of(unary, pairwise, [], Operations(memo)).alike(TIED)
+    return classes if 2 * len(classes) < len(unary) else None
+
+
 def move(
     unary: Sequence[Table],
     pairwise: Mapping[Pair, Table],
@@ -242,21 +254,21 @@ def move(
     labels: Sequence[NDArray[np.int64]],
     sweeps: int,
     memo: Memo | None = None,
+    together: Sequence[Sequence[int]] | None = None,
 ) -> Assignment:
     """Better assignments by changes of many variables in one column of the labels at a time, from a start on. It proves
     nothing.
 
     Args:
-      unary, pairwise, labels, memo: as those of `minimize`.
+      unary, pairwise, labels, memo, together: as those of `minimize`.
       start: an assignment that is allowed.
       sweeps: over all columns, at most.
     """
     full, values = Costs(unary, pairwise), list(start)
     problem = Reduction.of(unary, pairwise, [], Operations(memo or Memo()))
-    classes = problem.alike(TIED)
-    if 2 * len(classes) < len(unary):
-        problem = problem.tied(classes)
-        for v, *rest in classes:
+    if together is not None:
+        problem = problem.tied(together)
+        for v, *rest in together:
             for other in rest:
                 values[other] = values[v]
     search = Search(problem, full, 0.0, values=list(start), cost=full.cost(start), labels=labels)
@@ -265,4 +277,4 @@ def move(
     return Assignment(search.values, search.cost, -np.inf)
 
 
-__all__ = ["Assignment", "Memory", "Solution", "by_cost", "elimination_order", "minimize", "move", "solve"]
+__all__ = ["Assignment", "Memory", "Solution", "alike", "by_cost", "elimination_order", "minimize", "move", "solve"]

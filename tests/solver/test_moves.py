@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardc.solver import Memo, minimize, move, search
+from shardc.solver import Memo, alike, minimize, move, search
 from shardc.solver.costs import Costs
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
@@ -102,18 +102,19 @@ def test_large_arrays_are_one_if_they_are_equal():
     assert memo.held == 3 * table.nbytes
 
 
-@pytest.mark.parametrize("layers", [3, 12])
-def test_moves_from_a_start_tie_what_looks_alike(layers):
+@pytest.mark.parametrize("layers", [3, 16])
+def test_moves_from_a_start_keep_together_what_looks_alike(layers):
     """Of few layers every variable moves by itself, of many those of all layers together; never to something dearer."""
     gained = 0
     for seed in range(6):
         unary, pairwise = repeated_layers(seed, layers, 2, values=9)
-        costs = Costs(unary, pairwise)
+        costs, together = Costs(unary, pairwise), alike(unary, pairwise, Memo())
+        assert (together is None) == (layers == 3)
         start = np.random.default_rng(seed).integers(0, 9, len(unary)).tolist()
-        found = move(unary, pairwise, start, [LABELS] * len(unary), 4)
+        found = move(unary, pairwise, start, [LABELS] * len(unary), 4, together=together)
         assert found.cost == costs.cost(found.values) <= costs.cost(start)
         assert found.bound == -np.inf
-        again = move(unary, pairwise, found.values, [LABELS] * len(unary), 4)
+        again = move(unary, pairwise, found.values, [LABELS] * len(unary), 4, together=together)
         assert again.cost <= found.cost
         gained += found.cost < costs.cost(start)
     assert gained == 6

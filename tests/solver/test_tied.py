@@ -68,6 +68,25 @@ def test_the_best_of_alike_values(rounds, forbidden):
             assert found.cost == cost_of(unary, pairwise, found.values)
 
 
+def test_the_best_of_values_kept_together_that_cost_differently():
+    """What looked alike before prices were put on it: classes are of other costs than those that are minimised."""
+    differed = 0
+    for seed in range(12):
+        unary, pairwise = repeated_layers(seed, 8, 2)
+        classes = reduction(unary, pairwise).alike(1)
+        rng = np.random.default_rng(seed)
+        unary = [u + 0.5 * rng.random(u.size) for u in unary]
+        pairwise = {pair: t + 0.5 * rng.random(t.shape) for pair, t in pairwise.items()}
+        found = minimize(unary, pairwise, together=classes)
+        assert found.cost == pytest.approx(tied_minimum(unary, pairwise, classes), rel=1e-12)
+        assert found.cost == pytest.approx(cost_of(unary, pairwise, found.values), rel=1e-12)
+        assert all(len({found.values[v] for v in c}) == 1 for c in classes)
+        least = minimize(unary, pairwise).cost
+        assert found.cost >= least
+        differed += found.cost > least
+    assert differed
+
+
 def test_what_is_tied_has_the_memory_of_all():
     unary, pairwise = repeated_layers(0, 3, 2)
     problem = reduction(unary, pairwise)
