@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,7 @@ from shardc.passes.program import Program
 from shardc.passes.record import record
 from shardc.passes.split_scans import Piece, Pieces, whole_program
 from shardc.passes.split_tasks import StageTask
-from shardc.passes.tally import short_aval
+from shardc.passes.tally import Time, short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits
@@ -253,8 +254,7 @@ class PipelinePlan:
     def cost(self, label: Any) -> float:
         """Seconds that a step takes."""
         found = self.built.tasks.get(label)
-        plan = None if found is None else found[1].plan
-        return 0.0 if plan is None else max(plan.added_seconds, HOST_SECONDS)
+        return 0.0 if found is None else _seconds(found[1].plan)
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
@@ -273,7 +273,25 @@ class PipelinePlan:
     @cached_property
     def compute_seconds(self) -> float:
         """Time that the busiest rank computes in one call."""
-        return max(self.simulate().busy)
+        return self.time.computing
+
+    @property
+    def time(self) -> Time:
+        """Seconds of one call by what they go to, on the rank that waits least."""
+        return min(self.rank_times, key=lambda t: t.wait)
+
+    @cached_property
+    def rank_times(self) -> tuple[Time, ...]:
+        """Seconds of one call by what they go to, on each rank. Each adds up to `seconds`."""
+        timeline, tasks = self.simulate(), {label: task for label, (_, task) in self.built.tasks.items()}
+
+        def spent(labels: Sequence[Any], busy: float) -> Time:
+            runs = Counter(id(tasks[label].plan) for label in labels if label in tasks)
+            plans = {id(t.plan): t.plan for t in tasks.values() if t.plan is not None}
+            each = ((plan.time + Time(launch=_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items())
+            return sum(each, Time(wait=timeline.makespan - busy))
+
+        return tuple(map(spent, timeline.order(), timeline.busy))
 
     def with_registers(self, registers: Sequence[int | None]) -> PipelinePlan:
         """The same plan with so many registers for each channel."""
@@ -658,13 +676,18 @@ def _known(stage: Stage) -> dict[Var, Placement]:
     return known
 
 
+def _seconds(plan: Plan | None) -> float:
+    """Of one execution of a task with this plan."""
+    return 0.0 if plan is None else max(plan.seconds, HOST_SECONDS)
+
+
 def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline) -> Schedule:
     """The schedule for the costs of the planned tasks."""
     count = len(stages)
 
     def cost(stage: int, kind: str) -> float:
         task = stages[stage].tasks.loop.get(position_of(Action(stage, kind, 0), count))
-        return 0.0 if task is None or task.plan is None else max(task.plan.added_seconds, HOST_SECONDS)
+        return 0.0 if task is None else _seconds(task.plan)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     latency = stages[0].mesh.link.latency

@@ -32,8 +32,7 @@ from shardc.mesh import AnyMesh, MeshView, make_mesh, view
 from shardc.mesh_choices import NAMES, Sizes, slice_of
 from shardc.passes.trace import Arguments
 from shardc.pipeline.schedules import METHODS
-from shardc.pipeline.simulate import simulate
-from shardc.pipeline_plan import HOST_SECONDS, Pipeline, PipelinePlan
+from shardc.pipeline_plan import Pipeline
 from shardc.placed import is_placed
 from shardc.sbp.placement import AUTO
 from shardc.tune_search import PIPE, Choice, Search, Step, meshes, pipelines
@@ -57,7 +56,7 @@ class Candidate:
       microbatches: of the function's loop; None: it has none.
       function: the `shardc.function` on this mesh; what `fn` was traced and planned as is kept.
       plan: None if there is none.
-      seconds: time of one call, as the plan says; of a pipeline with its tasks' times as their plans say.
+      seconds: time of one call, as the plan says.
       memory, bytes: per device: the most that it holds, and what it sends in one call.
       gap: as the plan's; None where nothing is proved.
       capacity: bytes of memory of a device.
@@ -320,17 +319,4 @@ def _planned(choice: Choice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candidate:
     except ShardcError as error:  # what this mesh cannot do, others may
         return replace(bare, problem=str(error))
     memory = plan.memory.peak
-    return replace(bare, plan=plan, seconds=_seconds(plan), memory=memory, bytes=plan.bytes_per_device, gap=plan.gap)
-
-
-def _seconds(plan: AnyPlan) -> float:
-    """Of one call. Those of a pipeline's tasks are as their plans say, what is fused and what hides included."""
-    if not isinstance(plan, PipelinePlan):
-        return plan.seconds
-
-    def cost(label: Any) -> float:
-        found = plan.built.tasks.get(label)
-        task = None if found is None else found[1].plan
-        return 0.0 if task is None else max(task.seconds, HOST_SECONDS)
-
-    return simulate(plan.network, cost, plan.link).makespan
+    return replace(bare, plan=plan, seconds=plan.seconds, memory=memory, bytes=plan.bytes_per_device, gap=plan.gap)

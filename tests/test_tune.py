@@ -255,8 +255,7 @@ def test_time_of_a_pipeline_counts_what_light_operations_read_and_write():
         tasks = [[t.plan for t in s.tasks.loop.values() if t.plan is not None] for s in c.plan.stages]
         return max(4 * sum(map(seconds, plans)) for plans in tasks)
 
-    assert c.plan.seconds < c.seconds
-    assert busiest(lambda p: p.added_seconds) < busiest(lambda p: p.seconds) < c.seconds
+    assert busiest(lambda p: p.added_seconds) < busiest(lambda p: p.seconds) < c.seconds == c.plan.seconds
 
 
 def test_a_pipeline_that_was_chosen_runs():

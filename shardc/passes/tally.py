@@ -44,6 +44,8 @@ class Time:
       all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
       hidden: of the collectives, what runs while the program computes: reductions that only the optimizer and the
         results read, and pieces that go around while others are multiplied.
+      launch: of a pipeline, by what its shortest tasks take longer than they compute, as the host has to launch them.
+      wait: of a pipeline, for other ranks and for what they send.
     """
 
     compute: float = 0.0
@@ -54,6 +56,8 @@ class Time:
     all_to_all: float = 0.0
     permute: float = 0.0
     hidden: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -66,7 +70,7 @@ class Time:
 
     @property
     def total(self) -> float:
-        return self.computing + self.moving - self.hidden
+        return self.computing + self.moving - self.hidden + self.launch + self.wait
 
     def __add__(self, other: Time) -> Time:
         return Time(*map(operator.add, self._parts(), other._parts()))

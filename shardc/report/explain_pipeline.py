@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from shardc.passes.collective import Collective
 from shardc.passes.memory import local_bytes
-from shardc.passes.tally import short_aval
+from shardc.passes.tally import Time, short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan
@@ -45,6 +45,11 @@ from shardc.sbp.placement import is_even
 _WIDTH: Final = 120
 _MOST_COLUMNS: Final = 4
 """Arguments with a column of their own."""
+_PARTS: Final = {
+    "compute": "computing", "memory": "reading and writing", "hidden": "behind computing", "launch": "launching",
+    "wait": "waiting",
+}  # fmt: skip
+"""Parts of a rank's time that have another name here."""
 _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
@@ -52,8 +57,8 @@ def explain_pipeline(plan: PipelinePlan) -> str:
     """Where time goes, what each stage computes and holds, what moves between stages and within them, and why."""
     timeline = plan.simulate()
     sections = (
-        _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _sent(plan),
-        _arguments(plan), _results(plan), _transfers(plan), _moves(plan), totals_section(plan.collectives),
+        _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan),
+        _sent(plan), _arguments(plan), _results(plan), _transfers(plan), _moves(plan), totals_section(plan.collectives),
         _channels(plan, timeline), gathered_section(plan.gathered), notes_section(plan.notes), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
@@ -223,6 +228,19 @@ def _tasks(plan: PipelinePlan, timeline: Timeline) -> str:
     least = seconds_text(HOST_SECONDS)
     title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing is left for it to do"
     return section(title, table)
+
+
+def _times(plan: PipelinePlan) -> str:
+    """Where the time of each rank goes, a row for ranks with the same."""
+    parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, time in enumerate(plan.rank_times):
+        cells = tuple("-" * (part == "hidden") + seconds_text(getattr(time, part)) for part in parts)
+        rows.setdefault(cells, []).append(rank)
+    table = make_table("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
+    for cells, ranks in rows.items():
+        table.add_row(ranges_text(ranks), *cells)
+    return section(f"Time: what the {seconds_text(plan.seconds)} of a call go to on each rank", table)
 
 
 def _sent(plan: PipelinePlan) -> str:

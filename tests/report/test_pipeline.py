@@ -12,6 +12,7 @@ from shardc import S
 from shardc.errors import PipelineError
 from shardc.pipeline.recorded import recorded
 from shardc.pipeline.schedules import make_schedule
+from shardc.pipeline_plan import HOST_SECONDS
 from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
 from tests.report import pipelines
 
@@ -92,6 +93,23 @@ def test_the_numbers_of_the_text_are_those_of_the_plan(deep):
     found = [re.match(r"  ([\d, -]*\d)  +.*  (\d+)  +[\d.]+ (?:bytes?|KiB|MiB|GiB)(?:  |$)", row) for row in rows]
     assert sum(len(_numbers(m[1])) * int(m[2]) for m in found) == sum(counts)
     assert f"{100 * timeline.bubble / timeline.makespan:.0f}%" in text
+
+
+@pytest.mark.parametrize("which", ["plan", "deep"])
+def test_the_time_of_each_rank_is_split_by_what_it_goes_to(which, request):
+    plan = request.getfixturevalue(which)
+    timeline, times = plan.simulate(), plan.rank_times
+    assert len(times) == plan.schedule.ranks
+    for time, busy in zip(times, timeline.busy, strict=True):
+        assert time.total == pytest.approx(plan.seconds, rel=1e-12)
+        assert time.wait == pytest.approx(timeline.makespan - busy, rel=1e-12)
+    assert plan.time.wait == min(t.wait for t in times) and plan.compute_seconds == plan.time.computing
+    runs = [(p, n) for s in plan.stages for p, n in plan._runs(s)]
+    for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "hidden"):
+        each = sum(n * getattr(p.time, part) for p, n in runs)
+        assert sum(getattr(t, part) for t in times) == pytest.approx(each, rel=1e-12)
+    launched = sum(n * max(0.0, HOST_SECONDS - p.seconds) for p, n in runs)
+    assert sum(t.launch for t in times) == pytest.approx(launched, rel=1e-12) and launched > 0
 
 
 def _numbers(text):
