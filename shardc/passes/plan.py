@@ -456,7 +456,7 @@ class _Search:
         if self.bound == math.inf:
             return self.placer.tables.best()
         found = self.placer.tables.best(proved=False)
-        return replace(found, bound=min(self.bound, found.cost))
+        return replace(found, bound=max(found.bound, min(self.bound, found.cost)))
 
     @cached_property
     def plan(self) -> Plan:
