@@ -20,12 +20,14 @@ from shardc.solver.tables import Index, Memo, Pair, Table
 Labels: TypeAlias = NDArray[np.int64]
 
 LARGE: Final = 20_000_000
-"""Entries of different tables from which on it is tried. Where it settles the whole problem, half of the time is saved,
-else its own is lost."""
+"""Entries of all tables from which on it is tried. Where it settles the whole problem, half of the time is saved, else
+its own is lost."""
+WIDE: Final = 10_000
+"""Entries of a table, on average, from which on most of its values differ in the order of axes alone."""
 
 
 def is_large(pairwise: Mapping[Pair, Table]) -> bool:
-    return sum({id(t): t.size for t in pairwise.values()}.values()) > LARGE
+    return sum(t.size for t in pairwise.values()) > max(LARGE, WIDE * len(pairwise))
 
 
 class _Groups(NamedTuple):

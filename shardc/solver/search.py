@@ -135,8 +135,13 @@ class Search:
     @property
     def _ended(self) -> bool:
         """Whether it is proved, or the work is done."""
+        return self.closed or self.spent
+
+    @property
+    def spent(self) -> bool:
+        """Whether the work is done."""
         far = not self.cost - self.bound <= FAR * abs(self.cost)
-        return self.closed or self.problem.ops.work > self.limit * (self.patience if far else 1.0)
+        return self.problem.ops.work > self.limit * (self.patience if far else 1.0)
 
     @property
     def _columns(self) -> int:

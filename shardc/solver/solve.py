@@ -197,9 +197,10 @@ def minimize(
     search = Search(problem, full, work, close, labels=labels, patience=patience)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
-    try_coarse = start is None and together is None and labels and is_large(pairwise)
-    coarse = Coarse.of(unary, pairwise, labels) if try_coarse and labels else None
-    if coarse is None or not _settled_by(coarse, search):
+    coarse = None
+    if start is None and together is None and labels and is_large(pairwise):
+        coarse = Coarse.of(unary, pairwise, labels)
+    if coarse is None or not (_settled_by(coarse, search) or search.spent):
         search.run()
     values = search.values if search.values is not None else [0] * len(unary)
     met = search.cost - search.bound <= ROUNDING * abs(search.cost)
@@ -208,7 +209,7 @@ def minimize(
 
 def _settled_by(small: Coarse, search: Search) -> bool:
     """Whether a coarse problem's bound, and what is found in its best assignment and from there on, are enough. The
-    search has both from then on."""
+    search has both from then on, and less work to do."""
     costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
     first = Search(problem, costs, search.limit, NEARLY, labels=small.labels, patience=search.patience)
     first.run()
@@ -223,7 +224,8 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     if fine.values is None:
         return False
     search.values, search.cost = fine.values, fine.cost
-    if not search.within(NEARLY):
+    search.limit -= small.ops.work
+    if first.within(SETTLED) and not search.within(NEARLY):  # else no move could settle it
         search.move(fine.values)
     return search.within(SETTLED)
 

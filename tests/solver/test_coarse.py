@@ -1,17 +1,19 @@
 """Values of the same labels taken as one, against enumeration."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, coarse, minimize
-from shardc.solver.coarse import Coarse
+from shardc.solver import FORBIDDEN, minimize, search
+from shardc.solver.coarse import LARGE, WIDE, Coarse, is_large
 from shardc.solver.search import CLOSE, SETTLED, Search
 from shardc.solver.solve import relative_gap
 from tests.solver.problems import cost_of, minimum, random_problem, shapes
 
 SEEDS = range(40)
+solve = sys.modules["shardc.solver.solve"]  # the function has the module's name
 
 
 def labelled(shape: str, seed: int, forbidden: float):
@@ -41,7 +43,7 @@ def test_a_coarse_value_costs_what_the_cheapest_does_that_it_stands_for(shape, f
 @pytest.mark.parametrize("forbidden", [0.0, 0.3])
 @pytest.mark.parametrize("shape", shapes)
 def test_what_a_coarse_problem_begins_is_as_good_as_it_is_said_to_be(shape, forbidden, monkeypatch):
-    monkeypatch.setattr(coarse, "LARGE", -1)
+    monkeypatch.setattr(solve, "is_large", bool)
     exact = 0
     for seed in SEEDS:
         unary, pairwise, labels = labelled(shape, seed, forbidden)
@@ -59,7 +61,7 @@ def test_what_a_coarse_problem_begins_is_as_good_as_it_is_said_to_be(shape, forb
 
 def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     """Two orders of each value that cost the same: what is best among them is best of all."""
-    monkeypatch.setattr(coarse, "LARGE", -1)
+    monkeypatch.setattr(solve, "is_large", bool)
     rng = np.random.default_rng(0)
     unary = [rng.integers(1, 30, 4).astype(float).repeat(2) for _ in range(6)]
     pairwise = {
@@ -74,3 +76,31 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     assert sizes == [24, 12]  # the coarse problem, and what its best assignment stands for
     assert found.gap <= CLOSE
     assert found.cost == minimum([u[::2] for u in unary], {p: t[::2, ::2] for p, t in pairwise.items()})
+
+
+def test_where_the_coarse_problem_takes_all_work_nothing_is_searched_again(monkeypatch):
+    """What it found is the result then, and its bound."""
+    monkeypatch.setattr(solve, "is_large", bool)
+    monkeypatch.setattr(search, "EXACT", 0)  # nothing is simply eliminated
+    monkeypatch.setattr(search, "WORTH", 0.0)
+    searched = []
+    run = Search.run
+    monkeypatch.setattr(Search, "run", lambda self: searched.append(self.labels) or run(self))
+    open_gaps = 0
+    for seed in SEEDS:
+        unary, pairwise, labels = labelled("dense", seed, 0.0)
+        least = minimum(unary, pairwise)
+        searched.clear()
+        found = minimize(unary, pairwise, labels=labels, work=1.0)
+        assert found.bound <= least <= found.cost == cost_of(unary, pairwise, found.values)
+        assert searched and not any(of is labels for of in searched)  # those of the whole problem
+        open_gaps += found.gap > SETTLED
+    assert open_gaps
+
+
+def test_tables_are_large_by_all_of_them_and_by_each():
+    """Repeated layers share theirs, but are work all the same; many small ones are those of two axes."""
+    wide = np.zeros((WIDE, 1))
+    assert not is_large({(0, 1): wide})
+    assert is_large({(k, k + 1): np.zeros((WIDE, 2)) for k in range(LARGE // (2 * WIDE) + 1)})
+    assert not is_large({(k, k + 1): wide[:100] for k in range(LARGE // 100 + 1)})
