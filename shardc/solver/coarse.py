@@ -21,7 +21,7 @@ Labels: TypeAlias = NDArray[np.int64]
 
 LARGE: Final = 20_000_000
 """Entries of all tables from which on it is tried. Where it settles the whole problem, half of the time is saved, else
-its own is lost."""
+what it took is missing from the work on the whole problem."""
 WIDE: Final = 10_000
 """Entries of a table, on average, from which on most of its values differ in the order of axes alone."""
 

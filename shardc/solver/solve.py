@@ -184,7 +184,8 @@ def minimize(
       close: relative distance of cost and bound that is close enough.
       labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
         changes of many variables in one column at a time. In a large problem without a `start`, values of the same
-        labels are taken as one at first; if that gives an assignment and a bound within SETTLED, these are the result.
+        labels are taken as one at first; if that gives an assignment and a bound within SETTLED, or takes all the work,
+        these are the result.
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
       together: classes of variables (`alike`) that are to take one value; the bound is of such assignments.
     """
