@@ -453,7 +453,7 @@ class _Search:
 
     @cached_property
     def cheapest(self) -> Assignment:
-        """The cheapest choices found; only those of the program that computes nothing again have a proof of their own."""
+        """The cheapest choices found. A program that computes something again may go without a proof of its own."""
         if self.bound == math.inf:
             return self.placer.tables.best()
         found = self.placer.tables.best(proved=False)
