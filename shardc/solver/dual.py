@@ -350,6 +350,20 @@ class Dual:
                 np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
         return flat, first
 
+    def handed(self) -> dict[Pair, Table]:
+        """For variables (v, j) that are neighbours what j's values cost of their table, as the messages of the last
+        pass write it. What is left of the table costs nothing at least, or a constant."""
+        found: dict[Pair, Table] = {}
+        for level in self._levels:
+            costs = self._costs(level) * level.share
+            for edges in level.ahead if self._forward else level.behind:
+                given = costs[edges.position] - self.messages[edges.back]
+                taken = self.messages[edges.first : edges.first + given.shape[0] * edges.tables.shape[2]]
+                pairs = zip(level.variables[edges.position].tolist(), edges.other.tolist(), strict=True)
+                for (v, j), mine, theirs in zip(pairs, given, taken.reshape(len(given), -1), strict=True):
+                    found[v, j], found[j, v] = theirs, -mine
+        return found
+
     def rest(self, values: Sequence[Index]) -> tuple[float, list[Table], dict[Pair, Table]]:
         """The problem of some values as the messages of the last pass write it: a constant (the bound), and what values
         and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of a later

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.tables import A, Index, Memo, Table
+from shardc.solver.tables import FORBIDDEN, A, Index, Memo, Table
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
@@ -31,6 +31,16 @@ class Operations:
 
     def one(self, table: A) -> A:
         return self.memo.one(table)
+
+    def clean(self, table: Table) -> Table:
+        """The one that equals it, infinite where something is not allowed."""
+
+        def make() -> Table:
+            array = np.ascontiguousarray(table)
+            over = array >= FORBIDDEN
+            return self.one(np.where(over, np.inf, array) if over.any() else array)
+
+        return self.memo.do(("clean", id(table)), table, make)
 
     def turned(self, table: Table) -> Table:
         def make() -> Table:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.operations import Operations
-from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
+from shardc.solver.tables import Index, Pair, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Reduction:
       pair_work: entries that may be touched in making one table of two neighbours.
       beaten_work: the same in looking for beaten values of one variable.
       feasible: False where some variable had no allowed value.
+      held: variables that stay, with all their values that are allowed, and the tables between them.
     """
 
     ops: Operations
@@ -97,6 +98,7 @@ class Reduction:
     pair_work: int = 1 << 20
     beaten_work: int = 1 << 24
     steps: list[_Step] = field(default_factory=list["_Step"])
+    held: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.inside = [True] * len(self.own)
@@ -109,22 +111,12 @@ class Reduction:
     def of(
         cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], uses: Sequence[Sequence[Use]], ops: Operations
     ) -> Reduction:
-        own: list[Table] = []
-
-        def make(array: Table) -> Table:
-            table = np.ascontiguousarray(array)
-            over = table >= FORBIDDEN
-            return ops.one(np.where(over, np.inf, table) if over.any() else table)
-
-        def clean(array: Table) -> Table:
-            return ops.memo.do(("clean", id(array)), array, lambda: make(array))
-
-        own = [clean(u) for u in unary]
+        own = [ops.clean(u) for u in unary]
         near: list[dict[int, Table]] = [{} for _ in own]
         for (i, j), table in pairwise.items():
             if i == j:
                 raise ValueError(f"variable {i} in a table with itself")
-            table = clean(table)
+            table = ops.clean(table)
             if table.shape != (own[i].size, own[j].size):
                 raise ValueError(f"table of variables {i}, {j}: {table.shape}, not {(own[i].size, own[j].size)}")
             near[i][j] = ops.sum(near[i][j], table) if j in near[i] else table
@@ -202,6 +194,14 @@ class Reduction:
                         return None
                     found[v] = int(where[0])
         return found
+
+    def kept(self, variable: int) -> Index:
+        """The values that are left of one that is held, by their numbers in the whole problem."""
+        found: Index | None = None
+        for step in self.steps:
+            if isinstance(step, _Kept) and step.variable == variable:
+                found = step.index if found is None else found[step.index]
+        return np.arange(self.own[variable].size) if found is None else found
 
     def among(self, offered: Sequence[NDArray[np.bool_]]) -> Reduction:
         """A smaller one, of those values of the whole problem that are marked. Variables that were minimised out may
@@ -352,6 +352,7 @@ class Reduction:
         other = Reduction(
             self.ops, list(self.own), [dict(n) for n in self.near], [list(u) for u in self.uses],
             self.constant, list(self.fixed_uses), self.feasible, self.pair_work, self.beaten_work, list(self.steps),
+            self.held,
         )  # fmt: skip
         other.inside, other._begun = list(self.inside), self._begun
         return other
@@ -388,6 +389,8 @@ class Reduction:
                     self._forget(v, j)
                 else:
                     self.keep(v, rows)
+        if v in self.held:
+            return
         if self.own[v].size == 1:
             self._fix(v)
             return
@@ -403,7 +406,7 @@ class Reduction:
                 self._touch((v, j))
                 continue
             behind, ahead = ops.follower(table), ops.follower(self.near[j][v])
-            if behind is not None and (ahead is None or len(self.near[j]) <= len(self.near[v])):
+            if behind is not None and j not in self.held and (ahead is None or len(self.near[j]) <= len(self.near[v])):
                 self._follow(j, v, behind)
             elif ahead is not None:
                 self._follow(v, j, ahead)
@@ -476,7 +479,7 @@ class Reduction:
     def _drop_beaten(self, v: int) -> None:
         size = self.own[v].size
         tables = [self.near[v][j] for j in sorted(self.near[v])]
-        if size < 2 or size * sum(t.size for t in tables) > self.beaten_work:
+        if v in self.held or size < 2 or size * sum(t.size for t in tables) > self.beaten_work:
             return
         alive = self.ops.needed(self.own[v], tables, [u.bytes for u in self.uses[v]])
         if alive is not None:
@@ -484,7 +487,7 @@ class Reduction:
 
     def _work_of(self, v: int) -> int | None:
         """Entries that minimising a variable out touches; None: it stays."""
-        if not self.inside[v] or len(self.near[v]) > 2 or self.uses[v]:
+        if not self.inside[v] or len(self.near[v]) > 2 or self.uses[v] or v in self.held:
             return None
         work = self.own[v].size
         for table in self.near[v].values():

@@ -105,7 +105,7 @@ class Search:
                 self._raise_to(self.cost)
                 return
             if not inside:
-                self._offer(r.restore([0] * len(r.own)))
+                self.offer(r.restore([0] * len(r.own)))
                 self._raise_to(min(r.constant, self.cost))
                 return
             part = self._sweep(inside)
@@ -220,7 +220,7 @@ class Search:
         search = Search(part, self.full, begin + self.limit, self.close, self.values, self.cost, labels=self.labels)
         search.run()
         if search.values is not None:
-            self._offer(search.values)
+            self.offer(search.values)
         log.debug("tied: cost %.9g", self.cost)
         self.limit += self.problem.ops.work - begin
 
@@ -238,7 +238,7 @@ class Search:
             settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
             if settled == columns:
                 break
-        self._offer(values)
+        self.offer(values)
         self.limit += self.problem.ops.work - begin
 
     def _alike(self, values: Sequence[int], column: int) -> list[NDArray[np.bool_]]:
@@ -267,7 +267,7 @@ class Search:
         self.bound = max(self.bound, bound)
 
     def _offer_part(self, inside: Sequence[int], values: Index) -> None:
-        self._offer(self._whole(inside, values))
+        self.offer(self._whole(inside, values))
 
     def _whole(self, inside: Sequence[int], values: Index) -> list[int]:
         """The assignment of the whole problem."""
@@ -275,7 +275,8 @@ class Search:
         whole[inside] = values
         return self.problem.restore(whole.tolist())
 
-    def _offer(self, values: list[int]) -> None:
+    def offer(self, values: list[int]) -> None:
+        """An assignment of the whole problem, to be kept if it is the best one."""
         cost = self.full.cost(values)
         if cost < self.cost:
             self.values, self.cost = values, cost

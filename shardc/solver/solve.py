@@ -6,11 +6,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.cells import find_chain
+from shardc.solver.chain import Chain, Numbered, Part
 from shardc.solver.coarse import Coarse, is_large
 from shardc.solver.costs import Costs
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
@@ -26,6 +28,16 @@ log = logging.getLogger("shardc")
 WORK: Final = 8e9
 """Table entries that one call may touch: about ten seconds."""
 
+SEAMS: Final = 1e-5
+"""Relative distance of cost and bound at which a cell is enough, solved for all of a chain; if tables are large, it is
+SETTLED."""
+PART: Final = 0.2, 0.34
+"""What part of the variables are to be looked at, at most, if one is; with large tables."""
+TIGHT: Final = 0.01
+LOOSE: Final = 0.5
+LESS: Final = 1e-3
+"""Parts of the distance that is aimed at: for as much the bound of a cell is raised on, by so much that of the ends may
+be off, and values cost less there that a cell has too."""
 NEARLY: Final = 1e-4
 """Relative distance of cost and bound at which the coarse problem is solved."""
 UNLIMITED_PART: Final = 0.3
@@ -180,7 +192,7 @@ def minimize(
       pairwise: tables of pairs of variables.
       start: an assignment that the result is not to be worse than.
       memo: to share work with other problems of the same tables.
-      work: table entries that may be touched, roughly.
+      work: table entries that may be touched, roughly; where layers are solved one for all, in each of its parts.
       close: relative distance of cost and bound that is close enough.
       labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
         changes of many variables in one column at a time. In a large problem without a `start`, values of the same
@@ -198,14 +210,54 @@ def minimize(
     search = Search(problem, full, work, close, labels=labels, patience=patience)
     if start is not None:
         search.values, search.cost = list(start), full.cost(start)
-    coarse = None
-    if start is None and together is None and labels and is_large(pairwise):
-        coarse = Coarse.of(unary, pairwise, labels)
-    if coarse is None or not (_settled_by(coarse, search) or search.spent):
+    fresh, large = start is None and together is None, is_large(pairwise)
+    chain = find_chain(Numbered(unary, pairwise, ops)) if fresh else None
+    if chain is not None and chain.part <= PART[large]:
+
+        def solve_part(part: Part, start: Sequence[int] | None = None, close: float = close) -> Assignment:
+            some = None if labels is None else [labels[v] for v in part.variables]
+            return minimize(part.unary, part.pairwise, start, ops.memo, work, close, some, patience)
+
+        aim, enough = (SETTLED, SETTLED) if large else (close, max(close, SEAMS))
+        settled = _settled_by_cells(chain, search, solve_part, aim, enough)
+    elif fresh and labels and large:
+        settled = _settled_by(Coarse.of(unary, pairwise, labels), search) or search.spent
+    else:
+        settled = False
+    if not settled:
         search.run()
     values = search.values if search.values is not None else [0] * len(unary)
     met = search.cost - search.bound <= ROUNDING * abs(search.cost)
     return Assignment(values, search.cost, search.cost if met else search.bound)
+
+
+class _SolvePart(Protocol):
+    """`minimize` for some of the variables."""
+
+    def __call__(self, part: Part, start: Sequence[int] | None = None, close: float = ...) -> Assignment: ...
+
+
+def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim: float, enough: float) -> bool:
+    """Whether one of a chain's cells, solved for all of them, and what is at its ends give a bound and an assignment
+    that are close enough. The search has both."""
+    ring, many = chain.ring(), len(chain.middle)
+    shares = chain.shares(ring, aim * TIGHT)
+    if shares is None:
+        return False
+    alone = chain.one(shares)
+    values = solve_part(ring).values[: len(alone.variables)]
+    one = solve_part(alone, values)
+    part = chain.ends(shares, values, aim * LESS * many * abs(one.cost))
+    ends = solve_part(part, close=aim * LOOSE * many * len(alone.variables) / len(part.variables))
+    search.bound = chain.problem.constant + ends.bound + many * one.bound
+    search.offer(chain.whole(part, ends.values, values))
+    log.debug("%d cells: bound %.9g, cost %.9g", len(chain.cells), search.bound, search.cost)
+    if not search.within(enough) and (part := chain.shorter()) is not None:
+        found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
+        number = {v: k for k, v in enumerate(part.variables)}
+        search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0]]))
+        log.debug("one cell between the ends: cost %.9g", search.cost)
+    return search.within(enough)
 
 
 def _settled_by(small: Coarse, search: Search) -> bool:

@@ -1,0 +1,252 @@
+"""Layers that are written out, as a chain of equal cells: one cell is solved for all of them, with what is at the ends.
+
+Any costs, added on one side of a link between cells and taken off its table, write the same problem another way (a
+Lagrangian decomposition). With those that messages tend to round one cell that is its own neighbour, links come to cost
+nothing at least, and a cell as little as in the whole problem. Then the minimum of what is at the ends, and that of one
+cell as often as there are others, add up to a lower bound, and what attains them is an assignment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from shardc.solver.dual import Dual
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+from shardc.solver.tables import Pair, Table
+
+log = logging.getLogger("shardc")
+
+End: TypeAlias = tuple[int, int, int]
+"""Of a link: a place in a cell, the number of the table as the variable there holds it, and the place it leads to."""
+
+HUB: Final = 32
+"""A variable of so many neighbours belongs to no layer. Chains are found if one of its values is as good as any."""
+RAISINGS: Final = 80
+"""Of the bound of one cell, at most."""
+LOOK: Final = 5
+"""Raisings after which it is looked at what they gained."""
+
+
+class Numbered:
+    """A problem whose tables have numbers; what has one value is part of the costs of its neighbours.
+
+    Attributes:
+      own: costs of the variables' values.
+      near: for each variable its neighbours of more than one value and the numbers of the tables, its values being the
+        rows.
+      tables: by number; turned, a table has the number beside, of which the lower one is even.
+      fixed: the value of each variable that has but one, or need not have another.
+      constant: what these cost.
+    """
+
+    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], ops: Operations) -> None:
+        self.ops = ops
+        self.own = [ops.clean(u) for u in unary]
+        self.near: list[dict[int, int]] = [{} for _ in unary]
+        self.tables: list[Table] = []
+        numbers: dict[int, int] = {}
+        for (i, j), given in pairwise.items():
+            table = ops.clean(given)
+            k = numbers.setdefault(id(table), len(self.tables))
+            if k == len(self.tables):
+                self.tables += [table, ops.turned(table)]
+            self.near[i][j], self.near[j][i] = k, k + 1
+        self.constant = 0.0
+        self.fixed: dict[int, int] = {}
+        for v, u in enumerate(unary):
+            if u.size == 1:
+                self._fix(v, 0)
+        for v, near in enumerate(self.near):
+            if len(near) >= HUB:
+                needed = ops.needed(self.own[v], [self.tables[k] for k in near.values()], [])
+                if needed is not None and needed.size == 1:
+                    self._fix(v, int(needed[0]))
+
+    def _fix(self, v: int, value: int) -> None:
+        self.fixed[v] = value
+        self.constant += float(self.own[v][value])
+        for j, k in self.near[v].items():
+            own, row = self.own[j], self.ops.one(self.tables[k][value])
+            self.own[j] = self.ops.sum(own, row)
+            del self.near[j][v]
+        self.near[v] = {}
+
+    def edge(self, i: int, j: int, k: int) -> tuple[Pair, Table]:
+        """Two variables and table k of them, the way it was given."""
+        return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
+
+    def part(self, variables: Sequence[int], own: Sequence[Table]) -> Part:
+        """The problem of some of the variables, with these costs of all."""
+        number = {v: k for k, v in enumerate(variables)}
+        edges = (
+            self.edge(number[v], number[j], k)
+            for v in variables for j, k in self.near[v].items() if v < j and j in number
+        )  # fmt: skip
+        return Part(list(variables), [own[v] for v in variables], dict(edges))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A problem whose variable k is `variables[k]` of another."""
+
+    variables: list[int]
+    unary: list[Table]
+    pairwise: dict[Pair, Table]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Equal cells and what links them.
+
+    Attributes:
+      problem: whose they are.
+      cells: the variables of each, those at one place in one order; neighbours along most links in a row.
+      links: both ends of each. Every cell has each end once.
+      across: the variable at the other side, for a variable of a cell and its end of a link.
+    """
+
+    problem: Numbered
+    cells: list[list[int]]
+    links: list[tuple[End, End]]
+    across: Mapping[tuple[int, End], int]
+
+    @property
+    def part(self) -> float:
+        """What part the variables of a ring, a cell and the ends are of all."""
+        size, all_ = len(self.cells[0]), len(self.problem.own) - len(self.problem.fixed)
+        return 1 - (len(self.cells) - 4) * size / all_
+
+    @property
+    def middle(self) -> list[list[int]]:
+        """All cells but the outermost."""
+        return self.cells[1:-1]
+
+    @cached_property
+    def _inner(self) -> list[tuple[int, int, int]]:
+        """Pairs of places that are neighbours within a cell, and the number of the table."""
+        place, near = {v: p for p, v in enumerate(self.cells[0])}, self.problem.near
+        return [(p, place[j], k) for v, p in place.items() for j, k in near[v].items() if p < place.get(j, -1)]
+
+    def ring(self) -> Part:
+        """A cell that is its own neighbour; or three in a ring, if one would be linked to itself twice in one place."""
+        edge, cell = self.problem.edge, self.cells[0]
+        pairs = [{p, q} for p, q, _ in self._inner] + [{x[0], x[2]} for x, _ in self.links]
+        copies = 1 if all(len(pair) == 2 for pair in pairs) and len(set(map(frozenset, pairs))) == len(pairs) else 3
+        edges = [edge(c * len(cell) + p, c * len(cell) + q, k) for c in range(copies) for p, q, k in self._inner]
+        edges += [edge(*self._joined(x, c, copies), x[1]) for x, _ in self.links for c in range(copies)]
+        return Part(cell * copies, [self.problem.own[v] for v in cell] * copies, dict(edges))
+
+    def _joined(self, end: End, c: int, copies: int) -> Pair:
+        """The variables of a link from cell c of a ring."""
+        k, size = len(self.cells) // 2, len(self.cells[0])
+        step = 1 if self.across[self.cells[k][end[0]], end] in self.cells[k + 1] else -1
+        return c * size + end[0], (c + step) % copies * size + end[2]
+
+    def shares(self, ring: Part, tight: float) -> dict[End, Table] | None:
+        """For each end what its variable is to cost more, so that the links cost nothing at least; None: nothing is
+        allowed.
+
+        Args:
+          ring: of this chain.
+          tight: the bound of the ring is raised for as long as LOOK raisings gain this part of it.
+        """
+        ops, size = self.problem.ops, len(self.cells[0])
+        copies = len(ring.variables) // size
+        small = Reduction.of(ring.unary, ring.pairwise, [], ops)
+        small.held = frozenset(c * size + end[0] for link in self.links for end in link for c in range(copies))
+        small.run()
+        if not small.feasible:
+            return None
+        inside = [v for v, some in enumerate(small.inside) if some]
+        number = {v: k for k, v in enumerate(inside)}
+        dual = Dual([small.own[v] for v in inside], [{number[j]: t for j, t in small.near[v].items()} for v in inside])
+        last = -np.inf
+        for turn in range(1, RAISINGS + 1):
+            dual.raise_bound()
+            ops.work += dual.work
+            if turn % LOOK == 0:
+                if dual.bound - last <= tight * abs(small.constant + dual.bound):
+                    break
+                last = dual.bound
+        log.debug("a cell of %d: bound %.9g", len(self.cells), (small.constant + dual.bound) / copies)
+        handed, found = dual.handed(), dict[End, Table]()
+        for x, y in self.links:
+            i, j = self._joined(x, 0, copies)
+            given, table = handed[number[i], number[j]], self.problem.tables[x[1]]
+            there = np.full(table.shape[1], given.max())
+            there[small.kept(j)] = given
+            found[x] = (table - there).min(1)
+            found[y] = (table - np.where(np.isfinite(found[x]), found[x], 0.0)[:, None]).min(0)
+        return found
+
+    def one(self, shares: Mapping[End, Table]) -> Part:
+        """A cell, with its shares of the links."""
+        own = [self.problem.own[v] for v in self.cells[0]]
+        for (p, _, _), share in shares.items():
+            own[p] = own[p] + share
+        return Part(self.cells[0], own, dict(self.problem.edge(*inner) for inner in self._inner))
+
+    def ends(self, shares: Mapping[End, Table], wanted: Sequence[int], less: float) -> Part:
+        """What is in no cell and the outermost cells, with their shares of what links them to other cells.
+
+        Args:
+          wanted: values of a cell. Where others are linked to the outermost ones, these cost less.
+          less: so much, to tell them from others that are as good.
+        """
+        own, other = list(self.problem.own), {x: y for a, b in self.links for x, y in ((a, b), (b, a))}
+        gone = {v for cell in self.middle for v in cell}
+        kept = {v for cell in (self.cells[0], self.cells[-1]) for v in cell}
+        for (v, end), j in self.across.items():
+            if v in kept and j in gone:
+                own[v] = own[v] + shares[end]
+                own[v][wanted[end[0]]] -= less
+            elif v in gone and j not in gone and j not in kept:
+                own[j] = own[j] + shares[other[end]]
+        return self.problem.part(self._without(gone), own)
+
+    def shorter(self) -> Part | None:
+        """The problem with one cell between the outermost ones; None: it would not be
+        like the whole one."""
+        problem, gone = self.problem, {v: (cell, p) for cell in self.middle[1:] for p, v in enumerate(cell)}
+        through: dict[Pair, list[End]] = {}  # who holds such a table of a place goes on from one of these ends
+        for end in (end for link in self.links for end in link):
+            through.setdefault(end[1:], []).append(end)
+        part = problem.part(self._without(gone), problem.own)
+        number = {v: k for k, v in enumerate(part.variables)}
+        place = {v: p for cell in self.cells for p, v in enumerate(cell)}
+        for v in part.variables:
+            for first, k in problem.near[v].items():
+                j = first
+                while j in gone:
+                    cell, q = gone[j]
+                    ends = [end for end in through[k, q] if end[0] == place.get(v, end[0])]
+                    if len(ends) > 1:
+                        return None
+                    j = self.across[cell[ends[0][0]], ends[0]]
+                if j != first:
+                    pair, table = problem.edge(number[v], number[j], k)
+                    if v == j or part.pairwise.setdefault(pair, table) is not table or pair[::-1] in part.pairwise:
+                        return None
+        return part
+
+    def whole(self, part: Part, values: Sequence[int], cell: Sequence[int]) -> list[int]:
+        """The assignment of the whole problem that has those values of a part, and in all other cells these."""
+        found = [0] * len(self.problem.own)
+        for v, value in self.problem.fixed.items():
+            found[v] = value
+        for some in self.middle:
+            for v, value in zip(some, cell, strict=True):
+                found[v] = value
+        for v, value in zip(part.variables, values, strict=True):
+            found[v] = value
+        return found
+
+    def _without(self, gone: Container[int]) -> list[int]:
+        return [v for v in range(len(self.problem.own)) if v not in gone and v not in self.problem.fixed]
