@@ -9,7 +9,7 @@ is a *holding*. They add up to about what a made plan has in memory; which is as
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -156,16 +156,17 @@ class Charges:
         at = _points_of(self.problem)
         arguments = {id(self.problem.values[v]) for v in found.values[: found.arguments]}
         counted = {id(self.problem.values[v]) for v in found.values[found.arguments :]}
+        until = _read_until(self.problem, at, arguments | counted)
         for value in (v for n in self.problem.nodes for v in n.results):
             whole = value.maker.operands[0] if value.maker.kind == "hold" else value
             assert whole is not None
             made = at.get(whole.maker, (0, 0))[1]
             for reader in value.readers:
                 held = reader.node.kind == "hold"
-                spans = [at[r.node] for r in (reader.node.results[0].readers if held else (reader,)) if r.node in at]
-                if not spans:
+                nodes = [r.node for r in (reader.node.results[0].readers if held else (reader,)) if r.node in at]
+                if not nodes:
                     continue
-                first, last = min(b for b, _ in spans), max(e for _, e in spans)
+                first, last = min(at[n][0] for n in nodes), max(until[n] for n in nodes)
                 moved = self._moved(value, reader)
                 if not (held and id(value) in counted):
                     self._add_edge(value, reader, moved[1], made if self.habits.eager else first, last + 1)
@@ -260,6 +261,23 @@ def points_without_boxings(jaxpr: Jaxpr) -> NDArray[np.int64]:
 
     walk(jaxpr)
     return np.asarray([*found, now], np.int64)
+
+
+def _read_until(problem: Problem, at: Mapping[Node, tuple[int, int]], counted: Container[int]) -> dict[Node, int]:
+    """The last point at which what a node reads has to be there: that of the node, or, where its results never are in
+    memory, of what reads these.
+
+    Args:
+      at: the points of nodes.
+      counted: the identities of values that are in memory.
+    """
+    found: dict[Node, int] = {}
+    for node in reversed(problem.nodes):
+        last = at.get(node, (0, 0))[1]
+        if node.kind == "hold" or not any(id(v) in counted for v in node.results):
+            last = max((found.get(r.node, 0) for v in node.results for r in v.readers), default=last)
+        found[node] = max(last, at.get(node, (0, 0))[1])
+    return found
 
 
 def _points_of(problem: Problem) -> dict[Node, tuple[int, int]]:
