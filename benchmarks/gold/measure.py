@@ -75,7 +75,7 @@ def make_plan(row: Row, side: Side, mesh: Any) -> tuple[Any, Any, float]:
 
 def measure(row: Row, side: Side) -> Measured:
     """Plans and compiles one side of a row on the first devices."""
-    mesh = shardc.make_mesh(**row.mesh)
+    mesh = shardc.make_mesh(hbm=row.hbm, **row.mesh)
     ours, plan, took = make_plan(row, side, mesh)
     if side == "jit":
         compiled = annotated_jit(row, plan, mesh).lower(*row.args).compile()
@@ -87,7 +87,7 @@ def measure(row: Row, side: Side) -> Measured:
 
 def measure_plan(row: Row, side: Side, topology: str) -> Measured:
     """Plans one side of a row for a machine that is not there."""
-    _, plan, took = make_plan(row, side, shardc.make_mesh(topology=topology, **row.mesh))
+    _, plan, took = make_plan(row, side, shardc.make_mesh(topology=topology, hbm=row.hbm, **row.mesh))
     moved = [(c.kind, c.bytes // c.count, c.count) for c in plan.collectives]
     return Measured(tally(moved, row.unit), None, plan.gap, plan.seconds, took, plan.explain())
 

@@ -31,6 +31,7 @@ class Row:
       inner: makes the step with values in its middle annotated, where annotations of arguments say too little. It is
         given what annotates a value: `pin(x, PartitionSpec(...))`.
       donated: arguments that are updated.
+      hbm: the memory of a device, where the hand-written plan is one for little.
       note: what is missing, or what comes out instead.
     """
 
@@ -45,6 +46,7 @@ class Row:
     auto: Mapping[str, Any]
     inner: Callable[[Pin], Step] | None = None
     donated: tuple[str, ...] = ()
+    hbm: str | None = None
     note: str = ""
 
     @property

@@ -1,5 +1,6 @@
 """Rows in which tokens lie on all devices: experts (Lepikhin et al. 2020), and attention over a split sequence: heads
-exchanged for tokens (Jacobs et al. 2023, Ulysses), keys and values gathered or passed around (Liu et al. 2023)."""
+exchanged for tokens (Jacobs et al. 2023, Ulysses), keys and values gathered, or a block of them at a time where a ring
+would pass them around (Liu et al. 2023)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 import shardc
 from benchmarks.gold.model import array, descend, norm
 from benchmarks.gold.row import Row
+from examples.long_context import attend_in_blocks
 from examples.moe import route
 from shardc import S
 
@@ -79,7 +81,7 @@ def keys_gathered(pin, outer=lambda f: f):
     return with_gradients(outer(inner))
 
 
-def sequence(name, formula, times, H, I, K, T, attend=attend, inner=None, note=""):
+def sequence(name, formula, times, H, I, K, T, attend=attend, inner=None, hbm=None, note=""):
     """`times`: of A, from the number of keys for each query."""
     q, kv = array(1, T, H, K), array(1, T, I, K)
     A = T * H * K * 4
@@ -87,7 +89,7 @@ def sequence(name, formula, times, H, I, K, T, attend=attend, inner=None, note="
     border = {"in_placements": dict.fromkeys(("q", "k", "v", "dy"), split), "out_placements": (split,) * 4}
     return Row(
         name, {"token": p}, with_gradients(attend), (q, kv, kv, q), formula, times(I / H) * (p - 1) / p * A, A // p,
-        annotated=border, auto=border, inner=inner, note=note,
+        annotated=border, auto=border, inner=inner, hbm=hbm, note=note,
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ ROWS = (
         inner=partial(keys_gathered, outer=jax.checkpoint),
     ),
     sequence(
-        "ring_attention", "6κ(p-1)·A/p", lambda k: 6 * k, **NARROW,
-        note="not offered: keys and values are gathered instead, which takes p times the ring's memory for them",
+        "ring_attention", "6κ(p-1)·A/p", lambda k: 6 * k, **NARROW, attend=partial(attend_in_blocks, blocks=p),
+        hbm="300KB", note="no device ever has all keys: those of a block of tokens are gathered when its turn comes",
     ),
 )  # fmt: skip
