@@ -118,10 +118,10 @@ def _first_cell(ball: Sequence[int], layers: int, own: Sequence[int], near: Near
             kind, size, places = finer, sizes, more
         if rounds == PLACE[-1]:
             break
-    usual = max(_usual(size.values()), 1)
-    each = {k: round(n / usual) for k, n in size.items()}
+    usual = _usual(size.values())
+    each = {k: round(n / usual) for k, n in size.items() if usual}
     best: tuple[int, list[int]] | None = None
-    for anchor in [v for v in range(len(ball)) if each[kind[v]] == 1][:ANCHORS]:
+    for anchor in [v for v, k in enumerate(kind) if each.get(k) == 1][:ANCHORS]:
         cell, more = [anchor], Counter(each)
         more[kind[anchor]] -= 1
         inside = {anchor}
@@ -294,6 +294,8 @@ def _cut_well(chain: Chain, free: Container[Pair]) -> list[int] | None:
             c, q = where[j]
             if c > middle or (c == middle and q > p):
                 found.append((p, q, c - middle, 1 if (min(p, q), max(p, q)) in free else problem.tables[k].size))
+    if not found:
+        return None
     first, second, between, weight = np.asarray(found).T
     count, size = len(found), len(chain.cells[0])
     row, one = np.arange(count), np.ones(count)

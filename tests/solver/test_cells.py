@@ -17,7 +17,7 @@ from shardc.solver.chain import Numbered
 from shardc.solver.eliminate import Elimination, elimination_order
 from shardc.solver.operations import Operations
 from shardc.solver.solve import SEAMS
-from tests.solver.problems import cost_of
+from tests.solver.problems import cost_of, repeated_layers
 
 SIZE = 5
 """Variables of a layer."""
@@ -147,6 +147,37 @@ def test_a_variable_that_all_layers_read_may_have_one_value_that_is_as_good_as_a
 def test_the_same_on_every_run():
     first, second = (minimize(*layered(7, 60, names=True)) for _ in range(2))
     assert first == second
+
+
+def disturbed(seed):
+    """Layers of which some variables have other costs, and one perhaps that all layers read; or no layers at all."""
+    rng = np.random.default_rng(seed)
+    if seed % 4 == 0:
+        count, own = int(rng.integers(2, 200)), rng.integers(0, 9, 3).astype(float)
+        tables = rng.integers(0, 9, (2, 3, 3)).astype(float)
+        return [own] * count, {(int(rng.integers(0, j)), j): tables[rng.integers(2)] for j in range(1, count)}
+    layers = int(rng.integers(6, 70))
+    unary, pairwise = repeated_layers(seed, layers, int(rng.integers(1, 4)))
+    width = len(unary) // layers
+    for v in rng.integers(0, len(unary), rng.integers(0, 4)):
+        unary[v] = rng.integers(0, 9, 3).astype(float)
+    if seed % 4 == 1:
+        size = int(rng.integers(1, 4))
+        table = rng.integers(0, 9, (size, 3)).astype(float)
+        pairwise |= {(len(unary), k * width): table for k in range(layers)}
+        unary = [*unary, rng.integers(0, 9, size).astype(float)]
+    return unary, pairwise
+
+
+def test_where_layers_differ_nothing_is_said_that_is_not_so(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="shardc")
+    monkeypatch.setattr(sys.modules["shardc.solver.solve"], "PART", (0.6, 0.6))
+    for seed in range(120):
+        unary, pairwise = disturbed(seed)
+        true, found = least(unary, pairwise), minimize(unary, pairwise)
+        assert found.cost == cost_of(unary, pairwise, found.values)
+        assert found.bound <= true * (1 + 1e-12) <= found.cost * (1 + 1e-12)
+    assert caplog.text.count(" cells: bound") >= 20
 
 
 def step(params, x):
