@@ -24,9 +24,9 @@ from shardc.passes.charge import Charges
 from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, insert_boxing
 from shardc.passes.memory import Profile, profile_memory
-from shardc.passes.place import Placed, Placer, choices_of
+from shardc.passes.place import Placed, Placer
 from shardc.passes.relink import Relink
-from shardc.solver import Assignment, by_cost
+from shardc.solver import Assignment, by_cost, choices_of
 from shardc.solver.costs import Costs
 
 log = logging.getLogger("shardc")
@@ -187,13 +187,17 @@ class Fit:
             best = replace(best, found=found, placed=self.placer.placed(found))
         return Fitted(best, min(tried, key=lambda t: t.peak), self.charges.least_arguments())
 
+    def least_cost(self, most: float) -> float:
+        """Of all that was tried and takes no more than so many bytes."""
+        return min((t.found.cost for t in self._tried.values() if t.peak <= most), default=np.inf)
+
     def _in_order(self) -> float:
         """Of a small program tries what is cheapest, one after the other, until one fits. What fits costs no less than
         the one that it comes to: all that are cheaper do not."""
         nodes, tables, reached = len(self.problem.nodes), self.placer.tables, -np.inf
         if nodes > SMALL or (choices := by_cost(tables.unary, tables.pairwise, ELIMINATION)) is None:
             return reached
-        least = min((t.found.cost for t in self._tried.values() if t.peak <= self.limit), default=np.inf)
+        least = self.least_cost(self.limit)
         for cost, values in islice(choices, TRIALS // nodes):
             if cost >= least:
                 return least
@@ -208,7 +212,7 @@ class Fit:
         more than the limit, less the price of the limit. All else depends on boxings too, and proves nothing."""
         on = np.zeros(len(self.charges.holdings))
         on[: self.charges.arguments] = price = float(prices.sum())
-        found = self.charges.priced(on).minimize(best.found.values, close=ENOUGH)
+        found = self.charges.priced(on).minimize(close=ENOUGH)
         log.debug("bound %.5g", found.bound - price * self.limit)
         return found.bound - price * self.limit
 
@@ -217,10 +221,12 @@ class Fit:
         joined."""
         self.charges.memo.forget()
         on, begin = self.charges.prices(prices), start.found.values
-        tables = self.charges.priced(on)
-        found = tables.best(begin, proved=False) if thorough else tables.move(begin, sweeps=1)
-        self.pool.append(found.values)
-        trial = self._joined(on, found.values)
+        if thorough:
+            values = self.charges.priced(on).best(begin, proved=False).values
+        else:
+            values = self.placer.tables.move(begin, 1, lambda offered: self.charges.among(offered).priced(on))
+        self.pool.append(values)
+        trial = self._joined(on, values)
         log.debug("price %.3g: %.4g s, %.4g bytes of %.4g", prices.sum(), trial.found.cost, trial.peak, self.limit)
         return trial
 

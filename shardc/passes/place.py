@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -21,7 +21,8 @@ from shardc.mesh import MeshView
 from shardc.passes.domain import Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
-from shardc.solver import Assignment, Memo, alike, minimize, move
+from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
+from shardc.solver.costs import Costs
 from shardc.solver.search import CLOSE, SETTLED
 from shardc.solver.tables import Index, Table
 
@@ -149,26 +150,35 @@ class Tables:
         together = None if proved else self.together
         found = self.minimize(start, together=together)
         if found.gap > SETTLED:  # a move that gains no more counts as none
-            found = min(replace(self.move(found.values), bound=found.bound), found, key=lambda a: a.cost)
+            values = self.move(found.values)
+            cost = Costs(self.unary, self.pairwise).cost(values)
+            found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
         return found if together is None else replace(found, bound=-math.inf)
 
-    def move(self, start: Sequence[int], sweeps: int = SWEEPS) -> Assignment:
+    def move(
+        self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
+    ) -> list[int]:
         """The best choices that are found by moves along one axis at a time, from a start on, of all repeated layers at
-        once. It proves nothing."""
+        once.
+
+        Args:
+          start: choices to begin with.
+          sweeps: over all axes, at most.
+          among: these tables of some choices, at prices on memory; None: without prices.
+        """
         assert self.offered is None
-        return move(self.unary, self.pairwise, start, self.labels, sweeps, self.memo, self.together)
+        tables_of = among or self.among
+
+        def some(offered: Sequence[Index]) -> tuple[Sequence[Table], Mapping[tuple[int, int], Table]]:
+            tables = tables_of(offered)
+            return tables.unary, tables.pairwise
+
+        return move(some, start, self.labels, sweeps, self.memo, self.together)
 
     def fuse(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
         """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.
         2010, "Fusion Moves for Markov Random Field Optimization")."""
         return self.among(choices_of(pool)).minimize(start, work, close).values
-
-
-def choices_of(assignments: Sequence[Sequence[int]]) -> list[NDArray[np.intp]]:
-    """For each node the choices that some assignments have."""
-    found = np.asarray(assignments, np.intp)
-    same = (found == found[0]).all(0).tolist()
-    return [c[:1] if one else np.unique(c) for one, c in zip(same, np.ascontiguousarray(found.T), strict=True)]
 
 
 class Placer:

@@ -361,7 +361,9 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[Plan], list[Fitte
 
     if offers.most < search.plan.memory.peak - limit and whole.may_fit:
         fit(whole)
-    if not any(map(_near, plans)):
+    least_cost = whole.fitting.least_cost
+    hopeless = plans and least_cost(limit + offers.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
+    if not (hopeless or any(map(_near, plans))):
         missed, found = _computing_again(whole, offers, traced)
         plans += found
         cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)[:1]

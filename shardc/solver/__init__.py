@@ -2,10 +2,11 @@
 
 from shardc.solver.eliminate import elimination_order
 from shardc.solver.memory import Memory
-from shardc.solver.solve import Assignment, Solution, alike, by_cost, minimize, move, relative_gap, solve
+from shardc.solver.move import choices_of, move
+from shardc.solver.solve import Assignment, Solution, alike, by_cost, minimize, relative_gap, solve
 from shardc.solver.tables import FORBIDDEN, Memo
 
 __all__ = [
-    "FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "alike", "by_cost", "elimination_order", "minimize",
-    "move", "relative_gap", "solve",
+    "FORBIDDEN", "Assignment", "Memo", "Memory", "Solution", "alike", "by_cost", "choices_of", "elimination_order",
+    "minimize", "move", "relative_gap", "solve",
 ]  # fmt: skip

@@ -14,13 +14,16 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Index, Pair, Table
+
+EASY: Final = 1 << 12
+"""Entries that minimising a variable out may touch for it to be done before beaten values are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +137,30 @@ class Reduction:
             self._touch(v for v, inside in enumerate(self.inside) if inside)
         self._simplify()
         heap: list[tuple[int, int]] = []
-        fresh = set(self._touched)
-        while fresh and self.feasible:
-            self._touched.clear()
-            for v in sorted(fresh):
-                if self.inside[v] and self.feasible:
-                    self._drop_beaten(v)
-            self._simplify()
+        changed = fresh = set(self._touched)  # since they were looked at for beaten values: `fresh`
+        while self.feasible:
             if join:
-                for v in fresh | self._touched:
+                for v in changed:
                     work = self._work_of(v)
                     if work is not None:
                         heapq.heappush(heap, (work, v))
-            fresh = set(self._touched)
-            while heap and not fresh:
+            self._touched.clear()
+            if heap and (heap[0][0] <= EASY or not fresh):
                 work, v = heapq.heappop(heap)
+                changed = set()
                 if self._work_of(v) == work:
-                    self._touched.clear()
                     self._minimize_out(v)
                     self._simplify()
-                    fresh = set(self._touched)
+                    changed = set(self._touched)
+                    fresh |= changed
+            elif fresh:
+                for v in sorted(fresh):
+                    if self.inside[v] and self.feasible:
+                        self._drop_beaten(v)
+                self._simplify()
+                changed, fresh = fresh | self._touched, set(self._touched)
+            else:
+                return
 
     def restore(self, values: Sequence[int]) -> list[int]:
         """The assignment of the whole problem, from that of the variables that are left (others: anything)."""
@@ -282,22 +289,23 @@ class Reduction:
         with np.errstate(invalid="ignore"):
             least = [{j: t.min(1) for j, t in n.items()} for n in self.near]
             star = [sum(m.values(), u) for u, m in zip(self.own, least, strict=True)]
-            for v, near in enumerate(self.near):
-                for j, table in near.items():
-                    if j > v:
-                        cost = table + ((star[v] - least[v][j])[:, None] + (star[j] - least[j][v]))
-                        over = ~(cost <= slack)
-                        if (over & np.isfinite(table)).any():
-                            near[j] = np.where(over, np.inf, table)
-                            self.near[j][v] = self.ops.turned(near[j])
-        for v, cost in enumerate(star):
-            if self.inside[v]:
-                alive = cost <= slack
-                if not alive.any():
-                    self.feasible = False
-                elif not alive.all():
-                    self.keep(v, self.ops.where(alive))
-        self._touch(v for v, inside in enumerate(self.inside) if inside)
+            kept = {v: self.ops.where(star[v] <= slack) for v, inside in enumerate(self.inside) if inside}
+            self.feasible = self.feasible and all(index.size for index in kept.values())
+            if not self.feasible:
+                return
+            for v, rows in kept.items():
+                for j in (j for j in self.near[v] if j > v):
+                    columns = kept[j]
+                    table = self.near[v][j][rows[:, None], columns]
+                    rest = (star[v] - least[v][j])[rows][:, None] + (star[j] - least[j][v])[columns]
+                    over = ~(table + rest <= slack)
+                    if (over & np.isfinite(table)).any():
+                        self.link(v, j, np.where(over, np.inf, table))
+                    else:
+                        self.link(v, j, self.ops.block(self.near[v][j], rows, columns))
+        for v, index in kept.items():
+            self.rewrite(v, index, self.own[v][index])
+        self._touch(kept)
 
     def join(self, v: int, other: int) -> None:
         """Two neighbours --> one variable, whose values are the allowed pairs of theirs."""

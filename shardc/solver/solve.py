@@ -302,34 +302,4 @@ def alike(unary: Sequence[Table], pairwise: Mapping[Pair, Table], memo: Memo) ->
     return classes if 2 * len(classes) < len(unary) else None
 
 
-def move(
-    unary: Sequence[Table],
-    pairwise: Mapping[Pair, Table],
-    start: Sequence[int],
-    labels: Sequence[NDArray[np.int64]],
-    sweeps: int,
-    memo: Memo | None = None,
-    together: Sequence[Sequence[int]] | None = None,
-) -> Assignment:
-    """Better assignments by changes of many variables in one column of the labels at a time, from a start on. It proves
-    nothing.
-
-    Args:
-      unary, pairwise, labels, memo, together: as those of `minimize`.
-      start: an assignment that is allowed.
-      sweeps: over all columns, at most.
-    """
-    full, values = Costs(unary, pairwise), list(start)
-    problem = Reduction.of(unary, pairwise, [], Operations(memo or Memo()))
-    if together is not None:
-        problem = problem.tied(together)
-        for v, *rest in together:
-            for other in rest:
-                values[other] = values[v]
-    search = Search(problem, full, 0.0, values=list(start), cost=full.cost(start), labels=labels)
-    search.move(values, sweeps)
-    assert search.values is not None
-    return Assignment(search.values, search.cost, -np.inf)
-
-
-__all__ = ["Assignment", "Memory", "Solution", "alike", "by_cost", "elimination_order", "minimize", "move", "solve"]
+__all__ = ["Assignment", "Memory", "Solution", "alike", "by_cost", "elimination_order", "minimize", "solve"]

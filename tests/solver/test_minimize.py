@@ -17,7 +17,7 @@ def test_the_minimum_is_found_and_proved(seed):
 
 def test_what_is_forbidden_is_not_chosen():
     unary = [np.array([0.0, 2 * FORBIDDEN, 5.0]), np.array([1.0, 0.0])]
-    pairwise = {(0, 1): np.array([[9.0, 9.0], [0.0, 0.0], [1.0, 2.0]])}
+    pairwise = {(0, 1): np.array([[9.0, 9.0], [0.0, 0.0], [1.0, 1.5]])}
     assert minimize(unary, pairwise).values == [2, 1]
 
 
