@@ -285,27 +285,51 @@ class Reduction:
         return self.ops.one(np.sum([n * kinds[kind] for kind, n in counts.items()], 0))
 
     def drop(self, slack: float) -> None:
-        """Drops the values and forbids the pairs of values that cost more than this. Wants costs nowhere negative."""
+        """Drops the values and forbids the pairs of values that cost more than this, and drops what then has no pair
+        left. Wants costs nowhere negative."""
+        edges = [(v, j) for v, near in enumerate(self.near) for j in near if v < j]
+        cheap = dict[Pair, NDArray[np.bool_]]()
         with np.errstate(invalid="ignore"):
             least = [{j: t.min(1) for j, t in n.items()} for n in self.near]
             star = [sum(m.values(), u) for u, m in zip(self.own, least, strict=True)]
-            kept = {v: self.ops.where(star[v] <= slack) for v, inside in enumerate(self.inside) if inside}
-            self.feasible = self.feasible and all(index.size for index in kept.values())
-            if not self.feasible:
-                return
-            for v, rows in kept.items():
-                for j in (j for j in self.near[v] if j > v):
-                    columns = kept[j]
-                    table = self.near[v][j][rows[:, None], columns]
-                    rest = (star[v] - least[v][j])[rows][:, None] + (star[j] - least[j][v])[columns]
-                    over = ~(table + rest <= slack)
-                    if (over & np.isfinite(table)).any():
-                        self.link(v, j, np.where(over, np.inf, table))
-                    else:
-                        self.link(v, j, self.ops.block(self.near[v][j], rows, columns))
+            for v, j in edges:
+                rest = (star[v] - least[v][j])[:, None] + (star[j] - least[j][v])
+                rest += self.near[v][j]
+                cheap[v, j] = rest <= slack
+        left = {v: star[v] <= slack for v, inside in enumerate(self.inside) if inside}
+        self._leave_supported(left, cheap)
+        kept = {v: self.ops.where(some) for v, some in left.items()}
+        self.feasible = self.feasible and all(index.size for index in kept.values())
+        if not self.feasible:
+            return
+        for v, j in edges:
+            some = cheap[v, j][kept[v][:, None], kept[j]]
+            block = self.near[v][j][kept[v][:, None], kept[j]]
+            if (np.isfinite(block) > some).any():
+                self.link(v, j, np.where(some, block, np.inf))
+            else:
+                self.link(v, j, self.ops.block(self.near[v][j], kept[v], kept[j]))
         for v, index in kept.items():
             self.rewrite(v, index, self.own[v][index])
         self._touch(kept)
+
+    def _leave_supported(
+        self, left: dict[int, NDArray[np.bool_]], allowed: Mapping[Pair, NDArray[np.bool_]]
+    ) -> None:
+        """Takes away, of the values that are left, those without an allowed pair with one that is left of a neighbour:
+        arc consistency (Mackworth 1977, "Consistency in networks of relations")."""
+        waiting, queued = deque(left), set(left)
+        while waiting:
+            v = waiting.popleft()
+            queued.remove(v)
+            for j in self.near[v]:
+                pairs = allowed[v, j] if v < j else allowed[j, v].T
+                fewer = left[j] & pairs[left[v]].any(0)
+                if np.count_nonzero(fewer) < np.count_nonzero(left[j]):
+                    left[j] = fewer
+                    if j not in queued:
+                        queued.add(j)
+                        waiting.append(j)
 
     def join(self, v: int, other: int) -> None:
         """Two neighbours --> one variable, whose values are the allowed pairs of theirs."""
