@@ -212,7 +212,7 @@ class Fit:
         more than the limit, less the price of the limit. All else depends on boxings too, and proves nothing."""
         on = np.zeros(len(self.charges.holdings))
         on[: self.charges.arguments] = price = float(prices.sum())
-        found = self.charges.priced(on).minimize(close=ENOUGH)
+        found = self.charges.priced(on).minimize(best.found.values, close=ENOUGH)
         log.debug("bound %.5g", found.bound - price * self.limit)
         return found.bound - price * self.limit
 

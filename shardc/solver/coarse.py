@@ -85,6 +85,10 @@ class Coarse:
         ]
         return cls(own, tables, firsts, found, ops)
 
+    def values_of(self, values: Sequence[int]) -> list[int]:
+        """The coarse problem's values that stand for those of the whole one. They cost no more."""
+        return [int(g.group[v]) for g, v in zip(self.groups, values, strict=True)]
+
     def members(self, values: Sequence[int]) -> list[NDArray[np.bool_]]:
         """For each variable which of its values a value of the coarse problem stands for."""
         return [g.group == v for g, v in zip(self.groups, values, strict=True)]

@@ -42,7 +42,7 @@ def move(
         values[rest] = values[v]
     for column in islice(cycle(range(columns)), sweeps * columns):
         offered = [
-            memo.do(("like", id(of), column, v), of, lambda of=of, v=v: _like(of, column, v))
+            memo.do(("like", id(of), column, v), of, lambda of=of, c=column, v=v: _like(of, c, v))
             for of, v in zip(labels, values.tolist(), strict=True)
         ]
         values, before, after = _best_among(among, offered, values, memo, together)

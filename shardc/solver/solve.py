@@ -220,7 +220,7 @@ def minimize(
 
         aim, enough = (SETTLED, SETTLED) if large else (close, max(close, SEAMS))
         settled = _settled_by_cells(chain, search, solve_part, aim, enough)
-    elif fresh and labels and large:
+    elif together is None and labels and large:
         settled = _settled_by(Coarse.of(unary, pairwise, labels), search) or search.spent
     else:
         settled = False
@@ -265,6 +265,8 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     search has both from then on, and less work to do."""
     costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
     first = Search(problem, costs, search.limit, NEARLY, labels=small.labels, patience=search.patience)
+    if search.values is not None:
+        first.offer(small.values_of(search.values))
     first.run()
     search.bound = first.bound
     log.debug("coarse: bound %.9g, cost %.9g", first.bound, first.cost)
@@ -276,7 +278,7 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     log.debug("fine: cost %.9g", fine.cost)
     if fine.values is None:
         return False
-    search.values, search.cost = fine.values, fine.cost
+    search.offer(fine.values)
     search.limit -= small.ops.work
     if first.within(SETTLED) and not search.within(NEARLY):  # else no move could settle it
         search.move(fine.values)
