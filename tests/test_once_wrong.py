@@ -19,7 +19,7 @@ def test_a_single_update_leaves_the_rows_of_other_devices_alone():
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
 
     def put(x, u):
-        return lax.scatter(x, np.array([0]), u, numbers, unique_indices=True)
+        return lax.scatter(shardc.constrain(x, {"a": S(0)}), np.array([0]), u, numbers, unique_indices=True)
 
     x = np.arange(8.0, dtype=np.float32)
     f = shardc.function(put, mesh=MESH, in_placements=({}, {}), out_placements={"a": P})
