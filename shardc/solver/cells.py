@@ -167,17 +167,22 @@ class _Alike:
             return None
         cells, number, queue = [self.model], dict.fromkeys(self.model, 0), deque([0])
         across: dict[tuple[int, End], int] = {}
+        further: list[list[int]] = [[]]  # where the next cell is if it is as far from each as that from the one before
         while queue:
             c = queue.popleft()
             for x, j in self._neighbours(cells[c], ends):
                 across[cells[c][x[0]], x] = j
-                cell = None if j in number else self._around(x[2], j)
+                if j in number:
+                    continue
+                sure = bool(further[c]) and further[c][x[2]] == j and self._is_like(further[c])
+                cell = further[c] if sure else self._around(x[2], j)
                 if cell is None or not number.keys().isdisjoint(cell):
                     continue
-                if self._is_like(cell):
+                if sure or self._is_like(cell):
                     number.update(dict.fromkeys(cell, len(cells)))
                     queue.append(len(cells))
                     cells.append(cell)
+                    further.append(self._further(cells[c], cell))
                 else:
                     self.broken |= self._missing(cell)
         links = sorted((x, y) for x in ends if x < (y := _beyond(x)))
@@ -220,6 +225,13 @@ class _Alike:
                 alike = (j for j in some if self.kind[j] == self.kind[self.model[x[2]]])
                 some.remove(j := next(alike, some[0]))
                 yield x, j
+
+    def _further(self, before: Sequence[int], cell: Sequence[int]) -> list[int]:
+        """Variables as far from those of a cell, in numbers, as these from those of the cell before; empty: they are
+        not of the same kinds."""
+        found = [2 * v - u for u, v in zip(before, cell, strict=True)]
+        known = min(found) >= 0 and max(found) < len(self.kind) and len(set(found)) == len(found)
+        return found if known and all(self.kind[v] == self.kind[w] for v, w in zip(found, cell, strict=True)) else []
 
     def _around(self, place: int, variable: int) -> list[int] | None:
         """The variables that steps lead to from one at that place; None: not to all places."""

@@ -99,7 +99,7 @@ class Reduction:
     fixed_uses: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
     feasible: bool = True
     pair_work: int = 1 << 20
-    beaten_work: int = 1 << 24
+    beaten_work: int = 1 << 20
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 

@@ -49,7 +49,7 @@ values are dropped, and where neighbours are joined, since joined values beat ma
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
-"""Part of the work done so far that an elimination of more may add, in entries."""
+"""Part of the search's work so far that an elimination of more may add, in entries."""
 LARGE: Final = 1 << 28
 """Entries of a table of an elimination, at most."""
 FAR: Final = 1e-2
@@ -93,6 +93,9 @@ class Search:
     patience: float = 1.0
     _tied: bool = False  # whether a tied assignment was looked for
     _moved: float = np.inf  # cost from which moves were made the last time
+
+    def __post_init__(self) -> None:
+        self._begin = self.problem.ops.work
 
     def run(self) -> None:
         pairs = FIRST_PAIRS
@@ -191,7 +194,7 @@ class Search:
             values = _split(alive, first)
             if min(map(len, values)) == 0:
                 self._raise_to(self.cost)
-            elif not self.closed and part.easy(values, WORTH * r.ops.work):
+            elif not self.closed and part.easy(values, WORTH * (r.ops.work - self._begin)):
                 self._offer_part(inside, self._eliminate(part, values))
                 self._raise_to(self.cost)
             gaps.append(self.cost - self.bound)
