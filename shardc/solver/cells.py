@@ -203,15 +203,17 @@ class _Alike:
         """The ends of links, and the variables beyond the model that they lead to; None: those are not in cells like
         it."""
         found: dict[End, int] = {}
+        places: dict[int, int] = {}  # of variables in cells like the model
         for p, some in enumerate(self.outside):
             for k, j in some:
-                fitting = (
-                    (p, k, q) for q, others in enumerate(self.outside)
-                    if any(k_ == k ^ 1 for k_, _ in others) and (p, k, q) not in found
-                    and self._is_like(self._around(q, j))
-                )  # fmt: skip
-                end = next(fitting, None)
-                if end is None:
+                if j not in places:
+                    cells = (
+                        self._around(q, j) for q, others in enumerate(self.outside) if any(k_ == k ^ 1 for k_, _ in others)
+                    )
+                    cell = next((c for c in cells if c is not None and self._is_like(c)), [])
+                    places.update((v, q) for q, v in enumerate(cell))
+                end = p, k, places.get(j, -1)
+                if end[2] < 0 or end in found:
                     return None
                 found[end] = j
         return found if found and all(_beyond(x) != x and _beyond(x) in found for x in found) else None
@@ -258,8 +260,9 @@ class _Alike:
                     continue
                 for q, j in zip(sorted(some, key=model.__getitem__), sorted(others), strict=True):
                     cell[q] = j
-                    for k_, _ in self.inner[q]:
-                        heapq.heappush(heap, (-tables[k_].size, q, k_))
+                    for k_, further in self.inner[q]:
+                        if cell[further] < 0:
+                            heapq.heappush(heap, (-tables[k_].size, q, k_))
                 taken.update(others)
         return cell if len(taken) == len(cell) else None
 

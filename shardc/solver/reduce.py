@@ -250,9 +250,9 @@ class Reduction:
         return list(found.values())
 
     def tied_alike(self, rounds: int) -> Reduction | None:
-        """A smaller one, in which variables that look alike take one value; None: it would not be half as large."""
+        """A smaller one, in which variables that look alike take one value; None: it would not be a quarter as large."""
         classes = self.alike(rounds)
-        return self.tied(classes) if 2 * len(classes) < sum(self.inside) else None
+        return self.tied(classes) if 4 * len(classes) < sum(self.inside) else None
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
         """A smaller one, in which the variables of a class take the value of its first. They have as many values."""
