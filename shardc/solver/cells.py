@@ -208,8 +208,9 @@ class _Alike:
             for k, j in some:
                 if j not in places:
                     cells = (
-                        self._around(q, j) for q, others in enumerate(self.outside) if any(k_ == k ^ 1 for k_, _ in others)
-                    )
+                        self._around(q, j)
+                        for q, others in enumerate(self.outside) if any(k_ == k ^ 1 for k_, _ in others)
+                    )  # fmt: skip
                     cell = next((c for c in cells if c is not None and self._is_like(c)), [])
                     places.update((v, q) for q, v in enumerate(cell))
                 end = p, k, places.get(j, -1)

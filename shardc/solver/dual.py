@@ -3,7 +3,8 @@
 Sequential tree-reweighted messages (Kolmogorov 2006, "Convergent tree-reweighted message passing"): the variables are
 visited in an order and back, each handing an equal share of its costs to the edges ahead. Every state of the messages
 is another way to write the same costs (a reparametrisation), whose least entries add up to a lower bound; passes never
-lower it. Messages creep for long in one direction, so now and then a longer step along it is tried.
+lower it. Messages creep for long in one direction, so each sweep begins where those before it seem to lead (Anderson
+1965, "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls by that.
 
 Any order does. From one variable outwards, what is known travels far in a pass. Where variables that look alike from
 near (as those at one place of repeated layers do) come together, many are visited at once: variables of one level have
@@ -13,7 +14,7 @@ no edges among themselves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,8 +32,8 @@ CALL: Final = 1 << 14
 """Entries that could be touched in the time that an operation takes to begin."""
 FAR: Final = 1e30
 """Stands for infinity in differences of costs."""
-PASSES: Final = 3
-"""Passes between two longer steps of the messages."""
+SWEEPS: Final = 4
+"""Sweeps by which the bound is raised, from one reading of assignments to the next."""
 SLOWER: Final = 2.0
 """Raisings that take a bound as far as one does where variables are visited outwards from one of them."""
 ROUNDS: Final = 3
@@ -102,8 +103,8 @@ class Dual:
     Where it is `free`, tables say only what is allowed.
 
     Attributes:
-      bound: of the last pass.
-      values: assignment read in the last pass; readings: those of the last sweep, there and back.
+      bound: as the messages are now.
+      values: assignment read last; readings: those of the last sweep that was read, there and back.
       work: entries that one `raise_bound` touches.
     """
 
@@ -112,8 +113,6 @@ class Dual:
         self.bound = -np.inf
         self.values: Index = np.zeros(len(own), np.intp)
         self.readings: list[Index] = []
-        self._forward = True
-        self._stride = 4.0
         sizes, around = [u.size for u in own], [list(n) for n in near]
         level = min(
             (levels(outwards(around), around), 1.0),
@@ -143,6 +142,8 @@ class Dual:
             drafts.append((members, sides))
         nothing = size  # no message: zeros
         self.messages: Table = np.zeros(size + max((u.size for u in own), default=0))
+        self._begin = self.messages  # of the next sweep
+        self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
         self._levels: list[_Level] = []
         for members, sides in drafts:
             position = {v: k for k, v in enumerate(members)}
@@ -177,6 +178,7 @@ class Dual:
                     left,
                 )
             )
+        self._scratch = np.empty(max([CHUNK, *(t.size for n in near for t in n.values())]))
         self.work = self._work(level)
 
     def _work(self, level: Sequence[int]) -> float:
@@ -187,7 +189,7 @@ class Dual:
             for j, t in n.items()
         }
         entries = sum(t.size for n in self.near for t in n.values())
-        return 2 * (PASSES + 1) * (entries + CALL * len(calls))
+        return 2 * SWEEPS * (entries + CALL * len(calls))
 
     @staticmethod
     def _stack(tables: Sequence[Table], free: bool) -> Table:
@@ -196,60 +198,58 @@ class Dual:
 
     def set_own(self, own: Sequence[Table]) -> None:
         """Other costs of the values; the messages stay."""
-        self.own = own
+        self.own, self.bound = own, -np.inf
+        self._begin, self._last = self.messages, None
         for level in self._levels:
             level.own = np.stack([own[v] for v in level.variables])
 
-    def sweep(self) -> float:
-        """One pass there and one back. Gives the bound."""
+    def raise_bound(self) -> float:
+        """A few sweeps, of which the last one is read."""
+        for k in range(SWEEPS):
+            self._sweep(read=k == SWEEPS - 1)
+        return self.bound
+
+    def _sweep(self, read: bool) -> None:
+        """One pass there and one back, from further on along the way that the messages go."""
+        known, begin, bound = self.messages, self._begin, self.bound
+        self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            self.bound = self._pass(forward)
-            self.readings.append(self.values.copy())
-        return self.bound
-
-    def _sweep_blindly(self) -> None:
-        """The same, but neither is the bound counted nor an assignment read."""
-        for forward in (True, False):
-            self._pass(forward, look=False)
-
-    def raise_bound(self) -> float:
-        """A few passes, and a step on along the way that the messages went, if the bound rises more by it."""
-        before, begin = self.messages.copy(), self.bound
-        for _ in range(PASSES - 1):
-            self._sweep_blindly()
-        self.sweep()
-        after, bound, values = self.messages.copy(), self.bound, self.values.copy()
-        if np.isfinite(begin):
-            self.messages += self._stride * (after - before)
-            self.sweep()
-            if self.bound > bound + (bound - begin) / PASSES:
-                self._stride *= 1.6
-            else:
-                self._stride = max(self._stride / 2, 0.5)
-                self.messages, self.bound, self.values = after, bound, values
-                self._forward = False
-        return self.bound
+            self.bound = self._pass(forward, count=not forward, read=read)
+            if read:
+                self.readings.append(self.values.copy())
+        if self.bound < bound:
+            self.messages, self.bound = known, bound
+            self._begin, self._last = known, None
+            return
+        change, self._begin = self.messages - begin, self.messages
+        if self._last is not None:
+            before, last = self._last
+            turn = change - last
+            if (square := float((turn * turn).sum())) > 0:  # not by BLAS, whose threads would go on to spin
+                self._begin = self.messages - float((change * turn).sum()) / square * (self.messages - before)
+        self._last = self.messages, change
 
     def _costs(self, level: _Level) -> Table:
         return level.own + np.add.reduceat(self.messages[level.incoming], level.starts, axis=0)
 
-    def _pass(self, forward: bool, look: bool = True) -> float:
+    def _pass(self, forward: bool, count: bool, read: bool) -> float:
+        """Gives the bound, if it is counted."""
         bound = 0.0
-        self._forward = forward
         for level in self._levels if forward else reversed(self._levels):
             costs = self._costs(level)
             ahead, behind = (level.ahead, level.behind) if forward else (level.behind, level.ahead)
             left = level.left[0 if forward else 1]
-            if look:
+            if count:
                 bound += float(left @ costs.min(1))
+            if read:
                 self._read(level, costs, behind)
             costs *= level.share
             for edges in ahead:
                 given = costs[edges.position] - self.messages[edges.back]
-                message = least_sums(given, edges.tables)
+                message = least_sums(given, edges.tables, self._scratch)
                 least = message.min(1, keepdims=True)
-                if look:
+                if count:
                     bound += float(least.sum())
                 message -= least
                 self.messages[edges.first : edges.first + message.size] = message.ravel()
@@ -338,14 +338,14 @@ class Dual:
         flat = np.zeros(int(sizes.sum()))
         for level in self._levels:
             costs = self._costs(level)
-            left = level.left[0 if self._forward else 1][:, None] * costs
+            left = level.left[1][:, None] * costs
             flat[first[level.variables][:, None] + np.arange(costs.shape[1])] += left - left.min(1, keepdims=True)
             costs *= level.share
-            for edges in level.ahead if self._forward else level.behind:
+            for edges in level.behind:
                 given = costs[edges.position] - self.messages[edges.back]
                 count, size = len(given), edges.tables.shape[2]
                 taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
-                here, there = least_of_both(given, -taken, edges.tables)
+                here, there = least_of_both(given, -taken, edges.tables, self._scratch)
                 np.add.at(flat, first[level.variables[edges.position]][:, None] + np.arange(here.shape[1]), here)
                 np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
         return flat, first
@@ -356,7 +356,7 @@ class Dual:
         found: dict[Pair, Table] = {}
         for level in self._levels:
             costs = self._costs(level) * level.share
-            for edges in level.ahead if self._forward else level.behind:
+            for edges in level.behind:
                 given = costs[edges.position] - self.messages[edges.back]
                 taken = self.messages[edges.first : edges.first + given.shape[0] * edges.tables.shape[2]]
                 pairs = zip(level.variables[edges.position].tolist(), edges.other.tolist(), strict=True)
@@ -366,20 +366,20 @@ class Dual:
 
     def rest(self, values: Sequence[Index]) -> tuple[float, list[Table], dict[Pair, Table]]:
         """The problem of some values as the messages of the last pass write it: a constant (the bound), and what values
-        and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of a later
-        level)."""
+        and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of an
+        earlier level)."""
         constant = 0.0
         own: list[Table] = list(self.own)
         tables: dict[Pair, Table] = {}
         for level in self._levels:
             costs = self._costs(level)
-            left = level.left[0 if self._forward else 1][:, None] * costs
+            left = level.left[1][:, None] * costs
             least = left.min(1, keepdims=True)
             constant += float(least.sum())
             for v, mine in zip(level.variables, left - least, strict=True):
                 own[v] = mine[values[v]]
             costs *= level.share
-            for edges in level.ahead if self._forward else level.behind:
+            for edges in level.behind:
                 given = costs[edges.position] - self.messages[edges.back]
                 count, size = len(given), edges.tables.shape[2]
                 taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
@@ -393,34 +393,37 @@ class Dual:
         return constant, own, tables
 
 
-def least_of_both(rows: Table, columns: Table, tables: Table) -> tuple[Table, Table]:
+def least_of_both(rows: Table, columns: Table, tables: Table, scratch: Table) -> tuple[Table, Table]:
     """Of rows[e, a] + tables[e, a, b] + columns[e, b] the least for each a and for each b, less the least of all."""
     here, there = np.empty_like(rows), np.empty_like(columns)
-    step = max(1, CHUNK // (rows.shape[1] * columns.shape[1]))
-    for k in range(0, len(rows), step):
-        part = slice(k, k + step)
-        total = (tables if len(tables) == 1 else tables[part]) + rows[part, :, None] + columns[part, None, :]
+    for part, total in _sums(rows, tables, scratch):
+        total += columns[part, None, :]
         total.min(2, out=here[part])
         total.min(1, out=there[part])
     return here - here.min(1, keepdims=True), there - there.min(1, keepdims=True)
 
 
-def least_sums(given: Table, tables: Table) -> Table:
+def least_sums(given: Table, tables: Table, scratch: Table) -> Table:
     """For each edge e and value b: least over a of given[e, a] + tables[e, a, b]; one table may serve all edges."""
     count, rows, columns = len(given), tables.shape[1], tables.shape[2]
-    step = max(1, CHUNK // (rows * columns))
-    if count <= step:
-        return (tables + given[:, :, None]).min(1)
-    if len(tables) == 1 and rows * 4 < count:
-        least = np.full((count, columns), np.inf)
+    least = np.empty((count, columns))
+    if len(tables) == 1 and rows * 4 < count and count * rows * columns > CHUNK:
+        least[:] = np.inf
         sums = np.empty_like(least)
         for a in range(rows):
             np.add(given[:, a, None], tables[0, a], out=sums)
             np.minimum(least, sums, out=least)
         return least
-    least = np.empty((count, columns))
-    for k in range(0, count, step):
-        part = tables if len(tables) == 1 else tables[k : k + step]
-        np.min(part + given[k : k + step, :, None], axis=1, out=least[k : k + step])
+    for part, total in _sums(given, tables, scratch):
+        total.min(1, out=least[part])
     return least
 
+
+def _sums(given: Table, tables: Table, scratch: Table) -> Iterator[tuple[slice, Table]]:
+    """given[e, a] + tables[e, a, b] for some edges after the other, all in one array."""
+    count, size = len(given), tables.shape[1] * tables.shape[2]
+    step = max(1, CHUNK // size)
+    for k in range(0, count, step):
+        part = slice(k, min(k + step, count))
+        total = scratch[: (part.stop - k) * size].reshape(-1, *tables.shape[1:])
+        yield part, np.add(tables if len(tables) == 1 else tables[part], given[part, :, None], out=total)

@@ -97,7 +97,6 @@ class Limited:
         """Passes messages at these prices. Gives by how much the assignment read exceeds the limit at each point."""
         extra = self.times.price(prices, self.first, self.flat.size)
         self.dual.set_own(self._parts(self.flat + extra))
-        self.dual.bound = -np.inf  # of other costs: not to be compared with
         for _ in range(raisings):
             self.dual.raise_bound()
             self.problem.ops.work += self.dual.work
@@ -200,7 +199,6 @@ class Limited:
         bound, best, peak = float(times.least.max(initial=0.0)), dual.values, np.inf
         for turn in range(1, PEAK_TURNS + 1):
             dual.set_own(self._parts(nothing + times.price(prices, self.first, self.flat.size)))
-            dual.bound = -np.inf
             dual.raise_bound()
             bound = max(bound, dual.bound + float((prices * base).sum()))
             for found in (dual.values, dual.improve(dual.values, 1)):

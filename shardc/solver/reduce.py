@@ -250,7 +250,7 @@ class Reduction:
         return list(found.values())
 
     def tied_alike(self, rounds: int) -> Reduction | None:
-        """A smaller one, in which variables that look alike take one value; None: it would not be a quarter as large."""
+        """A smaller one, in which variables that look alike take one value; None: it would be more than a quarter."""
         classes = self.alike(rounds)
         return self.tied(classes) if 4 * len(classes) < sum(self.inside) else None
 

@@ -37,7 +37,10 @@ SLOW: Final = 0.1
 NEAR: Final = (1e-4, 3e-3, 0.1)
 """Parts of the room between bound and cost: better assignments are looked for among the values in them."""
 FEW: Final = 0.8
-"""Part of the values that may be left, for the rest to be dropped at once."""
+"""Part of the values that may be left, for the rest to be dropped."""
+FAST: Final = 0.5
+"""While the gap shrinks to less than this part of it from one look to the next they are not dropped yet, unless half as
+few are left."""
 ENTRIES: Final = 1 << 23
 """Entries of different tables, up to which variables are joined."""
 FIRST_PAIRS: Final = 256
@@ -187,7 +190,7 @@ class Search:
                 self._offer_part(inside, best)
             last, read = read, r.constant + dual.cost(best)
             stalled = max(rise, last - read) < (read - bound) / 2 and read < self._moved * (1 - SETTLED)
-            if self._columns > 1 and stalled and np.isfinite(read) and not self.closed:
+            if self._columns > 1 and stalled and np.isfinite(read) and not self.within(SETTLED):
                 self.move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
             alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
             some = np.count_nonzero(alive) / alive.size
@@ -199,7 +202,8 @@ class Search:
                 self._raise_to(self.cost)
             gaps.append(self.cost - self.bound)
             log.debug("bound %.9g, cost %.9g, %.2f left, work %.1e", self.bound, self.cost, some, r.ops.work)
-            if self._ended or some < FEW:
+            slowly = len(gaps) > 1 and gaps[-1] > FAST * gaps[-2]
+            if self._ended or some < FEW / 2 or (some < FEW and slowly):
                 break
             if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
                 break
