@@ -14,7 +14,7 @@ no edges among themselves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -178,7 +178,6 @@ class Dual:
                     left,
                 )
             )
-        self._scratch = np.empty(max([CHUNK, *(t.size for n in near for t in n.values())]))
         self.work = self._work(level)
 
     def _work(self, level: Sequence[int]) -> float:
@@ -247,7 +246,7 @@ class Dual:
             costs *= level.share
             for edges in ahead:
                 given = costs[edges.position] - self.messages[edges.back]
-                message = least_sums(given, edges.tables, self._scratch)
+                message = least_sums(given, edges.tables)
                 least = message.min(1, keepdims=True)
                 if count:
                     bound += float(least.sum())
@@ -345,7 +344,7 @@ class Dual:
                 given = costs[edges.position] - self.messages[edges.back]
                 count, size = len(given), edges.tables.shape[2]
                 taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
-                here, there = least_of_both(given, -taken, edges.tables, self._scratch)
+                here, there = least_of_both(given, -taken, edges.tables)
                 np.add.at(flat, first[level.variables[edges.position]][:, None] + np.arange(here.shape[1]), here)
                 np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
         return flat, first
@@ -393,37 +392,34 @@ class Dual:
         return constant, own, tables
 
 
-def least_of_both(rows: Table, columns: Table, tables: Table, scratch: Table) -> tuple[Table, Table]:
+def least_of_both(rows: Table, columns: Table, tables: Table) -> tuple[Table, Table]:
     """Of rows[e, a] + tables[e, a, b] + columns[e, b] the least for each a and for each b, less the least of all."""
     here, there = np.empty_like(rows), np.empty_like(columns)
-    for part, total in _sums(rows, tables, scratch):
-        total += columns[part, None, :]
+    step = max(1, CHUNK // (rows.shape[1] * columns.shape[1]))
+    for k in range(0, len(rows), step):
+        part = slice(k, k + step)
+        total = (tables if len(tables) == 1 else tables[part]) + rows[part, :, None] + columns[part, None, :]
         total.min(2, out=here[part])
         total.min(1, out=there[part])
     return here - here.min(1, keepdims=True), there - there.min(1, keepdims=True)
 
 
-def least_sums(given: Table, tables: Table, scratch: Table) -> Table:
+def least_sums(given: Table, tables: Table) -> Table:
     """For each edge e and value b: least over a of given[e, a] + tables[e, a, b]; one table may serve all edges."""
     count, rows, columns = len(given), tables.shape[1], tables.shape[2]
-    least = np.empty((count, columns))
-    if len(tables) == 1 and rows * 4 < count and count * rows * columns > CHUNK:
-        least[:] = np.inf
+    step = max(1, CHUNK // (rows * columns))
+    if count <= step:
+        return (tables + given[:, :, None]).min(1)
+    if len(tables) == 1 and rows * 4 < count:
+        least = np.full((count, columns), np.inf)
         sums = np.empty_like(least)
         for a in range(rows):
             np.add(given[:, a, None], tables[0, a], out=sums)
             np.minimum(least, sums, out=least)
         return least
-    for part, total in _sums(given, tables, scratch):
-        total.min(1, out=least[part])
+    least = np.empty((count, columns))
+    for k in range(0, count, step):
+        part = tables if len(tables) == 1 else tables[k : k + step]
+        np.min(part + given[k : k + step, :, None], axis=1, out=least[k : k + step])
     return least
 
-
-def _sums(given: Table, tables: Table, scratch: Table) -> Iterator[tuple[slice, Table]]:
-    """given[e, a] + tables[e, a, b] for some edges after the other, all in one array."""
-    count, size = len(given), tables.shape[1] * tables.shape[2]
-    step = max(1, CHUNK // size)
-    for k in range(0, count, step):
-        part = slice(k, min(k + step, count))
-        total = scratch[: (part.stop - k) * size].reshape(-1, *tables.shape[1:])
-        yield part, np.add(tables if len(tables) == 1 else tables[part], given[part, :, None], out=total)
