@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from shardc.solver.costs import Costs
 from shardc.solver.dual import Dual
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
@@ -30,7 +31,7 @@ HUB: Final = 32
 """A variable of so many neighbours belongs to no layer. Chains are found if one of its values is as good as any."""
 RAISINGS: Final = 80
 """Of the bound of one cell, at most."""
-LOOK: Final = 5
+LOOK: Final = 2
 """Raisings after which it is looked at what they gained."""
 
 
@@ -99,6 +100,10 @@ class Part:
     variables: list[int]
     unary: list[Table]
     pairwise: dict[Pair, Table]
+
+    def cost(self, values: Sequence[int]) -> float:
+        """Infinite where something is not allowed."""
+        return Costs(self.unary, self.pairwise).cost(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +216,25 @@ class Chain:
                 own[j] = own[j] + shares[other[end]]
         return self.problem.part(self._without(gone), own)
 
+    @cached_property
+    def place(self) -> Mapping[int, int]:
+        """Of each variable of a cell."""
+        return {v: p for cell in self.cells for p, v in enumerate(cell)}
+
+    def between(self, part: Part, wanted: Sequence[int]) -> Part:
+        """What is in no cell of a part, where the cells have these values."""
+        ops, place, own = self.problem.ops, self.place, list(part.unary)
+        free = {k: n for n, k in enumerate(k for k, v in enumerate(part.variables) if v not in place)}
+        inner = dict[Pair, Table]()
+        for (i, j), table in part.pairwise.items():
+            if i in free and j in free:
+                inner[free[i], free[j]] = table
+            elif i in free:
+                own[i] = ops.sum(own[i], ops.one(np.ascontiguousarray(table[:, wanted[place[part.variables[j]]]])))
+            elif j in free:
+                own[j] = ops.sum(own[j], ops.one(table[wanted[place[part.variables[i]]]]))
+        return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
+
     def shorter(self) -> Part | None:
         """The problem with one cell between the outermost ones; None: it would not be
         like the whole one."""
@@ -220,7 +244,7 @@ class Chain:
             through.setdefault(end[1:], []).append(end)
         part = problem.part(self._without(gone), problem.own)
         number = {v: k for k, v in enumerate(part.variables)}
-        place = {v: p for cell in self.cells for p, v in enumerate(cell)}
+        place = self.place
         for v in part.variables:
             for first, k in problem.near[v].items():
                 j = first

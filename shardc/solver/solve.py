@@ -31,9 +31,9 @@ WORK: Final = 8e9
 SEAMS: Final = 1e-5
 """Relative distance of cost and bound at which a cell is enough, solved for all of a chain; if tables are large, it is
 SETTLED."""
-PART: Final = 0.2, 0.34
+PART: Final = 0.3, 0.34
 """What part of the variables are to be looked at, at most, if one is; with large tables."""
-TIGHT: Final = 0.01
+TIGHT: Final = 0.1
 LOOSE: Final = 0.5
 LESS: Final = 1e-3
 """Parts of the distance that is aimed at: for as much the bound of a cell is raised on, by so much that of the ends may
@@ -184,6 +184,7 @@ def minimize(
     labels: Sequence[NDArray[np.int64]] | None = None,
     patience: float = 1.0,
     together: Sequence[Sequence[int]] | None = None,
+    coarse: bool = True,
 ) -> Assignment:
     """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
 
@@ -200,6 +201,7 @@ def minimize(
         these are the result.
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
       together: classes of variables (`alike`) that are to take one value; the bound is of such assignments.
+      coarse: whether values of the same labels may be taken as one at first.
     """
     ops = Operations(memo or Memo())
     pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
@@ -209,18 +211,20 @@ def minimize(
     problem = problem if together is None else problem.tied(together)
     search = Search(problem, full, work, close, labels=labels, patience=patience)
     if start is not None:
-        search.values, search.cost = list(start), full.cost(start)
+        search.offer(list(start))
     fresh, large = start is None and together is None, is_large(pairwise)
     chain = find_chain(Numbered(unary, pairwise, ops)) if fresh else None
     if chain is not None and chain.part <= PART[large]:
 
-        def solve_part(part: Part, start: Sequence[int] | None = None, close: float = close) -> Assignment:
+        def solve_part(
+            part: Part, start: Sequence[int] | None = None, close: float = close, coarse: bool = True
+        ) -> Assignment:
             some = None if labels is None else [labels[v] for v in part.variables]
-            return minimize(part.unary, part.pairwise, start, ops.memo, work, close, some, patience)
+            return minimize(part.unary, part.pairwise, start, ops.memo, work, close, some, patience, None, coarse)
 
         aim, enough = (SETTLED, SETTLED) if large else (close, max(close, SEAMS))
         settled = _settled_by_cells(chain, search, solve_part, aim, enough)
-    elif together is None and labels and large:
+    elif together is None and labels and large and coarse:
         settled = _settled_by(Coarse.of(unary, pairwise, labels), search) or search.spent
     else:
         settled = False
@@ -234,26 +238,36 @@ def minimize(
 class _SolvePart(Protocol):
     """`minimize` for some of the variables."""
 
-    def __call__(self, part: Part, start: Sequence[int] | None = None, close: float = ...) -> Assignment: ...
+    def __call__(
+        self, part: Part, start: Sequence[int] | None = None, close: float = ..., coarse: bool = ...
+    ) -> Assignment: ...
 
 
 def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim: float, enough: float) -> bool:
     """Whether one of a chain's cells, solved for all of them, and what is at its ends give a bound and an assignment
-    that are close enough. The search has both."""
+    that are close enough. The search has both. What is at the ends begins with the cell's values there."""
     ring, many = chain.ring(), len(chain.middle)
     shares = chain.shares(ring, aim * TIGHT)
     if shares is None:
         return False
     alone = chain.one(shares)
     values = solve_part(ring).values[: len(alone.variables)]
-    one = solve_part(alone, values)
+    one = solve_part(alone, values, aim * LOOSE, coarse=False)
     part = chain.ends(shares, values, aim * LESS * many * abs(one.cost))
-    ends = solve_part(part, close=aim * LOOSE * many * len(alone.variables) / len(part.variables))
+    close = aim * LOOSE * many * len(alone.variables) / len(part.variables)
+    between = chain.between(part, values)
+    known = dict(zip(between.variables, solve_part(between, close=max(close, SETTLED)).values, strict=True))
+    begin = [known[v] if v in known else values[chain.place[v]] for v in part.variables]
+    ends = solve_part(part, begin, close)
     search.bound = chain.problem.constant + ends.bound + many * one.bound
     search.offer(chain.whole(part, ends.values, values))
     log.debug("%d cells: bound %.9g, cost %.9g", len(chain.cells), search.bound, search.cost)
     if not search.within(enough) and (part := chain.shorter()) is not None:
-        found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
+        begin, close = None, enough * LOOSE
+        if search.values is not None:
+            begin = [search.values[v] for v in part.variables]
+            close *= abs(search.cost / (part.cost(begin) or 1.0))
+        found = solve_part(part, begin, close)
         number = {v: k for k, v in enumerate(part.variables)}
         search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0]]))
         log.debug("one cell between the ends: cost %.9g", search.cost)
@@ -264,7 +278,8 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     """Whether a coarse problem's bound, and what is found in its best assignment and from there on, are enough. The
     search has both from then on, and less work to do."""
     costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
-    first = Search(problem, costs, search.limit, NEARLY, labels=small.labels, patience=search.patience)
+    enough = max(NEARLY, search.close)
+    first = Search(problem, costs, search.limit, enough, labels=small.labels, patience=search.patience)
     if search.values is not None:
         first.offer(small.values_of(search.values))
     first.run()
@@ -280,9 +295,9 @@ def _settled_by(small: Coarse, search: Search) -> bool:
         return False
     search.offer(fine.values)
     search.limit -= small.ops.work
-    if first.within(SETTLED) and not search.within(NEARLY):  # else no move could settle it
+    if first.within(SETTLED) and not search.within(enough):  # else no move could settle it
         search.move(fine.values)
-    return search.within(SETTLED)
+    return search.within(max(SETTLED, enough))
 
 
 def by_cost(
