@@ -32,7 +32,7 @@ SWEEPS: Final = 4
 """Sweeps over the axes from one start, at most; they end when nothing improves."""
 WORK_PER_CHOICE: Final = 5e4
 """Table entries that the solver may touch for each choice of each node: a few seconds at most for a small model."""
-LEAST_WORK: Final = 4e9
+LEAST_WORK: Final = 8e9
 MOST_WORK: Final = 2e10
 PATIENCE: Final = 3.0
 """So many times this work may be done while cost and bound are far from each other."""
