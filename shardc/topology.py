@@ -108,6 +108,7 @@ class Topology:
       together: of collectives by kind, the largest mesh whose devices all take part in one; kinds not named have no
         limit. XLA:TPU makes one all-reduce, twice the bytes, of what all chips of a slice do: of all-gathers from 64
         chips on, of reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, compiled ahead of time).
+      cached: whether light operations find in caches what they read. Then placements are not chosen by what they move.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class Topology:
     layout: Layout = ()
     overlaps: bool = True
     together: tuple[tuple[str, float], ...] = ()
+    cached: bool = False
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -181,7 +183,8 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # [G] Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone
             # takes some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
             # `python -m shardc calibrate` measures a machine.
-            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False),
+            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False,
+                     cached=True),
             _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
             _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
             _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),
@@ -345,12 +348,13 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" is a list of whole numbers, not {shape!r}.')
     numbers = [_positive(said, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(said, "launch", where, least=0.0)
-    overlaps = said.get("overlaps", True)
-    if not isinstance(overlaps, bool):
-        raise MeshError(f'{where}: "overlaps" is true or false, not {overlaps!r}.')
+    flags = {"overlaps": said.get("overlaps", True), "cached": said.get("cached", False)}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise MeshError(f'{where}: "{name}" is true or false, not {flag!r}.')
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(said, where), tuple(cast(list[int], shape)),
-        overlaps=overlaps, together=_rates(said, where, "together"),
+        together=_rates(said, where, "together"), **flags,
     )  # fmt: skip
 
 

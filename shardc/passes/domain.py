@@ -128,7 +128,7 @@ class Domains:
         tables = tuple(None if v is None else self.table(v) for v in (*n.operands, *n.results))
         said = (n.pin, id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
-        key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), *map(id, tables))
+        key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
         if key not in self._known:
             made = self._make(n, tables)
             self._known[key] = _in_pairs(made) if several else made, n  # the node is kept: its parts go by identity
@@ -241,6 +241,10 @@ class Domains:
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn))
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
+            for port, share in () if self.mesh.topology.cached else n.traffic:
+                table, row = tables[port], rows[port]
+                if table is not None and row is not None:
+                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_bandwidth
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost

@@ -10,7 +10,7 @@ A hold is what makes one boxing serve many readers: the value is boxed once, to 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
@@ -23,6 +23,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
 from shardc.passes.run_once import once_signature, result_op, runs_once
+from shardc.passes.traffic import PARTLY_READ, UPDATES
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.sbp import rules as _rules
@@ -91,6 +92,7 @@ class Node:
       fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
       plain: only what a jax.Array can be: no P, no uneven split.
       eqn: the equation.
+      traffic: of a light operation: ports whose values it reads from memory or writes there, and what share of them.
     """
 
     kind: str
@@ -105,6 +107,12 @@ class Node:
     eqn: Eqn | None = None
     path: str = ""
     number: int = -1
+    traffic: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it is bound by memory, and XLA fuses it with others that are."""
+        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.flops
 
     @property
     def avals(self) -> list[Any]:
@@ -485,6 +493,8 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
+    for value in [v for n in b.nodes for v in n.results]:
+        _add_traffic(value)
     return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values)
 
 
@@ -499,6 +509,43 @@ def _keep_sums_apart(b: Builder) -> None:
                 value.readers[k] = Reader(between, 0, reader.weight, reader.small)
                 b.read(between.results[0], reader.node, reader.port, reader.weight, reader.small)
                 reader.node.operands[reader.port] = between.results[0]
+
+
+def _add_traffic(value: Value) -> None:
+    """Has light operations pay for what they move of a value, once fused (`fused_bytes` counts it later): its maker
+    writes it if another reader wants it; if another made it, all light readers together read it once."""
+    maker, readers = value.maker, list(_readers(value))
+    if _says_where(maker):
+        return
+    light = [r for r in readers if r.node.is_light]
+    if not maker.is_light:
+        for r in light:
+            name, port = _name(r.node), r.port
+            if port == 0 and name in PARTLY_READ:
+                port = len(r.node.operands)
+            if port or name not in UPDATES:
+                r.node.traffic += ((port, 1 / len(light)),)
+    elif len(light) < len(readers):
+        port = UPDATES.get(_name(maker), len(maker.operands) + value.port)
+        maker.traffic += ((port, 1.0),)
+
+
+def _readers(value: Value) -> Iterator[Reader]:
+    """The readers of a value; what only says where it lives does not read it."""
+    for r in value.readers:
+        if _says_where(r.node):
+            yield from _readers(r.node.results[0])
+        else:
+            yield r
+
+
+def _says_where(n: Node) -> bool:
+    return n.eqn is not None and pin_of(n.eqn) is not None
+
+
+def _name(n: Node) -> str:
+    assert n.eqn is not None
+    return n.eqn.primitive.name
 
 
 def _add_holds(b: Builder) -> dict[int, Node]:
