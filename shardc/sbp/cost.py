@@ -48,9 +48,9 @@ FEMTO: Final = 10**15
 LONGEST: Final = 2**59
 """Femtoseconds that no step is longer than: ten minutes. What would be is as bad as can be; a sum of two still fits."""
 LIGHT: Final = 1e-4
-"""Share that counts, where placements are chosen, of all that a light operation reads and writes, and the local steps of
-boxings. XLA fuses them into their neighbours, and what a fused one moves is priced besides (`Node.traffic`); this share
-decides between placements that move the same, for the one that holds less."""
+"""Share of all that a light operation, or a boxing's local step, reads and writes that counts where placements are
+chosen. XLA fuses them into their neighbours; what a fused one moves is priced besides (`Node.traffic`). This decides
+between placements that move the same, for the one that holds less."""
 HIDING: Final = 0.01
 """Part of the time of permutes behind arithmetic, or of arithmetic behind permutes, that counts all the same. Not
 measured: a ring of what every device holds anyway would else be as good as none."""
