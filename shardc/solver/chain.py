@@ -16,7 +16,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from shardc.solver.costs import Costs
 from shardc.solver.dual import Dual
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
@@ -100,10 +99,6 @@ class Part:
     variables: list[int]
     unary: list[Table]
     pairwise: dict[Pair, Table]
-
-    def cost(self, values: Sequence[int]) -> float:
-        """Infinite where something is not allowed."""
-        return Costs(self.unary, self.pairwise).cost(values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -263,11 +263,7 @@ def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim:
     search.offer(chain.whole(part, ends.values, values))
     log.debug("%d cells: bound %.9g, cost %.9g", len(chain.cells), search.bound, search.cost)
     if not search.within(enough) and (part := chain.shorter()) is not None:
-        begin, close = None, enough * LOOSE
-        if search.values is not None:
-            begin = [search.values[v] for v in part.variables]
-            close *= abs(search.cost / (part.cost(begin) or 1.0))
-        found = solve_part(part, begin, close)
+        found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
         number = {v: k for k, v in enumerate(part.variables)}
         search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0]]))
         log.debug("one cell between the ends: cost %.9g", search.cost)
