@@ -183,8 +183,7 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # [G] Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone
             # takes some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
             # `python -m shardc calibrate` measures a machine.
-            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False,
-                     cached=True),
+            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False, cached=True),
             _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
             _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
             _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),

@@ -183,6 +183,8 @@ def broken(**changes: Any) -> str:
         (broken(flops=-1), "The topology: 'flops' is a positive number, not -1."),
         (broken(hbm="4GB"), "The topology: 'hbm' is a positive number, not '4GB'."),
         (broken(launch=True), "The topology: 'launch' is a positive number, not True."),
+        (broken(overlaps=1), 'The topology: "overlaps" is true or false, not 1.'),
+        (broken(cached="no"), "The topology: \"cached\" is true or false, not 'no'."),
         (broken(together=3), 'The topology: "together" is an object from names to numbers, not 3.'),
         (broken(flop=1), "The topology: has 'flop', which means nothing. Did you mean \"flops\"?"),
         (broken(kind="a b"), "The topology: \"kind\" is a name of letters, digits, dots and dashes, not 'a b'."),
