@@ -56,7 +56,7 @@ class Numbered:
             table = ops.clean(given)
             k = numbers.setdefault(id(table), len(self.tables))
             if k == len(self.tables):
-                self.tables += [table, ops.turned(table)]
+                self.tables += [table, table.T]
             self.near[i][j], self.near[j][i] = k, k + 1
         self.constant = 0.0
         self.fixed: dict[int, int] = {}
@@ -73,7 +73,7 @@ class Numbered:
         self.fixed[v] = value
         self.constant += float(self.own[v][value])
         for j, k in self.near[v].items():
-            own, row = self.own[j], self.ops.one(self.tables[k][value])
+            own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.tables[k][value]))
             self.own[j] = self.ops.sum(own, row)
             del self.near[j][v]
         self.near[v] = {}

@@ -31,11 +31,26 @@ def is_large(pairwise: Mapping[Pair, Table]) -> bool:
 
 
 class _Groups(NamedTuple):
-    """Values in the order of their groups, where each group begins there, and the group of each value."""
+    """The group of each value, and for each group its values in a column, of which the last one may come again."""
 
-    order: Index
-    begins: Index
     group: Index
+    members: Index
+
+    @classmethod
+    def of(cls, labels: Labels) -> _Groups:
+        group = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+        counts = np.bincount(group)
+        begins = np.cumsum(counts) - counts
+        places = begins + np.minimum(np.arange(counts.max())[:, None], counts - 1)
+        return cls(group, np.argsort(group, kind="stable")[places])
+
+    def least(self, table: Table, axis: int) -> Table:
+        """Of each group."""
+        first, *more = self.members
+        least = table.take(first, axis)
+        for values in more:
+            np.minimum(least, table.take(values, axis), out=least)
+        return least
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,28 +74,20 @@ class Coarse:
         ops = Operations(Memo())
         do = ops.memo.do
 
-        def groups(of: Labels) -> _Groups:
-            group = np.unique(of, axis=0, return_inverse=True)[1].reshape(-1)
-            order = np.argsort(group, kind="stable")
-            return _Groups(order, np.flatnonzero(np.diff(group[order], prepend=-1)), group)
-
-        def least(table: Table, g: _Groups, axis: int) -> Table:
-            return np.minimum.reduceat(table.take(g.order, axis), g.begins, axis)
-
-        found = [do(("groups", id(of)), of, lambda of=of: groups(of)) for of in labels]
+        found = [do(("groups", id(of)), of, lambda of=of: _Groups.of(of)) for of in labels]
         own = [
-            do(("least", id(u), id(g)), (u, g), lambda u=u, g=g: ops.one(least(u, g, 0)))
+            do(("least", id(u), id(g)), (u, g), lambda u=u, g=g: ops.one(g.least(u, 0)))
             for u, g in zip(unary, found, strict=True)
         ]
         tables = {
             (i, j): do(
                 ("least", id(t), id(a := found[i]), id(b := found[j])), (t, a, b),
-                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(least(least(t, a, 0), b, 1))),
+                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(b.least(a.least(t, 0), 1))),
             )
             for (i, j), t in pairwise.items()
         }  # fmt: skip
         firsts = [
-            do(("firsts", id(of)), of, lambda of=of, g=g: of[g.order[g.begins]])
+            do(("firsts", id(of)), of, lambda of=of, g=g: of[g.members[0]])
             for of, g in zip(labels, found, strict=True)
         ]
         return cls(own, tables, firsts, found, ops)

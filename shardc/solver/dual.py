@@ -22,12 +22,9 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from shardc.solver.edges import SHARED, Rows, Stack, add_at, least_of_both, least_sums, rows_of
 from shardc.solver.tables import Index, Pair, Table
 
-CHUNK: Final = 1 << 16
-"""Entries of a temporary array that stay in a core's cache."""
-SHARED: Final = 2048
-"""Tables larger than this are not copied to be worked on side by side."""
 CALL: Final = 1 << 14
 """Entries that could be touched in the time that an operation takes to begin."""
 FAR: Final = 1e30
@@ -42,27 +39,55 @@ ROUNDS: Final = 3
 
 @dataclass(eq=False)
 class _Edges:
-    """Edges of one shape out of the variables of one level. Messages are found by their places in one flat array."""
+    """Edges of one shape out of the variables of one level.
 
-    position: Index  # of the variable in its level
+    Attributes:
+      position: of their variables in the level.
+      other: the variables at their other ends.
+      back: rows of the messages from there, among those to variables of this size.
+      into, rows: messages to variables of the size there, and the rows of those along these edges.
+      tables: their values here being those of the level's variables.
+      least: where the least of each message is written.
+    """
+
+    position: Rows
     other: Index
-    first: int  # where the messages to the other end lie
-    back: Index  # where those from it lie
-    tables: Table  # edge (or 1, where one table serves all), values here, values there
+    back: Rows
+    into: Table
+    rows: Rows
+    tables: Stack
+    least: Table
 
 
 @dataclass(eq=False)
 class _Level:
-    """Variables of one size that have no edges among themselves."""
+    """Variables of one size that have no edges among themselves.
+
+    Attributes:
+      messages: those to variables of this size; incoming: to these.
+      starts: where those of each variable begin.
+      own: costs of the values.
+      share: of the costs for each edge ahead.
+      left: of the costs for none of the edges ahead, on the way there and back.
+      least: where the least costs are written.
+    """
 
     variables: Index
     own: Table
-    incoming: Index
+    messages: Table
+    incoming: Table
     starts: Index
     ahead: list[_Edges]
     behind: list[_Edges]
-    share: Table  # of its costs for each edge ahead
-    left: tuple[Table, Table]  # of its costs for none of the edges ahead, on the way there and back
+    share: Table
+    left: tuple[Table, Table]
+    least: Table
+
+    def costs(self) -> Table:
+        """Of the values, with all messages."""
+        if self.starts.size == 1:
+            return self.own + np.add.reduce(self.incoming, 0)
+        return self.own + np.add.reduceat(self.incoming, self.starts, 0)
 
 
 def by_likeness(sizes: Sequence[int], near: Sequence[Sequence[int]]) -> list[int]:
@@ -122,63 +147,69 @@ class Dual:
         groups: dict[Pair, list[int]] = {}
         for v, u in enumerate(own):
             groups.setdefault((level[v], u.size), []).append(v)
-        place: dict[Pair, int] = {}
-        size = 0
-        drafts: list[tuple[list[int], list[list[list[Pair]]]]] = []
-        for (_, _), members in sorted(groups.items()):
-            sides: list[list[list[Pair]]] = []
-            for ahead in (True, False):
-                bundles: dict[tuple[int, int], list[Pair]] = {}
-                for v in members:
-                    for j, table in near[v].items():
-                        if (level[j] > level[v]) == ahead:
-                            key = (own[j].size, id(table) if table.size > SHARED else 0)
-                            bundles.setdefault(key, []).append((v, j))
-                for bundle in bundles.values():
-                    for pair in bundle:
-                        place[pair] = size
-                        size += own[pair[1]].size
-                sides.append(list(bundles.values()))
-            drafts.append((members, sides))
-        nothing = size  # no message: zeros
-        self.messages: Table = np.zeros(size + max((u.size for u in own), default=0))
-        self._begin = self.messages  # of the next sweep
+        members = [group for _, group in sorted(groups.items())]
+        first = dict.fromkeys(sizes, 0)  # of a variable's rows among the messages to variables of its size
+        row: dict[Pair, int] = {}
+        begin = [0] * len(own)
+        for v in (v for group in members for v in group):
+            begin[v] = first[sizes[v]]
+            row |= {(j, v): begin[v] + k for k, j in enumerate(near[v])}
+            first[sizes[v]] += max(len(near[v]), 1)  # where no message comes in, a row of zeros
+        self.messages: Table = np.zeros(sum(size * rows for size, rows in first.items()))
+        self._begin = self.messages.copy()  # of the next sweep
         self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
+        blocks: dict[int, Table] = {}
+        for size, rows in first.items():
+            taken = sum(b.size for b in blocks.values())
+            blocks[size] = self.messages[taken : taken + size * rows].reshape(rows, size)
         self._levels: list[_Level] = []
-        for members, sides in drafts:
-            position = {v: k for k, v in enumerate(members)}
-            span = np.arange(own[members[0]].size)
-            sources = [[place[j, v] for j in near[v]] or [nothing] for v in members]
-            counts = np.asarray([len(s) for s in sources])
-            ahead, behind = (
-                [
-                    _Edges(
-                        np.asarray([position[v] for v, _ in bundle]),
-                        np.asarray([j for _, j in bundle]),
-                        place[bundle[0]],
-                        np.asarray([place[j, v] for v, j in bundle])[:, None] + span,
-                        self._stack([near[v][j] for v, j in bundle], free),
+        self._left = np.zeros(len(own))
+        self._least = np.zeros(len(own)), np.zeros(len(row) // 2)  # of costs, and of messages on the way back
+        variables = edges = 0
+        for group in members:
+            size, position = sizes[group[0]], {v: k for k, v in enumerate(group)}
+            sides: list[list[_Edges]] = []
+            for ahead in (True, False):
+                side: list[_Edges] = []
+                for there, pairs in self._bundles(group, level, ahead):
+                    tables = Stack.of([near[v][j] for v, j in pairs], free)
+                    least = np.zeros(0) if ahead else self._least[1][edges : edges + len(pairs)]
+                    edges += least.size
+                    place, back, rows = (
+                        rows_of(numbers)
+                        for numbers in zip(*((position[v], row[j, v], row[v, j]) for v, j in pairs), strict=True)
                     )
-                    for bundle in side
-                ]
-                for side in sides
-            )
-            here = np.asarray([sum(level[j] > level[v] for j in near[v]) for v in members], np.float64)
-            share = 1.0 / np.maximum(np.maximum(here, [len(near[v]) for v in members] - here), 1.0)
-            left = 1.0 - here * share, 1.0 - ([len(near[v]) for v in members] - here) * share
+                    other = np.asarray([j for _, j in pairs])
+                    side.append(_Edges(place, other, back, blocks[there], rows, tables, least))
+                sides.append(side)
+            degree = np.asarray([len(near[v]) for v in group], np.float64)
+            here = np.asarray([sum(level[j] > level[v] for j in near[v]) for v in group], np.float64)
+            share = 1.0 / np.maximum(np.maximum(here, degree - here), 1.0)
+            left = 1.0 - here * share, 1.0 - (degree - here) * share
+            some, costs = slice(variables, variables + len(group)), np.stack([own[v] for v in group])
+            self._left[some] = left[1]
+            last = group[-1]
+            incoming = blocks[size][begin[group[0]] : begin[last] + max(len(near[last]), 1)]
+            starts = np.asarray([begin[v] - begin[group[0]] for v in group])
             self._levels.append(
                 _Level(
-                    np.asarray(members),
-                    np.stack([own[v] for v in members]),
-                    np.concatenate(sources)[:, None] + span,
-                    np.concatenate(([0], np.cumsum(counts)[:-1])),
-                    ahead,
-                    behind,
-                    share[:, None],
-                    left,
+                    np.asarray(group), costs, blocks[size], incoming, starts, sides[0], sides[1], share[:, None], left,
+                    self._least[0][some],
                 )
-            )
+            )  # fmt: skip
+            variables += len(group)
         self.work = self._work(level)
+
+    def _bundles(self, group: Sequence[int], level: Sequence[int], ahead: bool) -> list[tuple[int, list[Pair]]]:
+        """The edges out of some variables to higher levels, or to lower ones, that are handled together, and the size
+        of the variables there."""
+        found: dict[Pair, list[Pair]] = {}
+        for v in group:
+            for j, table in self.near[v].items():
+                if (level[j] > level[v]) == ahead:
+                    key = (self.own[j].size, id(table) if table.size > SHARED else 0)
+                    found.setdefault(key, []).append((v, j))
+        return [(size, pairs) for (size, _), pairs in found.items()]
 
     def _work(self, level: Sequence[int]) -> float:
         """Entries that one `raise_bound` touches with these levels."""
@@ -190,15 +221,10 @@ class Dual:
         entries = sum(t.size for n in self.near for t in n.values())
         return 2 * SWEEPS * (entries + CALL * len(calls))
 
-    @staticmethod
-    def _stack(tables: Sequence[Table], free: bool) -> Table:
-        stack = tables[0][None] if all(t is tables[0] for t in tables) else np.stack(tables)
-        return np.where(np.isfinite(stack), 0.0, np.inf) if free else stack
-
     def set_own(self, own: Sequence[Table]) -> None:
         """Other costs of the values; the messages stay."""
         self.own, self.bound = own, -np.inf
-        self._begin, self._last = self.messages, None
+        self._begin, self._last = self.messages.copy(), None
         for level in self._levels:
             level.own = np.stack([own[v] for v in level.variables])
 
@@ -210,57 +236,52 @@ class Dual:
 
     def _sweep(self, read: bool) -> None:
         """One pass there and one back, from further on along the way that the messages go."""
-        known, begin, bound = self.messages, self._begin, self.bound
-        self.messages = begin.copy()
+        known, begin, bound = self.messages.copy(), self._begin, self.bound
+        self.messages[:] = begin
         self.readings = []
         for forward in (True, False):
-            self.bound = self._pass(forward, count=not forward, read=read)
+            self._pass(forward, read)
             if read:
                 self.readings.append(self.values.copy())
+        costs, least = self._least
+        self.bound = float((self._left * costs).sum()) + float(least.sum())
         if self.bound < bound:
-            self.messages, self.bound = known, bound
+            self.messages[:], self.bound = known, bound
             self._begin, self._last = known, None
             return
-        change, self._begin = self.messages - begin, self.messages
+        after = self.messages.copy()
+        change, self._begin = after - begin, after
         if self._last is not None:
             before, last = self._last
             turn = change - last
             if (square := float((turn * turn).sum())) > 0:  # not by BLAS, whose threads would go on to spin
-                self._begin = self.messages - float((change * turn).sum()) / square * (self.messages - before)
-        self._last = self.messages, change
+                self._begin = after - float((change * turn).sum()) / square * (after - before)
+        self._last = after, change
 
-    def _costs(self, level: _Level) -> Table:
-        return level.own + np.add.reduceat(self.messages[level.incoming], level.starts, axis=0)
-
-    def _pass(self, forward: bool, count: bool, read: bool) -> float:
-        """Gives the bound, if it is counted."""
-        bound = 0.0
+    def _pass(self, forward: bool, read: bool) -> None:
+        """Messages along all edges in one direction."""
         for level in self._levels if forward else reversed(self._levels):
-            costs = self._costs(level)
             ahead, behind = (level.ahead, level.behind) if forward else (level.behind, level.ahead)
-            left = level.left[0 if forward else 1]
-            if count:
-                bound += float(left @ costs.min(1))
+            costs = level.costs()
+            if not forward:
+                np.minimum.reduce(costs, 1, out=level.least)
             if read:
                 self._read(level, costs, behind)
             costs *= level.share
             for edges in ahead:
-                given = costs[edges.position] - self.messages[edges.back]
-                message = least_sums(given, edges.tables)
-                least = message.min(1, keepdims=True)
-                if count:
-                    bound += float(least.sum())
+                message = least_sums(costs[edges.position] - level.messages[edges.back], edges.tables.table)
+                least = np.minimum.reduce(message, 1, keepdims=True)
+                if not forward:
+                    edges.least[:] = least[:, 0]
                 message -= least
-                self.messages[edges.first : edges.first + message.size] = message.ravel()
-        return bound
+                edges.into[edges.rows] = message
 
     def _read(self, level: _Level, costs: Table, behind: Sequence[_Edges]) -> None:
         """The best values as those behind have been read."""
         costs = costs.copy() if behind else costs
         for edges in behind:
-            known = self.values[edges.other]
-            row = np.arange(len(known)) if len(edges.tables) > 1 else np.zeros(len(known), np.intp)
-            np.add.at(costs, edges.position, edges.tables[row, :, known] - self.messages[edges.back])
+            known = edges.tables.column(self.values[edges.other])
+            add_at(costs, edges.position, known - level.messages[edges.back])
         self.values[level.variables] = costs.argmin(1)
 
     def cost(self, values: Index) -> float:
@@ -269,8 +290,7 @@ class Dual:
             mine = values[level.variables]
             total += float(level.own[np.arange(mine.size), mine].sum())
             for edges in level.ahead:
-                row = np.arange(edges.other.size) if len(edges.tables) > 1 else 0
-                total += float(edges.tables[row, mine[edges.position], values[edges.other]].sum())
+                total += float(edges.tables.at(mine[edges.position], values[edges.other]).sum())
         return total
 
     def improve(self, values: Index, passes: int) -> Index:
@@ -281,9 +301,7 @@ class Dual:
             for level in self._levels:
                 costs = level.own.copy()
                 for edges in (*level.ahead, *level.behind):
-                    known = values[edges.other]
-                    row = np.arange(len(known)) if len(edges.tables) > 1 else np.zeros(len(known), np.intp)
-                    np.add.at(costs, edges.position, edges.tables[row, :, known])
+                    add_at(costs, edges.position, edges.tables.column(values[edges.other]))
                 mine, rows = values[level.variables], np.arange(len(costs))
                 best = costs.argmin(1)
                 values[level.variables] = np.where(costs[rows, best] < costs[rows, mine], best, mine)
@@ -299,9 +317,7 @@ class Dual:
         for level in self._levels:
             costs = np.zeros_like(level.own)
             for edges in (*level.ahead, *level.behind):
-                known = values[edges.other]
-                row = np.arange(len(known)) if len(edges.tables) > 1 else np.zeros(len(known), np.intp)
-                np.add.at(costs, edges.position, edges.tables[row, :, known])
+                add_at(costs, edges.position, edges.tables.column(values[edges.other]))
             flat[first[level.variables][:, None] + np.arange(costs.shape[1])] = costs
         return flat
 
@@ -315,9 +331,8 @@ class Dual:
             change[level.variables, 0] = level.own[rows, new] - level.own[rows, old]
             for edges in level.ahead:
                 source = level.variables[edges.position]
-                row = np.arange(source.size) if len(edges.tables) > 1 else 0
-                after = np.minimum(edges.tables[row, other[source], other[edges.other]], FAR)
-                before = np.minimum(edges.tables[row, best[source], best[edges.other]], FAR)
+                after = np.minimum(edges.tables.at(other[source], other[edges.other]), FAR)
+                before = np.minimum(edges.tables.at(best[source], best[edges.other]), FAR)
                 both = differ[source] & differ[edges.other]
                 ends.append(np.stack((source[both], edges.other[both])))
                 # where but one end differs, the other one stays at a value that both have
@@ -336,15 +351,16 @@ class Dual:
         first = np.cumsum(sizes) - sizes
         flat = np.zeros(int(sizes.sum()))
         for level in self._levels:
-            costs = self._costs(level)
+            costs = level.costs()
             left = level.left[1][:, None] * costs
             flat[first[level.variables][:, None] + np.arange(costs.shape[1])] += left - left.min(1, keepdims=True)
             costs *= level.share
             for edges in level.behind:
-                given = costs[edges.position] - self.messages[edges.back]
-                count, size = len(given), edges.tables.shape[2]
-                taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
-                here, there = least_of_both(given, -taken, edges.tables)
+                given = costs[edges.position] - level.messages[edges.back]
+                here, there = least_of_both(given, -edges.into[edges.rows], edges.tables.table)
+                here -= here.min(1, keepdims=True)
+                there -= there.min(1, keepdims=True)
+                size = there.shape[1]
                 np.add.at(flat, first[level.variables[edges.position]][:, None] + np.arange(here.shape[1]), here)
                 np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
         return flat, first
@@ -354,12 +370,11 @@ class Dual:
         pass write it. What is left of the table costs nothing at least, or a constant."""
         found: dict[Pair, Table] = {}
         for level in self._levels:
-            costs = self._costs(level) * level.share
+            costs = level.costs() * level.share
             for edges in level.behind:
-                given = costs[edges.position] - self.messages[edges.back]
-                taken = self.messages[edges.first : edges.first + given.shape[0] * edges.tables.shape[2]]
+                given = costs[edges.position] - level.messages[edges.back]
                 pairs = zip(level.variables[edges.position].tolist(), edges.other.tolist(), strict=True)
-                for (v, j), mine, theirs in zip(pairs, given, taken.reshape(len(given), -1), strict=True):
+                for (v, j), mine, theirs in zip(pairs, given, edges.into[edges.rows], strict=True):
                     found[v, j], found[j, v] = theirs, -mine
         return found
 
@@ -371,7 +386,7 @@ class Dual:
         own: list[Table] = list(self.own)
         tables: dict[Pair, Table] = {}
         for level in self._levels:
-            costs = self._costs(level)
+            costs = level.costs()
             left = level.left[1][:, None] * costs
             least = left.min(1, keepdims=True)
             constant += float(least.sum())
@@ -379,47 +394,13 @@ class Dual:
                 own[v] = mine[values[v]]
             costs *= level.share
             for edges in level.behind:
-                given = costs[edges.position] - self.messages[edges.back]
-                count, size = len(given), edges.tables.shape[2]
-                taken = self.messages[edges.first : edges.first + count * size].reshape(count, size)
+                given = costs[edges.position] - level.messages[edges.back]
+                taken = edges.into[edges.rows]
                 for k, (v, j) in enumerate(zip(level.variables[edges.position], edges.other, strict=True)):
                     rows, columns = values[v], values[j]
-                    table = edges.tables[k if len(edges.tables) > 1 else 0][rows[:, None], columns]
+                    table = edges.tables.part(k, rows, columns)
                     table += given[k][rows, None] - taken[k][columns]
                     least = float(table.min())
                     constant += least
                     tables[int(v), int(j)] = table - least
         return constant, own, tables
-
-
-def least_of_both(rows: Table, columns: Table, tables: Table) -> tuple[Table, Table]:
-    """Of rows[e, a] + tables[e, a, b] + columns[e, b] the least for each a and for each b, less the least of all."""
-    here, there = np.empty_like(rows), np.empty_like(columns)
-    step = max(1, CHUNK // (rows.shape[1] * columns.shape[1]))
-    for k in range(0, len(rows), step):
-        part = slice(k, k + step)
-        total = (tables if len(tables) == 1 else tables[part]) + rows[part, :, None] + columns[part, None, :]
-        total.min(2, out=here[part])
-        total.min(1, out=there[part])
-    return here - here.min(1, keepdims=True), there - there.min(1, keepdims=True)
-
-
-def least_sums(given: Table, tables: Table) -> Table:
-    """For each edge e and value b: least over a of given[e, a] + tables[e, a, b]; one table may serve all edges."""
-    count, rows, columns = len(given), tables.shape[1], tables.shape[2]
-    step = max(1, CHUNK // (rows * columns))
-    if count <= step:
-        return (tables + given[:, :, None]).min(1)
-    if len(tables) == 1 and rows * 4 < count:
-        least = np.full((count, columns), np.inf)
-        sums = np.empty_like(least)
-        for a in range(rows):
-            np.add(given[:, a, None], tables[0, a], out=sums)
-            np.minimum(least, sums, out=least)
-        return least
-    least = np.empty((count, columns))
-    for k in range(0, count, step):
-        part = tables if len(tables) == 1 else tables[k : k + step]
-        np.min(part + given[k : k + step, :, None], axis=1, out=least[k : k + step])
-    return least
-

@@ -109,6 +109,7 @@ class Reduction:
         self._queued = [False] * len(self.own)
         self._touched: set[int] = set()
         self._begun = False
+        self._unturned: list[Pair] = []  # variables whose tables are still views of those of their neighbours
 
     @classmethod
     def of(
@@ -116,6 +117,7 @@ class Reduction:
     ) -> Reduction:
         own = [ops.clean(u) for u in unary]
         near: list[dict[int, Table]] = [{} for _ in own]
+        views = dict[Pair, Pair]()
         for (i, j), table in pairwise.items():
             if i == j:
                 raise ValueError(f"variable {i} in a table with itself")
@@ -123,11 +125,15 @@ class Reduction:
             if table.shape != (own[i].size, own[j].size):
                 raise ValueError(f"table of variables {i}, {j}: {table.shape}, not {(own[i].size, own[j].size)}")
             near[i][j] = ops.sum(near[i][j], table) if j in near[i] else table
-            near[j][i] = ops.turned(near[i][j])
-        return cls(ops, own, near, [list(u) for u in uses] if uses else [[] for _ in own])
+            near[j][i] = near[i][j].T
+            views[min(i, j), max(i, j)] = j, i
+        found = cls(ops, own, near, [list(u) for u in uses] if uses else [[] for _ in own])
+        found._unturned = list(views.values())
+        return found
 
     def run(self, join: bool = True) -> None:
         """All that is exact and cheap. Without `join` variables only merge; none is minimised out."""
+        self._turn()
         if not self._begun:
             self._begun = True
             for v, own in enumerate(self.own):
@@ -233,12 +239,14 @@ class Reduction:
             for j, table in self.near[v].items():
                 if j > v:
                     found.link(v, j, self.ops.block(table, index, kept[j]))
+        found._unturned = []
         found._touch(kept)
         return found
 
     def alike(self, rounds: int) -> list[list[int]]:
         """The variables that are left, those together whose costs and tables are the same ones, and their neighbours'
         too, so many edges far."""
+        self._turn()
         kind = {v: id(self.own[v]) for v, inside in enumerate(self.inside) if inside}
         for _ in range(rounds):
             names: dict[tuple[int, tuple[Pair, ...]], int] = {}
@@ -256,6 +264,7 @@ class Reduction:
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
         """A smaller one, in which the variables of a class take the value of its first. They have as many values."""
+        self._turn()
         found, leader = self.copy(), {v: c[0] for c in classes for v in c}
         tables: dict[Pair, list[Table]] = {}
         for first, *rest in classes:
@@ -386,8 +395,14 @@ class Reduction:
             self.constant, list(self.fixed_uses), self.feasible, self.pair_work, self.beaten_work, list(self.steps),
             self.held,
         )  # fmt: skip
-        other.inside, other._begun = list(self.inside), self._begun
+        other.inside, other._begun, other._unturned = list(self.inside), self._begun, list(self._unturned)
         return other
+
+    def _turn(self) -> None:
+        """A copy for each view of a neighbour's table. It takes long for large ones: not done for a few values."""
+        for v, j in self._unturned:
+            self.near[v][j] = self.ops.turned(self.near[j][v])
+        self._unturned = []
 
     def _touch(self, variables: Iterable[int]) -> None:
         for v in variables:

@@ -231,33 +231,34 @@ class Search:
         log.debug("tied: cost %.9g", self.cost)
         self.limit += self.problem.ops.work - begin
 
-    def move(self, values: list[int], sweeps: int = MOVES) -> None:
-        """From these values along one column of the labels after the other, until nothing is gained. The work comes on
-        top of the limit: the bound does not rise by it."""
-        cost, columns, settled = self.full.cost(values), self._columns, 0
-        self._moved, begin = cost, self.problem.ops.work
-        for column in itertools.islice(itertools.cycle(range(columns)), sweeps * columns):
-            before, part = cost, self.problem.among(self._alike(values, column))
+    def move(self, values: list[int], sweeps: int = MOVES, wide: int = 1) -> None:
+        """From these values along some columns of the labels after others, `wide` at once, until nothing is gained. The
+        work comes on top of the limit: the bound does not rise by it."""
+        ways, settled = list(itertools.combinations(range(self._columns), wide)), 0
+        cost, begin = self.full.cost(values), self.problem.ops.work
+        self._moved = cost
+        for columns in itertools.islice(itertools.cycle(ways), sweeps * len(ways)):
+            before, part = cost, self.problem.among(self._alike(values, columns))
             search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)
             search.run()
             values, cost = search.values or values, search.cost
-            log.debug("column %d: cost %.9g", column, cost)
+            log.debug("columns %s: cost %.9g", columns, cost)
             settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
-            if settled == columns:
+            if settled == len(ways) or cost - self.bound <= SETTLED * abs(cost):
                 break
         self.offer(values)
         self.limit += self.problem.ops.work - begin
 
-    def _alike(self, values: Sequence[int], column: int) -> list[NDArray[np.bool_]]:
-        """For each variable what differs from a value in one column of the labels at most."""
+    def _alike(self, values: Sequence[int], columns: tuple[int, ...]) -> list[NDArray[np.bool_]]:
+        """For each variable what differs from a value in these columns of the labels at most."""
         do, pairs = self.problem.ops.memo.do, zip(self.labels or (), values, strict=True)
 
         def make(labels: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
             same = labels == labels[value]
-            same[:, column] = True
+            same[:, columns] = True
             return same.all(1)
 
-        return [do(("alike", id(a), column, v), a, lambda a=a, v=v: make(a, v)) for a, v in pairs]
+        return [do(("alike", id(a), columns, v), a, lambda a=a, v=v: make(a, v)) for a, v in pairs]
 
     def _known(self, inside: Sequence[int], otherwise: Index) -> Index:
         """The best assignment known, as far as variables are left, if none of its values was dropped."""

@@ -38,8 +38,12 @@ LOOSE: Final = 0.5
 LESS: Final = 1e-3
 """Parts of the distance that is aimed at: for as much the bound of a cell is raised on, by so much that of the ends may
 be off, and values cost less there that a cell has too."""
-NEARLY: Final = 1e-4
+COARSE: Final = SETTLED / 2
 """Relative distance of cost and bound at which the coarse problem is solved."""
+NEARLY: Final = 1e-4
+"""The same of what is found in its best assignment, of which no proof is wanted."""
+ENOUGH: Final = 5e-3
+"""The same of the whole problem, at which its own messages, which take long, are not worth what they still find."""
 UNLIMITED_PART: Final = 0.3
 """Part of the work that may go to the problem without its memory limit."""
 
@@ -197,7 +201,7 @@ def minimize(
       close: relative distance of cost and bound that is close enough.
       labels: for each variable (values, columns) what its values are like; better assignments are also looked for by
         changes of many variables in one column at a time. In a large problem without a `start`, values of the same
-        labels are taken as one at first; if that gives an assignment and a bound within SETTLED, or takes all the work,
+        labels are taken as one at first; if that gives an assignment and a bound within ENOUGH, or takes all the work,
         these are the result.
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
       together: classes of variables (`alike`) that are to take one value; the bound is of such assignments.
@@ -274,8 +278,9 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     """Whether a coarse problem's bound, and what is found in its best assignment and from there on, are enough. The
     search has both from then on, and less work to do."""
     costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
-    enough = max(NEARLY, search.close)
-    first = Search(problem, costs, search.limit, enough, labels=small.labels, patience=search.patience)
+    first = Search(
+        problem, costs, search.limit, max(COARSE, search.close), labels=small.labels, patience=search.patience
+    )
     if search.values is not None:
         first.offer(small.values_of(search.values))
     first.run()
@@ -284,16 +289,17 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     if first.values is None:
         return False
     inside = search.problem.among(small.members(first.values))
-    fine = Search(inside, search.full, inside.ops.work + MOVE_WORK)
+    fine = Search(inside, search.full, inside.ops.work + MOVE_WORK, NEARLY)
     fine.run()
     log.debug("fine: cost %.9g", fine.cost)
     if fine.values is None:
         return False
     search.offer(fine.values)
     search.limit -= small.ops.work
-    if first.within(SETTLED) and not search.within(enough):  # else no move could settle it
-        search.move(fine.values)
-    return search.within(max(SETTLED, enough))
+    for wide in (1, 2):
+        if search.values is not None and not search.within(max(SETTLED, search.close)):
+            search.move(search.values, wide=wide)
+    return search.within(max(ENOUGH, search.close))
 
 
 def by_cost(

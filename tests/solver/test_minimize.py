@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from shardc.solver import FORBIDDEN, Memo, elimination_order, minimize
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
 from tests.solver.problems import cost_of, minimum, random_problem
 
 
@@ -49,3 +51,20 @@ def test_what_is_forgotten_changes_nothing():
         assert again == once and once.exact
         chances += memo.chances
     assert chances
+
+
+@pytest.mark.parametrize("first", [(0, 1), (1, 0)])
+def test_tables_of_a_pair_in_both_directions_add_up(first):
+    """Whichever comes first, and looked at whole or among some values."""
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, 20, (5, 4)).astype(float), rng.integers(0, 20, (4, 5)).astype(float)
+    tables = {(0, 1): one, (1, 0): other}
+    pairwise = {pair: tables[pair] for pair in (first, first[::-1])}
+    unary, both = [np.zeros(5), np.zeros(4)], one + other.T
+    assert minimize(unary, pairwise).cost == both.min()
+    problem = Reduction.of(unary, pairwise, [], Operations(Memo()))
+    some = problem.among([np.arange(5) > 1, np.arange(4) < 3])
+    assert np.array_equal(some.near[0][1], both[2:, :3])
+    assert np.array_equal(some.near[1][0], both[2:, :3].T)
+    some.run()
+    assert some.constant == both[2:, :3].min()

@@ -35,9 +35,9 @@ def moves(monkeypatch):
     gained: list[float] = []
     plain = Search.move
 
-    def move(self: Search, values: list[int]) -> None:
+    def move(self: Search, values: list[int], **more: int) -> None:
         before = self.cost
-        plain(self, values)
+        plain(self, values, **more)
         gained.append(before - self.cost)
         assert self.cost == self.full.cost(self.values) <= min(before, self.full.cost(values))
 
@@ -148,3 +148,18 @@ def test_moves_in_one_column_are_the_search():
         unary, pairwise = repeated_layers(seed, 4, 2)
         found = move(some_of(unary, pairwise), [0] * 8, [np.arange(3)[:, None]] * 8, 1)
         assert cost_of(unary, pairwise, found) == minimum(unary, pairwise)
+
+
+def test_a_wide_move_changes_two_columns_at_once():
+    """Of values with three labels each, all variables' at once: 1 1 0 is best, and what lies between is dear."""
+    labels = np.asarray(list(itertools.product(range(2), repeat=3)), np.int64)
+    own = np.where(labels.sum(1) == 0, 2.0, 5.0)
+    own[6] = 0.0  # 1 1 0
+    together = np.where(np.eye(8, dtype=bool), 0.0, 1.0)
+    unary, pairwise = [own] * 3, {(0, 1): together, (1, 2): together}
+    begin = Reduction.of(unary, pairwise, [], Operations(Memo()))
+    found = Search(begin, Costs(unary, pairwise), 1e9, labels=[labels] * 3)
+    found.move([0, 0, 0])
+    assert (found.cost, found.values) == (6.0, [0, 0, 0])
+    found.move([0, 0, 0], wide=2)
+    assert (found.cost, found.values) == (0.0, [6, 6, 6])
