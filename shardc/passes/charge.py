@@ -24,7 +24,7 @@ from shardc.passes.memory import GAPS, bodies_of, piece_bytes
 from shardc.passes.place import Tables
 from shardc.passes.problem import Nested, Node, Problem, Reader, Scope, Value
 from shardc.sbp.boxing import BoxingTable
-from shardc.solver.tables import Table
+from shardc.solver.tables import Table, whole
 
 ROUNDING: Final = 0.25
 """Step of the logarithm of prices."""
@@ -100,7 +100,7 @@ class Charges:
             h, price = self.holdings[k], float(prices[k])
             dear = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
             before = unary[h.first] if h.first == h.second else pairwise[h.first, h.second]
-            after = do(("sum", id(before), id(dear)), (before, dear), lambda b=before, d=dear: b + d)
+            after = do(("sum", id(before), id(dear)), (before, dear), lambda b=before, d=dear: whole(b) + d)
             if h.first == h.second:
                 unary[h.first] = after
             else:

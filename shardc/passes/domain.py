@@ -36,6 +36,7 @@ from shardc.sbp.cost import LIGHT, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting, Signature
+from shardc.solver.tables import Given, Lookup, whole
 
 GROWTH_PENALTY: Final = 1e3
 """Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
@@ -115,7 +116,8 @@ class Domains:
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
         self._tables: dict[tuple[tuple[int, ...], int, ReduceOp], BoxingTable] = {}
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
-        self._edges: dict[Hashable, NDArray[np.float64]] = {}
+        self._matrices: dict[Hashable, NDArray[np.float64]] = {}
+        self._edges: dict[Hashable, Given] = {}
         self.of = [self._domain(n) for n in problem.nodes]
 
     def table(self, value: Value) -> BoxingTable:
@@ -264,7 +266,7 @@ class Domains:
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
             sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
-            cost[i] = sum(sent_cost(s, self.view).seconds for s in sent)
+            cost[i] = sum(sent_cost(s, self.view).seconds * len(list(same)) for s, same in itertools.groupby(sent))
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], order: NDArray[np.int64]) -> Placement:
@@ -287,7 +289,7 @@ class Domains:
             for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
         )
 
-    def edge(self, value: Value, reader: Reader) -> NDArray[np.float64]:
+    def edge(self, value: Value, reader: Reader) -> Given:
         """Cost of the boxing between maker and reader, for each pair of their choices."""
         maker, into = self.of[value.maker.number], self.of[reader.node.number]
         port = len(value.maker.operands) + value.port
@@ -295,37 +297,30 @@ class Domains:
         assert table is not None and rows is not None and columns is not None
         key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
         if key not in self._edges:
-            boxed = _Boxed(table, reader, value)
-            found = boxed.seconds(rows[:, None], columns)
+            matrix = self._priced(table, reader, value)
+            found = Lookup(matrix, rows, columns)
             if into.also is not None:  # a tree to two places
-                other = boxed.seconds(rows[:, None], into.also)
-                both = found + other
-                found += boxed.seconds(columns, into.also)
-                other += boxed.seconds(into.also, columns)
-                found = np.minimum(np.minimum(found, other, out=found), both, out=found)
+                one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
+                both = one + other
+                one += matrix[columns, into.also]
+                other += matrix[into.also, columns]
+                found = np.minimum(np.minimum(one, other, out=one), both, out=one)
             if maker.also is not None:  # from the nearer of two
-                found = np.minimum(found, boxed.seconds(maker.also[:, None], columns), out=found)
+                found = np.minimum(whole(found), Lookup(matrix, maker.also, columns).whole())
             self._edges[key] = found
         return self._edges[key]
 
-
-@dataclass(frozen=True, slots=True)
-class _Boxed:
-    """What boxings of a value for a reader cost."""
-
-    table: BoxingTable
-    reader: Reader
-    value: Value
-
-    def seconds(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of all its executions, from one row of the table to another."""
-        table, small = self.table, self.reader.small
-        cost = self.reader.weight * table.seconds.take(src * len(table.seconds) + dst)
-        if small or self.value.stacked:
-            before, after = table.local_bytes[src], table.local_bytes[dst]
-            wrong = (after > before) if small else (after < before)
-            cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
-        return cost
+    def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
+        """What a value's boxings cost for a reader, all executions: from one row of its table to another."""
+        key = (id(table), reader.weight, reader.small, value.stacked)
+        if key not in self._matrices:
+            cost = reader.weight * table.seconds
+            if reader.small or value.stacked:
+                before, after = table.local_bytes[:, None], table.local_bytes
+                wrong = (after > before) if reader.small else (after < before)
+                cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+            self._matrices[key] = cost
+        return self._matrices[key]
 
 
 def _with_rings(d: Domain, r: Rings) -> Domain:

@@ -24,7 +24,7 @@ from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
 from shardc.solver.costs import Costs
 from shardc.solver.search import CLOSE, SETTLED
-from shardc.solver.tables import Index, Table
+from shardc.solver.tables import Given, Index, Lookup, Table, whole
 
 log = logging.getLogger("shardc")
 
@@ -61,7 +61,7 @@ class Tables:
 
     domains: Domains
     unary: Sequence[Table]
-    pairwise: Mapping[tuple[int, int], Table]
+    pairwise: Mapping[tuple[int, int], Given]
     memo: Memo
     offered: Sequence[Index] | None = None
     unpriced: Tables | None = None
@@ -69,21 +69,22 @@ class Tables:
     @classmethod
     def of(cls, problem: Problem, domains: Domains) -> Tables:
         unary, memo = [d.seconds for d in domains.of], Memo()
-        pairwise: dict[tuple[int, int], Table] = {}
+        pairwise: dict[tuple[int, int], Given] = {}
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
                 i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
                 if i == j:  # a loop that reads what it carries
                     alone = unary[i]
                     unary[i] = memo.do(
-                        ("loop", id(alone), id(cost)), (alone, cost), lambda u=alone, c=cost: u + np.diagonal(c)
+                        ("loop", id(alone), id(cost)), (alone, cost), lambda u=alone, c=cost: u + np.diagonal(whole(c))
                     )
                     continue
                 if i > j:
                     i, j = j, i
-                    cost = memo.do(("T", id(cost)), cost, lambda c=cost: np.ascontiguousarray(c.T))
+                    cost = memo.do(("T", id(cost)), cost, lambda c=cost: _turned(c))
                 if (present := pairwise.get((i, j))) is not None:
-                    cost = memo.do(("sum", id(present), id(cost)), (present, cost), lambda p=present, c=cost: p + c)
+                    both, key = (present, cost), ("sum", id(present), id(cost))
+                    cost = memo.do(key, both, lambda both=both: whole(both[0]) + whole(both[1]))
                 pairwise[i, j] = cost
         return cls(domains, unary, pairwise, memo)
 
@@ -118,7 +119,7 @@ class Tables:
         pairwise = {
             (i, j): do(
                 ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
-                lambda c=c, i=i, j=j: one(np.ascontiguousarray(c[np.ix_(offered[i], offered[j])])),
+                lambda c=c, i=i, j=j: one(c[offered[i][:, None], offered[j]]),
             )
             for (i, j), c in self.pairwise.items() if offered[i].size > 1 or offered[j].size > 1
         }  # fmt: skip
@@ -169,7 +170,7 @@ class Tables:
         assert self.offered is None
         tables_of = among or self.among
 
-        def some(offered: Sequence[Index]) -> tuple[Sequence[Table], Mapping[tuple[int, int], Table]]:
+        def some(offered: Sequence[Index]) -> tuple[Sequence[Table], Mapping[tuple[int, int], Given]]:
             tables = tables_of(offered)
             return tables.unary, tables.pairwise
 
@@ -179,6 +180,10 @@ class Tables:
         """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.
         2010, "Fusion Moves for Markov Random Field Optimization")."""
         return self.among(choices_of(pool)).minimize(start, work, close).values
+
+
+def _turned(table: Given) -> Given:
+    return table.T if isinstance(table, Lookup) else np.ascontiguousarray(table.T)
 
 
 class Placer:

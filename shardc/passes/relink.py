@@ -18,6 +18,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from shardc.passes.charge import Charges
+from shardc.solver.tables import Given, whole
 
 NODES: Final = 200
 """Of the search for the best parts, at most."""
@@ -63,8 +64,9 @@ class Relink:
             np.minimum(np.asarray([getattr(h, at) for h in held], np.int64), charges.points) for at in ("begin", "end")
         )
 
-    def _change(self, table: NDArray[np.float64], i: int, j: int) -> float:
+    def _change(self, table: Given, i: int, j: int) -> float:
         if i == j:
+            table = whole(table)
             return float(table[self.other[i]] - table[self.one[i]])
         return float(table[self.other[i], self.other[j]] - table[self.one[i], self.one[j]])
 

@@ -25,7 +25,7 @@ from shardc.sbp.placement import Pin, Placement, is_even
 from shardc.solver import FORBIDDEN, Assignment
 from shardc.solver.costs import Costs
 from shardc.solver.search import CLOSE
-from shardc.solver.tables import Table
+from shardc.solver.tables import Table, whole
 
 _Mask: TypeAlias = NDArray[np.bool_]
 
@@ -60,7 +60,8 @@ class Again:
         self._domains = Domains(self.problem, plan.mesh, [a for a, n in plan.mesh.axes if n > 1])
         self._tables = Tables.of(self.problem, self._domains)
         self._near: dict[int, list[tuple[int, Table]]] = {}
-        for (i, j), table in self._tables.pairwise.items():
+        for (i, j), given in self._tables.pairwise.items():
+            table = whole(given)
             self._near.setdefault(i, []).append((j, table))
             self._near.setdefault(j, []).append((i, table.T))
         self._pinned = {n: self._where(n, pin.allows) for n, pin in self.pins.items()}

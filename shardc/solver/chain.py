@@ -19,7 +19,7 @@ import numpy as np
 from shardc.solver.dual import Dual
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.tables import Pair, Table
+from shardc.solver.tables import Given, Pair, Table
 
 log = logging.getLogger("shardc")
 
@@ -46,14 +46,14 @@ class Numbered:
       constant: what these cost.
     """
 
-    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], ops: Operations) -> None:
+    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given], ops: Operations) -> None:
         self.ops = ops
         self.own = [ops.clean(u) for u in unary]
         self.near: list[dict[int, int]] = [{} for _ in unary]
-        self.tables: list[Table] = []
+        self.tables: list[Given] = []
         numbers: dict[int, int] = {}
         for (i, j), given in pairwise.items():
-            table = ops.clean(given)
+            table = ops.given(given)
             k = numbers.setdefault(id(table), len(self.tables))
             if k == len(self.tables):
                 self.tables += [table, table.T]
@@ -65,7 +65,7 @@ class Numbered:
                 self._fix(v, 0)
         for v, near in enumerate(self.near):
             if len(near) >= HUB:
-                needed = ops.needed(self.own[v], [self.tables[k] for k in near.values()], [])
+                needed = ops.needed(self.own[v], [ops.whole(self.tables[k]) for k in near.values()], [])
                 if needed is not None and needed.size == 1:
                     self._fix(v, int(needed[0]))
 
@@ -73,12 +73,12 @@ class Numbered:
         self.fixed[v] = value
         self.constant += float(self.own[v][value])
         for j, k in self.near[v].items():
-            own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.tables[k][value]))
+            own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.ops.whole(self.tables[k])[value]))
             self.own[j] = self.ops.sum(own, row)
             del self.near[j][v]
         self.near[v] = {}
 
-    def edge(self, i: int, j: int, k: int) -> tuple[Pair, Table]:
+    def edge(self, i: int, j: int, k: int) -> tuple[Pair, Given]:
         """Two variables and table k of them, the way it was given."""
         return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
 
@@ -98,7 +98,7 @@ class Part:
 
     variables: list[int]
     unary: list[Table]
-    pairwise: dict[Pair, Table]
+    pairwise: dict[Pair, Given]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class Chain:
         handed, found = dual.handed(), dict[End, Table]()
         for x, y in self.links:
             i, j = self._joined(x, 0, copies)
-            given, table = handed[number[i], number[j]], self.problem.tables[x[1]]
+            given, table = handed[number[i], number[j]], ops.whole(self.problem.tables[x[1]])
             there = np.full(table.shape[1], given.max())
             there[small.kept(j)] = given
             found[x] = (table - there).min(1)
@@ -220,14 +220,16 @@ class Chain:
         """What is in no cell of a part, where the cells have these values."""
         ops, place, own = self.problem.ops, self.place, list(part.unary)
         free = {k: n for n, k in enumerate(k for k, v in enumerate(part.variables) if v not in place)}
-        inner = dict[Pair, Table]()
+        inner = dict[Pair, Given]()
         for (i, j), table in part.pairwise.items():
             if i in free and j in free:
                 inner[free[i], free[j]] = table
             elif i in free:
-                own[i] = ops.sum(own[i], ops.one(np.ascontiguousarray(table[:, wanted[place[part.variables[j]]]])))
+                value = wanted[place[part.variables[j]]]
+                own[i] = ops.sum(own[i], ops.one(np.ascontiguousarray(ops.whole(table)[:, value])))
             elif j in free:
-                own[j] = ops.sum(own[j], ops.one(table[wanted[place[part.variables[i]]]]))
+                value = wanted[place[part.variables[i]]]
+                own[j] = ops.sum(own[j], ops.one(ops.whole(table)[value]))
         return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
 
     def shorter(self) -> Part | None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.operations import Operations
-from shardc.solver.tables import Index, Memo, Pair, Table
+from shardc.solver.tables import Given, Index, Lookup, Memo, Pair, Table, whole
 
 Labels: TypeAlias = NDArray[np.int64]
 
@@ -26,7 +26,7 @@ WIDE: Final = 10_000
 """Entries of a table, on average, from which on most of its values differ in the order of axes alone."""
 
 
-def is_large(pairwise: Mapping[Pair, Table]) -> bool:
+def is_large(pairwise: Mapping[Pair, Given]) -> bool:
     return sum(t.size for t in pairwise.values()) > max(LARGE, WIDE * len(pairwise))
 
 
@@ -44,6 +44,10 @@ class _Groups(NamedTuple):
         places = begins + np.minimum(np.arange(counts.max())[:, None], counts - 1)
         return cls(group, np.argsort(group, kind="stable")[places])
 
+    def within(self, rows: Index) -> _Groups:
+        """The same groups of values, of which each stands in a row of a matrix."""
+        return self._replace(members=rows[self.members])
+
     def least(self, table: Table, axis: int) -> Table:
         """Of each group."""
         first, *more = self.members
@@ -51,6 +55,13 @@ class _Groups(NamedTuple):
         for values in more:
             np.minimum(least, table.take(values, axis), out=least)
         return least
+
+
+def _least(table: Given, a: _Groups, b: _Groups) -> Table:
+    """Of each pair of groups."""
+    if not isinstance(table, Lookup):
+        return b.least(a.least(whole(table), 0), 1)
+    return b.within(table.columns).least(a.within(table.rows).least(table.matrix, 0), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +81,7 @@ class Coarse:
     ops: Operations
 
     @classmethod
-    def of(cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], labels: Sequence[Labels]) -> Coarse:
+    def of(cls, unary: Sequence[Table], pairwise: Mapping[Pair, Given], labels: Sequence[Labels]) -> Coarse:
         ops = Operations(Memo())
         do = ops.memo.do
 
@@ -82,7 +93,7 @@ class Coarse:
         tables = {
             (i, j): do(
                 ("least", id(t), id(a := found[i]), id(b := found[j])), (t, a, b),
-                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(b.least(a.least(t, 0), 1))),
+                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(_least(t, a, b))),
             )
             for (i, j), t in pairwise.items()
         }  # fmt: skip

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
+from shardc.solver.tables import FORBIDDEN, Given, Index, Pair, Table
+
+_T = TypeVar("_T")
 
 
 class Costs:
-    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Table]) -> None:
+    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given]) -> None:
         self._own = _alike(list(unary))
         self._pairs = _alike(list(pairwise.values()))
         self._ends = np.asarray(list(pairwise), np.intp).reshape(-1, 2).T
@@ -25,7 +28,7 @@ class Costs:
         return float(found.sum()) if found.max() < FORBIDDEN else np.inf
 
 
-def _alike(tables: Sequence[Table]) -> list[tuple[Table, Index]]:
+def _alike(tables: Sequence[_T]) -> list[tuple[_T, Index]]:
     """Each table once, and the numbers of those that are it."""
     of: dict[int, list[int]] = {}
     for k, table in enumerate(tables):

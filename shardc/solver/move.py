@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from shardc.solver.costs import Costs
 from shardc.solver.search import MOVE_WORK, SETTLED
 from shardc.solver.solve import minimize
-from shardc.solver.tables import Index, Memo, Pair, Table
+from shardc.solver.tables import Given, Index, Memo, Pair, Table
 
-Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Table]]]
+Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
 """Costs and tables, as those of `minimize`, of some values of each variable, given by number; between variables of one
 value each there need be no table."""
 

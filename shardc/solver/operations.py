@@ -7,12 +7,13 @@ tables are never changed in place: equal ones are one object.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.tables import FORBIDDEN, A, Index, Memo, Table
+from shardc.solver.tables import FORBIDDEN, A, Given, Index, Lookup, Memo, Table
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
@@ -31,6 +32,22 @@ class Operations:
 
     def one(self, table: A) -> A:
         return self.memo.one(table)
+
+    def whole(self, table: Given) -> Table:
+        """Written out."""
+        if isinstance(table, Lookup):
+            return self.memo.do(("whole", id(table)), table, table.whole)
+        return table
+
+    def given(self, table: Given) -> Given:
+        """The one that equals it, infinite where something is not allowed; as it is given."""
+        if not isinstance(table, Lookup):
+            return self.clean(np.asarray(table, np.float64))
+        matrix = self.clean(table.matrix)
+        if matrix is table.matrix:
+            return table
+        make = partial(Lookup, matrix, table.rows, table.columns)
+        return self.memo.do(("given", id(table)), table, make)
 
     def clean(self, table: Table) -> Table:
         """The one that equals it, infinite where something is not allowed."""
@@ -67,10 +84,10 @@ class Operations:
         """table[index]"""
         return self.memo.do(("rows", id(table), id(index)), (table, index), lambda: self._one(table[index]))
 
-    def block(self, table: Table, rows: Index, columns: Index) -> Table:
+    def block(self, table: Given, rows: Index, columns: Index) -> Table:
         """table[rows, :][:, columns]"""
         if rows.size == table.shape[0] and columns.size == table.shape[1]:
-            return table
+            return self.whole(table)
         key = ("block", id(table), id(rows), id(columns))
         return self.memo.do(key, (table, rows, columns), lambda: self._one(table[rows[:, None], columns]))
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.operations import Operations
-from shardc.solver.tables import Index, Pair, Table
+from shardc.solver.tables import Given, Index, Pair, Table
 
 EASY: Final = 1 << 12
 """Entries that minimising a variable out may touch for it to be done before beaten values are looked for."""
@@ -99,7 +99,7 @@ class Reduction:
     fixed_uses: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
     feasible: bool = True
     pair_work: int = 1 << 20
-    beaten_work: int = 1 << 20
+    beaten_work: int = 1 << 16
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 
@@ -109,31 +109,25 @@ class Reduction:
         self._queued = [False] * len(self.own)
         self._touched: set[int] = set()
         self._begun = False
-        self._unturned: list[Pair] = []  # variables whose tables are still views of those of their neighbours
+        self._given: Mapping[Pair, Given] = {}  # tables that are not in `near` yet
 
     @classmethod
     def of(
-        cls, unary: Sequence[Table], pairwise: Mapping[Pair, Table], uses: Sequence[Sequence[Use]], ops: Operations
+        cls, unary: Sequence[Table], pairwise: Mapping[Pair, Given], uses: Sequence[Sequence[Use]], ops: Operations
     ) -> Reduction:
         own = [ops.clean(u) for u in unary]
-        near: list[dict[int, Table]] = [{} for _ in own]
-        views = dict[Pair, Pair]()
         for (i, j), table in pairwise.items():
             if i == j:
                 raise ValueError(f"variable {i} in a table with itself")
-            table = ops.clean(table)
             if table.shape != (own[i].size, own[j].size):
                 raise ValueError(f"table of variables {i}, {j}: {table.shape}, not {(own[i].size, own[j].size)}")
-            near[i][j] = ops.sum(near[i][j], table) if j in near[i] else table
-            near[j][i] = near[i][j].T
-            views[min(i, j), max(i, j)] = j, i
-        found = cls(ops, own, near, [list(u) for u in uses] if uses else [[] for _ in own])
-        found._unturned = list(views.values())
+        found = cls(ops, own, [{} for _ in own], [list(u) for u in uses] if uses else [[] for _ in own])
+        found._given = pairwise
         return found
 
     def run(self, join: bool = True) -> None:
         """All that is exact and cheap. Without `join` variables only merge; none is minimised out."""
-        self._turn()
+        self._write_out()
         if not self._begun:
             self._begun = True
             for v, own in enumerate(self.own):
@@ -239,14 +233,16 @@ class Reduction:
             for j, table in self.near[v].items():
                 if j > v:
                     found.link(v, j, self.ops.block(table, index, kept[j]))
-        found._unturned = []
+        for (v, j), table in self._given.items():
+            found.add_link(v, j, self.ops.block(self.ops.given(table), kept[v], kept[j]))
+        found._given = {}
         found._touch(kept)
         return found
 
     def alike(self, rounds: int) -> list[list[int]]:
         """The variables that are left, those together whose costs and tables are the same ones, and their neighbours'
         too, so many edges far."""
-        self._turn()
+        self._write_out()
         kind = {v: id(self.own[v]) for v, inside in enumerate(self.inside) if inside}
         for _ in range(rounds):
             names: dict[tuple[int, tuple[Pair, ...]], int] = {}
@@ -264,7 +260,7 @@ class Reduction:
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
         """A smaller one, in which the variables of a class take the value of its first. They have as many values."""
-        self._turn()
+        self._write_out()
         found, leader = self.copy(), {v: c[0] for c in classes for v in c}
         tables: dict[Pair, list[Table]] = {}
         for first, *rest in classes:
@@ -395,14 +391,14 @@ class Reduction:
             self.constant, list(self.fixed_uses), self.feasible, self.pair_work, self.beaten_work, list(self.steps),
             self.held,
         )  # fmt: skip
-        other.inside, other._begun, other._unturned = list(self.inside), self._begun, list(self._unturned)
+        other.inside, other._begun, other._given = list(self.inside), self._begun, self._given
         return other
 
-    def _turn(self) -> None:
-        """A copy for each view of a neighbour's table. It takes long for large ones: not done for a few values."""
-        for v, j in self._unturned:
-            self.near[v][j] = self.ops.turned(self.near[j][v])
-        self._unturned = []
+    def _write_out(self) -> None:
+        """The tables as they were given, both ways. It takes long for large ones: not done for a few values."""
+        for (v, j), table in self._given.items():
+            self.add_link(v, j, self.ops.whole(self.ops.given(table)))
+        self._given = {}
 
     def _touch(self, variables: Iterable[int]) -> None:
         for v in variables:
@@ -484,6 +480,11 @@ class Reduction:
         self.near[v][other] = table
         self.near[other][v] = self.ops.turned(self.near[v][other])
 
+    def add_link(self, v: int, other: int, table: Table) -> None:
+        """One more table for two variables."""
+        present = self.near[v].get(other)
+        self.link(v, other, table if present is None else self.ops.sum(present, table))
+
     def _forget(self, i: int, j: int) -> None:
         del self.near[i][j], self.near[j][i]
 
@@ -512,9 +513,7 @@ class Reduction:
         self._touch((leader,))
 
     def _add(self, i: int, j: int, table: Table) -> None:
-        present = self.near[i].get(j)
-        self.near[i][j] = table if present is None else self.ops.sum(present, table)
-        self.near[j][i] = self.ops.turned(self.near[i][j])
+        self.add_link(i, j, table)
         self._touch((i, j))
 
     def _normal(self, table: Table) -> Table:

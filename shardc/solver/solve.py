@@ -21,7 +21,7 @@ from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
 from shardc.solver.search import CLOSE, MOVE_WORK, ROUNDING, SETTLED, TIED, Search
-from shardc.solver.tables import Memo, Pair, Table
+from shardc.solver.tables import Given, Memo, Pair, Table, whole
 
 log = logging.getLogger("shardc")
 
@@ -180,7 +180,7 @@ def solve(
 
 def minimize(
     unary: Sequence[Table],
-    pairwise: Mapping[Pair, Table],
+    pairwise: Mapping[Pair, Given],
     start: Sequence[int] | None = None,
     memo: Memo | None = None,
     work: float = WORK,
@@ -208,7 +208,6 @@ def minimize(
       coarse: whether values of the same labels may be taken as one at first.
     """
     ops = Operations(memo or Memo())
-    pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
     unary = [np.asarray(u, np.float64) for u in unary]
     full = Costs(unary, pairwise)
     problem = Reduction.of(unary, pairwise, [], ops)
@@ -303,18 +302,18 @@ def _settled_by(small: Coarse, search: Search) -> bool:
 
 
 def by_cost(
-    unary: Sequence[Table], pairwise: Mapping[Pair, Table], work: float
+    unary: Sequence[Table], pairwise: Mapping[Pair, Given], work: float
 ) -> Iterator[tuple[float, list[int]]] | None:
     """All assignments with their costs, the cheapest first; None where elimination alone would be more than `work`."""
     order = elimination_order(len(unary), list(pairwise))
     if elimination_work([u.size for u in unary], list(pairwise), order)[0] > work:
         return None
-    found = Elimination(unary, pairwise)
+    found = Elimination(unary, {pair: whole(t) for pair, t in pairwise.items()})
     found.run(order)
     return found.by_cost()
 
 
-def alike(unary: Sequence[Table], pairwise: Mapping[Pair, Table], memo: Memo) -> list[list[int]] | None:
+def alike(unary: Sequence[Table], pairwise: Mapping[Pair, Given], memo: Memo) -> list[list[int]] | None:
     """Classes of variables that look alike from near, as those at one place of repeated layers do; None: most variables
     are alone in theirs."""
     classes = Reduction.of(unary, pairwise, [], Operations(memo)).alike(TIED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,6 +22,48 @@ LARGE: Final = 4096
 """Entries from which on a table is looked for by sums of its bits, not by all of them."""
 MOST: Final = 1 << 31
 """Bytes of arrays that are remembered, roughly, before all is forgotten."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """A table whose entries stand in a smaller matrix: entry (a, b) is matrix[rows[a], columns[b]].
+
+    What it costs to box a value depends on two of its placements, and many choices of a node have it in the same one.
+    """
+
+    matrix: Table
+    rows: Index
+    columns: Index
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.size, self.columns.size
+
+    @property
+    def size(self) -> int:
+        return self.rows.size * self.columns.size
+
+    @cached_property
+    def T(self) -> Lookup:
+        return Lookup(self.matrix.T, self.columns, self.rows)
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Any:
+        """Entries at integers, or at arrays of them that numpy broadcasts together."""
+        rows, columns = index
+        return self.matrix[self.rows[rows], self.columns[columns]]
+
+    def whole(self) -> Table:
+        """All entries."""
+        return self.matrix.take(self.rows, 0).take(self.columns, 1)
+
+
+Given: TypeAlias = Table | Lookup
+"""A table as it is given: written out or not."""
+
+
+def whole(table: Given) -> Table:
+    """Written out."""
+    return table.whole() if isinstance(table, Lookup) else np.asarray(table, np.float64)
 
 
 class Memo:
