@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ PENNY: Final = 1e-4
 """Prices below this part of the highest are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """Something that may be in memory.
 
     Attributes:
@@ -134,8 +133,8 @@ class Charges:
         ends = np.asarray([(h.first, h.second) for h in self.holdings], np.intp).reshape(-1, 2)
         found._open = np.any(np.asarray([f.size for f in offered], np.intp)[ends] > 1, axis=1)
         found.holdings = [
-            replace(h, amounts=some(h.amounts, h.first, h.second)) if is_open else h
-            for h, is_open in zip(self.holdings, found._open, strict=True)
+            Holding(h.first, h.second, some(h.amounts, h.first, h.second), h.begin, h.end) if is_open else h
+            for h, is_open in zip(self.holdings, found._open.tolist(), strict=True)
         ]
         return found
 
