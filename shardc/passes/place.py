@@ -24,7 +24,7 @@ from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
 from shardc.solver.costs import Costs
 from shardc.solver.search import CLOSE, SETTLED
-from shardc.solver.tables import Given, Index, Lookup, Table, whole
+from shardc.solver.tables import Given, Index, Table, whole
 
 log = logging.getLogger("shardc")
 
@@ -81,7 +81,7 @@ class Tables:
                     continue
                 if i > j:
                     i, j = j, i
-                    cost = memo.do(("T", id(cost)), cost, lambda c=cost: _turned(c))
+                    cost = memo.do(("T", id(cost)), cost, lambda c=cost: c.T)
                 if (present := pairwise.get((i, j))) is not None:
                     both, key = (present, cost), ("sum", id(present), id(cost))
                     cost = memo.do(key, both, lambda both=both: whole(both[0]) + whole(both[1]))
@@ -180,10 +180,6 @@ class Tables:
         """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.
         2010, "Fusion Moves for Markov Random Field Optimization")."""
         return self.among(choices_of(pool)).minimize(start, work, close).values
-
-
-def _turned(table: Given) -> Given:
-    return table.T if isinstance(table, Lookup) else np.ascontiguousarray(table.T)
 
 
 class Placer:

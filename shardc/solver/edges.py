@@ -8,12 +8,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from shardc.solver.tables import Index, Table
+from shardc.solver.tables import CHUNK, Index, Table
 
 Rows: TypeAlias = slice | Index
 
-CHUNK: Final = 1 << 16
-"""Entries of a temporary array that stay in a core's cache."""
 SHARED: Final = 2048
 """Tables larger than this are not copied to be worked on side by side."""
 

@@ -13,14 +13,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.tables import FORBIDDEN, A, Given, Index, Lookup, Memo, Table
+from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
 SUM: Final = 1e-13
 """Relative error up to which a table counts as a sum of two vectors."""
-CHUNK: Final = 1 << 16
-"""Entries of a temporary array that stay in a core's cache."""
 
 
 class Operations:
@@ -34,7 +32,7 @@ class Operations:
         return self.memo.one(table)
 
     def whole(self, table: Given) -> Table:
-        """Written out."""
+        """Written out, once."""
         if isinstance(table, Lookup):
             return self.memo.do(("whole", id(table)), table, table.whole)
         return table

@@ -194,7 +194,7 @@ def minimize(
 
     Args:
       unary: for each variable the cost of each of its values; FORBIDDEN and above rules one out.
-      pairwise: tables of pairs of variables.
+      pairwise: tables of pairs of variables; a `Lookup` is written out only if the whole of it is looked at.
       start: an assignment that the result is not to be worse than.
       memo: to share work with other problems of the same tables.
       work: table entries that may be touched, roughly; where layers are solved one for all, in each of its parts.

@@ -18,6 +18,8 @@ Pair: TypeAlias = tuple[int, int]
 
 FORBIDDEN: Final = 1e15
 """Costs from here on mean: not allowed."""
+CHUNK: Final = 1 << 16
+"""Entries of a temporary array that stay in a core's cache."""
 LARGE: Final = 4096
 """Entries from which on a table is looked for by sums of its bits, not by all of them."""
 MOST: Final = 1 << 31
