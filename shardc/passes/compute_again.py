@@ -55,7 +55,7 @@ class Offers:
     def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
         self.residuals = residuals_offered(boxed, mesh, habits)
         scopes = [] if habits.eager else scopes_at(boxed.jaxpr, int(profile.bytes.argmax()))
-        crossings = [Crossing(boxed, profile, jaxpr, now, mesh, habits) for jaxpr, now in scopes if now]
+        crossings = [Crossing(boxed, profile, *scope, mesh, habits) for scope in scopes if scope[1]]
         self.crossings = [c for c in crossings if c.bytes and c.since is not None]
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
         self.most = self._free(self.typical * DEAREST)

@@ -43,6 +43,7 @@ class Crossing:
       boxed, profile: the program, and what it takes in memory.
       jaxpr: the scope.
       now: the equation of it that is running at that point.
+      trips: how often the scope runs.
       mesh, habits: of the devices.
 
     Attributes:
@@ -51,7 +52,7 @@ class Crossing:
     """
 
     def __init__(
-        self, boxed: Boxed, profile: Profile, jaxpr: Jaxpr, now: int, mesh: MeshView, habits: Habits
+        self, boxed: Boxed, profile: Profile, jaxpr: Jaxpr, now: int, trips: int, mesh: MeshView, habits: Habits
     ) -> None:
         self.boxed, self.mesh, self.habits = boxed, mesh, habits
         self.early: list[Eqn] = jaxpr.eqns[:now]
@@ -70,7 +71,7 @@ class Crossing:
         self.crossing = [v for v in reads if v not in results]
         self.free = results | self._constants()
         self.in_loops, self.wanted = self._loops(jaxpr)
-        self.price = [self._seconds(e) for e in self.early]
+        self.price = [trips * self._seconds(e) for e in self.early]
         self.fixed = self._boundaries()
         self.values = [v for v in self.maker if v not in self.free]
         self.problem = self._problem()

@@ -115,17 +115,18 @@ def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
     return _Forward(jaxpr).run().made
 
 
-def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int]]:
-    """The scopes that run at a point of a program, the outermost first, and the number of the equation at which each
-    is."""
-    span, found = _Forward(jaxpr).run().span, list[tuple[Jaxpr, int]]()
+def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
+    """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is, and
+    how often each runs."""
+    span, found, trips = _Forward(jaxpr).run().span, list[tuple[Jaxpr, int, int]](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
         here = [n for n, e in enumerate(scope.eqns) if span[id(e)][0] <= point <= span[id(e)][1]]
         if not here:
             break
-        found.append((scope, here[0]))
-        inner = _bodies(scope.eqns[here[0]])
+        found.append((scope, here[0], trips))
+        inside = scope.eqns[here[0]]
+        inner, trips = _bodies(inside), trips * (inside.params["length"] if inside.primitive.name == "scan" else 1)
         scope = next((b for b in inner if b.eqns and span[id(b.eqns[0])][0] <= point <= span[id(b.eqns[-1])][1]), None)
     return found
 
