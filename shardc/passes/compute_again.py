@@ -50,6 +50,7 @@ class Offers:
 
     Attributes:
       most: bytes that all of it frees.
+      worth: bytes that are freed at the price of a byte when all seconds of the plan are shared out among its bytes.
     """
 
     def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
@@ -58,7 +59,7 @@ class Offers:
         crossings = [Crossing(boxed, profile, *scope, mesh, habits) for scope in scopes if scope[1]]
         self.crossings = [c for c in crossings if c.bytes and c.since is not None]
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
-        self.most = self._free(self.typical * DEAREST)
+        self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
 
     def choose(self, wanted: float) -> dict[Var, Var | None]:
         """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is

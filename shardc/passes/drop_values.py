@@ -14,7 +14,7 @@ so far, is there. XLA:CPU joins both again in spite of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,6 +34,8 @@ from shardc.solver.cut import Repeatable
 
 PARTS: Final = tuple(2**k for k in range(9))
 """Into so many the forward pass may be parted, by seconds: within half of one around a boundary there is no other."""
+NOTHING: Final = 1e-30
+"""A price, in seconds a byte, at which nothing is computed again that takes any time."""
 
 
 class Crossing:
@@ -48,7 +50,7 @@ class Crossing:
 
     Attributes:
       since: the first of what is made behind the point.
-      bytes: of a device, that are kept over it, and that other choices change.
+      bytes: of a device, that are kept over it if nothing is computed again.
     """
 
     def __init__(
@@ -75,8 +77,7 @@ class Crossing:
         self.fixed = self._boundaries()
         self.values = [v for v in self.maker if v not in self.free]
         self.problem = self._problem()
-        may = zip(self.values, self.problem.reachable, strict=True)
-        self.bytes = sum(self.there.get(v, 0) for v, reachable in may if reachable)
+        self.bytes = self._taken(self.problem.solve(np.full(len(self.values), NOTHING))[0])
 
     def _constants(self) -> set[Var]:
         """What follows from nothing: XLA makes it where it is read."""
@@ -185,9 +186,19 @@ class Crossing:
         """
         made = np.asarray([self.maker[v] for v in self.values])
         kept, again = self.problem.solve(np.where(made < first, more, price))
-        values = [v for v, r in zip(self.values, self.problem.makers, strict=True) if r >= 0 and again[r]]
-        taken = sum(self.size(v) for v, k in zip(self.values, kept, strict=True) if k)
-        return [v for v in values if v not in self.root], self.bytes - taken
+        values = dict[Var, None]()
+        for v, r in zip(self.values, self.problem.makers, strict=True):
+            if r >= 0 and again[r] and v not in self.root and not self._follows(v, values):
+                values[v] = None
+        return list(values), self.bytes - self._taken(kept)
+
+    def _taken(self, kept: NDArray[np.bool_]) -> int:
+        return sum(self.size(v) for v, k in zip(self.values, kept, strict=True) if k)
+
+    def _follows(self, v: Var, again: Collection[Var]) -> bool:
+        """Whether the loops that read a value compute it anyway, from what is kept."""
+        read = (self.root.get(a, a) for a in _variables(self.early[self.maker[v]].invars))
+        return v in self.in_loops and v not in self.wanted and not any(a in again for a in read)
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -366,8 +366,8 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[Plan], list[Fitte
     if not (hopeless or any(map(_near, plans))):
         missed, found = _computing_again(whole, offers, traced)
         plans += found
-        cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)[:1]
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
+        cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)
         for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
             better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
             if better or not plans:
@@ -377,10 +377,11 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[Plan], list[Fitte
 
 def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[list[_Within], list[Plan]]:
     """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
-    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before."""
+    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
+    all is too little, what is worth it comes first: the rest is to lie elsewhere."""
     limit, peak = whole.limit, whole.plan.memory.peak
     missed, plans, tried = [whole], list[Plan](), list[Choice]([{}])
-    low, high, wanted = 0.0, math.inf, float(peak - limit)
+    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
     for _ in range(TRIES):
         choice = offers.choose(wanted)
         if choice in tried:
