@@ -13,12 +13,13 @@ from jax import lax
 import shardc
 from examples import gpt2
 from examples.zoo import MODELS
+from shardc import compat
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.compute_again import Offers, compute_again
 from shardc.passes.drop_residuals import KEPT
 from shardc.passes.drop_values import drop_values
 from shardc.passes.fusion import habits_of
-from shardc.passes.plan import _Within, profile_of
+from shardc.passes.plan import Placing, _Within, profile_of
 from tests.passes.test_drop_residuals import same_program
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
@@ -139,6 +140,44 @@ def test_not_where_xla_joins_both_again():
     assert plan.mesh.topology.kind == "cpu"
     assert not Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("cpu")).crossings
     assert Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("v5p")).crossings
+
+
+def test_prices_of_a_crossing():
+    """Where nothing that takes time is done again nothing is freed; the dearer a byte, the more is."""
+    init, step, batch = step_of(layers=3)
+    state = jax.eval_shape(init, jax.random.key(0))
+    plan = function(step, "95GB").plan(*state, batch)
+    offers = Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("v5p"))
+    (crossing,) = offers.crossings
+    assert crossing.bytes <= plan.memory.peak
+    freed = [crossing.choose(offers.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
+    assert abs(freed[0]) < 1e-3 * crossing.bytes
+    assert freed == sorted(freed)
+    assert 0 < offers.worth <= offers.most < crossing.bytes
+    values, _ = crossing.choose(offers.typical)
+    dropped = {v for v in values if crossing.there.get(v)}
+    assert sum(map(crossing.size, dropped)) >= 0.9 * offers.worth
+    computed_anyway = {v for v in crossing.in_loops - crossing.wanted if v in values}
+    for v in computed_anyway:
+        operands = crossing.early[crossing.maker[v]].invars
+        assert any(crossing.root.get(a, a) in values for a in operands if not compat.is_literal(a))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_choice_takes_what_it_was_said_to_take(microbatches):
+    """Also in a loop, as often as it runs."""
+    init, step, batch = step_of(layers=3, width=256, seq=64, rows=512, microbatches=microbatches)
+    state = jax.eval_shape(init, jax.random.key(0))
+    free = function(step, "95GB").plan(*state, batch)
+    placing = Placing.of(free.program, free.mesh, free.arguments, free.results)
+    offers = Offers(placing.plan.boxed, profile_of(placing.plan), free.mesh, habits_of("v5p"))
+    choice = offers.choose(offers.worth)
+    (crossing,) = offers.crossings
+    assert set(choice.values()) == {crossing.since}
+    said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice})
+    plan = placing.search.computing_again(choice, placing.traced).plan
+    assert 0.7 * offers.worth < plan.recomputed.bytes < 1.4 * offers.worth
+    assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 
 
 @pytest.mark.slow
