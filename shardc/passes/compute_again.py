@@ -7,7 +7,7 @@ bytes, so that one price a byte chooses among them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -72,7 +72,7 @@ class Offers:
             for _ in range(HALVINGS):
                 middle = math.sqrt(low * high)
                 low, high = (low, middle) if self._free(middle) >= wanted else (middle, high)
-        taken = self._stacks(high)
+        taken, _ = self._stacks(high)
         missing = wanted - self._free(high)
         while taken and taken[-1].bytes + missing <= 0:
             missing += taken.pop().bytes
@@ -89,11 +89,18 @@ class Offers:
             choice |= dict.fromkeys(c.choose(low, high, first)[0], c.since)
         return choice
 
-    def _stacks(self, price: float) -> list[Offer]:
-        return follow_together(o for o in self.residuals if o.price <= price)
+    def _stacks(self, price: float) -> tuple[list[Offer], int]:
+        """Residuals, and the bytes that they free: with what loops carry stacked for them, or without."""
+
+        def both_ways() -> Iterator[tuple[list[Offer], int]]:
+            for carried in (False, True):
+                taken, stacked = follow_together((o for o in self.residuals if o.price <= price), carried)
+                yield taken, sum(o.bytes for o in taken) - stacked
+
+        return max(both_ways(), key=lambda found: price * found[1] - sum(o.seconds for o in found[0]))
 
     def _free(self, price: float) -> int:
-        return sum(o.bytes for o in self._stacks(price)) + sum(c.choose(price)[1] for c in self.crossings)
+        return self._stacks(price)[1] + sum(c.choose(price)[1] for c in self.crossings)
 
 
 def compute_again(jaxpr: Jaxpr, choice: Choice) -> tuple[Jaxpr, Again]:

@@ -6,6 +6,10 @@ f' does not give r, and g' computes its row from rows of x or z, or from what f 
 a training step stacks what its backward pass reads, the residuals: each is there, whole, while both loops run. Chen et
 al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Jain et al. 2020, "Checkmate". Two loops share nothing that
 XLA could join again.
+
+    c, r = scan f c x; d = scan g d r z    -->    c, s = scan f' c x; d = scan g' d s x z
+
+What r needs of the carry, f' stacks instead: each step's c, as `jax.checkpoint` around a layer keeps what it begins with.
 """
 
 from __future__ import annotations
@@ -73,11 +77,14 @@ def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
 
 class Slices:
     """How the rows that a loop stacks follow from what another loop can read: its other stacks, the stacks that it
-    reads itself, and what it reads in every step. What it carries is not there any more.
+    reads itself, and what it reads in every step. What it carries is not there any more, if it is not stacked as well.
 
     Args:
       maker: the loop.
       dropped: stacks that are not there.
+
+    Attributes:
+      kept: what it carries into a step, and is stacked for the other loop.
     """
 
     def __init__(self, maker: Eqn, dropped: Collection[Var]) -> None:
@@ -87,6 +94,8 @@ class Slices:
         consts, carries = maker.params["num_consts"], maker.params["num_carry"]
         inputs = list(zip(self.body.invars, maker.invars, strict=True))
         self.consts: dict[Var, Atom] = dict(inputs[:consts])
+        self.carried = {v for v, _ in inputs[consts : consts + carries]}
+        self.kept: dict[Var, Var] = {}
         self.rows: dict[Var, Var] = {row: stack for row, stack in inputs[consts + carries :] if stack not in dropped}
         self.row_of: dict[Var, Atom] = {}
         self.dropped: dict[Var, Var] = {}
@@ -102,14 +111,34 @@ class Slices:
     def of(self, stack: Var) -> list[Eqn] | None:
         """The equations that compute a row of a stack, in their order; None if it does not follow, or is no result of
         an equation."""
+        found = self._walk(stack)
+        return None if found is None else found[0]
+
+    def carries(self, stack: Var) -> set[Var]:
+        """What has to be stacked of the carry for a row of a stack to follow."""
+        found = self._walk(stack)
+        return set() if found is None else found[1]
+
+    def keep(self, carries: Collection[Var]) -> None:
+        """Has some of what is carried stacked."""
+        length = self.maker.params["length"]
+        for v in self.body.invars:
+            if v in carries:
+                self.kept[v] = compat.fresh_var(v.aval.update(shape=(length, *v.aval.shape)))
+        self.rows |= self.kept
+
+    def _walk(self, stack: Var) -> tuple[list[Eqn], set[Var]] | None:
         row = self.row_of[stack]
         if compat.is_literal(row) or row not in self.made_by:
             return None
-        found: set[int] = set()
+        found, carries = set[int](), set[Var]()
         pending = [row]
         while pending:
             v = pending.pop()
             if v in self.rows or v in self.consts:
+                continue
+            if v in self.carried:
+                carries.add(v)
                 continue
             i = self.made_by.get(v)
             if i is None or self.body.eqns[i].effects or self.body.eqns[i].primitive.name in KEPT:
@@ -117,7 +146,7 @@ class Slices:
             if i not in found:
                 found.add(i)
                 pending += [a for a in self.body.eqns[i].invars if not compat.is_literal(a)]
-        return [self.body.eqns[i] for i in sorted(found)]
+        return [self.body.eqns[i] for i in sorted(found)], carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +157,13 @@ class Offer:
       residual: it.
       bytes: of a device, that this frees.
       seconds: that computing it takes, in one call.
+      carries: what it needs stacked of the loop's carry, and the bytes that each takes.
     """
 
     residual: Residual
     bytes: int
     seconds: float
+    carries: Mapping[Var, int]
 
     @property
     def price(self) -> float:
@@ -153,23 +184,32 @@ def residuals_offered(boxed: Boxed, mesh: MeshView, habits: Habits) -> list[Offe
         eqns = slices.of(r.stack)
         size = piece_bytes(r.stack.aval, boxed.placements[r.stack], mesh.sizes, habits)
         if eqns is not None and size:
-            trips = r.trips * r.maker.params["length"]
-            offers.append(Offer(r, size, trips * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)))
+            length = r.maker.params["length"]
+            carries = {
+                v: length * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
+                for v in slices.carried if v not in slices.rows
+            }  # fmt: skip
+            seconds = r.trips * length * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)
+            offers.append(Offer(r, size, seconds, carries))
     return sorted(offers, key=lambda o: o.price)
 
 
-def follow_together(offers: Iterable[Offer]) -> list[Offer]:
-    """Of some offers those that follow from what is left when all of these are taken, the first ones first."""
+def follow_together(offers: Iterable[Offer], carried: bool) -> tuple[list[Offer], int]:
+    """Of some offers those that follow from what is left when all of these are taken, the first ones first; and the
+    bytes that it takes to stack what they need of carries, if that may be `carried` over."""
     taken: list[Offer] = []
     makers: dict[int, list[Var]] = {}
+    stacked: dict[int, int] = {}
     for offer in offers:
         maker = offer.residual.maker
         mine = [*makers.get(id(maker), ()), offer.residual.stack]
         slices = Slices(maker, mine)
-        if all(slices.of(v) is not None for v in mine):
+        needed = set().union(*(slices.carries(v) for v in mine))
+        if all(slices.of(v) is not None for v in mine) and (carried or not needed):
             makers[id(maker)] = mine
+            stacked[id(maker)] = sum(offer.carries[v] for v in needed)
             taken.append(offer)
-    return taken
+    return taken, sum(stacked.values())
 
 
 def _seconds(eqns: Sequence[Eqn], result: Var, boxed: Boxed, mesh: MeshView) -> float:
@@ -190,6 +230,8 @@ def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[Jaxpr, Again]
     makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
     again: dict[Var, Var | None] = {}
     slices = {id(m): Slices(m, stacks) for m in makers.values()}
+    for stack, maker in makers.items():
+        slices[id(maker)].keep(slices[id(maker)].carries(stack))
 
     def scope(body: Jaxpr) -> Jaxpr:
         return compat.new_jaxpr(body.invars, body.outvars, list(map(equation, body.eqns)), body)
@@ -200,17 +242,19 @@ def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[Jaxpr, Again]
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
                 eqn = _computing(eqn, makers, lambda stack: slices[id(makers[stack])], again)
-            if any(v in makers for v in eqn.outvars):
-                eqn = _without(eqn, makers)
+            mine = next((makers[v] for v in eqn.outvars if v in makers), None)
+            if mine is not None:
+                eqn = _without(eqn, makers, slices[id(mine)].kept)
         return eqn
 
     return scope(jaxpr), again
 
 
-def _without(eqn: Eqn, dropped: Collection[Var]) -> Eqn:
-    """A loop without some of its results, and without what computes these alone."""
+def _without(eqn: Eqn, dropped: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
+    """A loop without some of its results, and without what computes these alone; with what is `stacked` of its carry."""
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
     kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in dropped]
+    kept += [(stack, v) for v, stack in stacked.items()]
     body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
     live = compat.remove_dead(body, [True] * len(kept))
     return eqn.replace(outvars=[v for v, _ in kept], params={**eqn.params, "jaxpr": compat.close(live)})

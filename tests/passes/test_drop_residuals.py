@@ -101,7 +101,7 @@ def test_the_same_numbers(fn, shape, least):
 
 
 def test_what_is_carried_is_not_there_again():
-    """The carry itself is stacked, and all else follows from it; without it nothing does."""
+    """The carry itself is stacked, and all else follows from it; without it nothing does, unless it is stacked anew."""
 
     def fn(x):
         def forward(h, _):
@@ -114,7 +114,9 @@ def test_what_is_carried_is_not_there_again():
     first, second = find_residuals(canonical(fn, np.ones(WIDTH)))
     assert Slices(first.maker, {first.stack}).of(first.stack) is None
     assert [e.primitive.name for e in Slices(second.maker, {second.stack}).of(second.stack)] == ["sin"]
-    assert Slices(second.maker, {first.stack, second.stack}).of(second.stack) is None
+    assert not Slices(second.maker, {second.stack}).carries(second.stack)
+    both = Slices(second.maker, {first.stack, second.stack})
+    assert both.carries(second.stack) == {both.row_of[first.stack]}
 
 
 def test_what_others_read_is_no_residual():
