@@ -9,7 +9,8 @@ XLA could join again.
 
     c, r = scan f c x; d = scan g d r z    -->    c, s = scan f' c x; d = scan g' d s x z
 
-What r needs of the carry, f' stacks instead: each step's c, as `jax.checkpoint` around a layer keeps what it begins with.
+What r needs of the carry, f' stacks instead: each step's c, as `jax.checkpoint` around a layer keeps what that begins
+with.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[Jaxpr, Again]
 
 
 def _without(eqn: Eqn, dropped: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
-    """A loop without some of its results, and without what computes these alone; with what is `stacked` of its carry."""
+    """A loop without some of its results and what computes these alone, and with what is `stacked` of its carry."""
     body: Jaxpr = eqn.params["jaxpr"].jaxpr
     kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in dropped]
     kept += [(stack, v) for v, stack in stacked.items()]

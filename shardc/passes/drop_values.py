@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 from jax.lax import optimization_barrier_p
+from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var

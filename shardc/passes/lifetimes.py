@@ -116,8 +116,8 @@ def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
 
 
 def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
-    """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is, and
-    how often each runs."""
+    """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is,
+    and how often each runs."""
     span, found, trips = _Forward(jaxpr).run().span, list[tuple[Jaxpr, int, int]](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
