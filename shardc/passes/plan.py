@@ -367,7 +367,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[Plan], list[Fitte
         missed, found = _computing_again(whole, offers, traced)
         plans += found
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
-        cheapest = sorted((s for s in missed if s.may_fit), key=lambda s: s.plan.seconds)
+        cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
         for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
             better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
             if better or not plans:
