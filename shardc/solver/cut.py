@@ -60,11 +60,6 @@ class Repeatable:
                  2 + len(self.sizes) + self.after[followed]]  # fmt: skip
         return np.concatenate(tails), np.concatenate(heads)
 
-    @cached_property
-    def reachable(self) -> NDArray[np.bool_]:
-        """(values,) those that are needed at some price."""
-        return self._side(self._network(np.ones(len(self._edges[0]), np.int32)))[2 : 2 + len(self.sizes)]
-
     def solve(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """The values that are kept, and the operations that run again, so that all of it costs least.
 
