@@ -158,7 +158,7 @@ class Offer:
       residual: it.
       bytes: of a device, that this frees.
       seconds: that computing it takes, in one call.
-      carries: what it needs stacked of the loop's carry, and the bytes that each takes.
+      carries: what could be stacked of the loop's carry, and is not, and the bytes that each would take.
     """
 
     residual: Residual
