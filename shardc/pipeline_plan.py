@@ -18,7 +18,9 @@ from shardc.auto_stages import Wanted, cut_automatically
 from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
+from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
+from shardc.passes.compute_again import compute_again
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, cut_stages
 from shardc.passes.plan import Argument, Gathered, Plan, Unlimited, match_donated
@@ -102,7 +104,7 @@ class PipelinePlan:
     """A program placed on the stages of a pipeline. Needs no devices. Like a `Plan`, and besides:
 
     Attributes:
-      program: as it was traced.
+      program: as it was traced, but for what takes less when it is computed again.
       pieces: the program that is cut: what scans over layers read or make stacked is in pieces, one for each stage.
       inputs, outputs: placements of arguments and results; of one in pieces that of the first.
       stages: what each computes, and its own plan.
@@ -439,6 +441,11 @@ def make_pipeline_plan(
       PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
         small.
     """
+    cheaper = choose_residuals(program.jaxpr, view(meshes[0]))
+    if cheaper:
+        program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
+        count = len(cheaper.stacks)
+        notes = [*notes, f"Loops keep {count} values less: where they are read they are computed again, in less time."]
     again: set[int] = set()
     best: PipelinePlan | None = None
     while True:

@@ -1,15 +1,16 @@
 """What a program computes again, so as not to keep it: chosen where memory is short, and named, for plans to say it.
 
 What loops stack for later loops is `drop_residuals`, what is written out `drop_values`. Both cost seconds and free
-bytes, so that one price a byte chooses among them.
+bytes, so that one price a byte chooses among them. What is computed again in any case, as keeping it takes longer, is
+`choose_residuals`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
@@ -30,9 +31,32 @@ from shardc.passes.lifetimes import scopes_at
 from shardc.passes.memory import Profile, all_eqns, bodies_of, piece_bytes
 from shardc.passes.tally import tally
 
-Choice: TypeAlias = Mapping[Var, Var | None]
-"""What is computed again: for a value the first of what is made behind the point from which on that is read; for a
-residual of a loop None."""
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is computed again.
+
+    Attributes:
+      stacks: residuals of loops.
+      instead: what the steps of these loops make, and is stacked in their place.
+      values: what is written out, and the first of what is made behind the point from which on that is read.
+    """
+
+    stacks: tuple[Var, ...] = ()
+    instead: tuple[Var, ...] = ()
+    values: Mapping[Var, Var] = field(default_factory=dict[Var, Var])
+
+    def __bool__(self) -> bool:
+        return bool(self.stacks or self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What was computed again in a program: its names in the one before, and what does so (`Again`)."""
+
+    names: tuple[str, ...] = ()
+    again: Again = field(default_factory=dict[Var, "Var | None"])
+
 
 LOWEST, DEAR, DEAREST = 1e-4, 4.0, 1e4
 """Prices, in seconds a byte of the whole program: the lowest that is tried, the highest, and the highest where all is
@@ -61,7 +85,7 @@ class Offers:
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
         self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
 
-    def choose(self, wanted: float) -> dict[Var, Var | None]:
+    def choose(self, wanted: float) -> Choice:
         """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is
         asked for.
 
@@ -76,7 +100,7 @@ class Offers:
         missing = wanted - self._free(high)
         while taken and taken[-1].bytes + missing <= 0:
             missing += taken.pop().bytes
-        choice: dict[Var, Var | None] = {o.residual.stack: None for o in taken}
+        chosen: dict[Var, Var] = {}
         for c in self.crossings:
             first = len(c.early)
             if missing < 0:
@@ -86,8 +110,9 @@ class Offers:
                     short = missing + values - c.choose(low, high, middle)[1] > 0
                     less, first = (middle, first) if short else (less, middle)
                 missing += values - c.choose(low, high, first)[1]
-            choice |= dict.fromkeys(c.choose(low, high, first)[0], c.since)
-        return choice
+            if c.since is not None:
+                chosen |= dict.fromkeys(c.choose(low, high, first)[0], c.since)
+        return Choice(tuple(o.residual.stack for o in taken), values=chosen)
 
     def _stacks(self, price: float) -> tuple[list[Offer], int]:
         """Residuals, and the bytes that they free: with what loops carry stacked for them, or without."""
@@ -103,38 +128,49 @@ class Offers:
         return self._stacks(price)[1] + sum(c.choose(price)[1] for c in self.crossings)
 
 
-def compute_again(jaxpr: Jaxpr, choice: Choice) -> tuple[Jaxpr, Again]:
-    """The program that computes again what was chosen, and which equations do that.
+def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> tuple[Jaxpr, Repeated]:
+    """The program that computes again what was chosen, and what does that.
 
     Args:
       jaxpr: canonical, without any of it.
       choice: of its values.
+      named: the same program with nothing in front of it, whose operations count for names.
     """
-    jaxpr, again = drop_values(jaxpr, {v: since for v, since in choice.items() if since is not None})
-    jaxpr, stacks = drop_residuals(jaxpr, [v for v, since in choice.items() if since is None])
-    return jaxpr, {**again, **stacks}
+    names = names_of(named or jaxpr, choice)
+    jaxpr, again = drop_values(jaxpr, choice.values)
+    jaxpr, stacks = drop_residuals(jaxpr, choice.stacks, choice.instead)
+    return jaxpr, Repeated(names, {**again, **stacks})
 
 
 # --- names, and what a plan says -------------------------------------------------------------------------------------
 
 
 def names_of(jaxpr: Jaxpr, choice: Choice) -> tuple[str, ...]:
-    """Names that mean the same in every process: `12.3` is result 3 of operation 12, a residual; `12.3>57.0` the same
-    for what reads it from the operation on that makes `57.0`."""
+    """Names that mean the same in every process: `12.3` is result 3 of operation 12, a residual, and `+57.0` what is
+    stacked in the place of such; `12.3>57.0` is a value for what reads it from the operation on that makes `57.0`."""
     known = _names(jaxpr)
-    return tuple(known[v] if since is None else f"{known[v]}>{known[since]}" for v, since in choice.items())
+    return (
+        *(known[v] for v in choice.stacks),
+        *(f"+{known[v]}" for v in choice.instead),
+        *(f"{known[v]}>{known[since]}" for v, since in choice.values.items()),
+    )
 
 
-def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> dict[Var, Var | None]:
+def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> Choice:
     """The choice that names mean; what there is not, or does not follow from what is kept, is left out."""
     known = {name: v for v, name in _names(jaxpr).items()}
-    pairs = [name.partition(">") for name in names]
-    choice = {known.get(v): known.get(since) for v, _, since in pairs if since}
-    values: dict[Var, Var | None] = {v: since for v, since in choice.items() if v is not None and since is not None}
-    named = {known.get(v) for v, _, since in pairs if not since}
-    found = [r for r in find_residuals(jaxpr) if r.stack in named]
-    dropped = {r.stack for r in found}
-    return values | {r.stack: None for r in found if Slices(r.maker, dropped).of(r.stack) is not None}
+    pairs = [(known.get(v), known.get(since)) for v, _, since in (name.partition(">") for name in names)]
+    values = {v: since for v, since in pairs if v is not None and since is not None}
+    instead = tuple(known[name[1:]] for name in names if name[:1] == "+" and name[1:] in known)
+    residuals = {r.stack: r for r in find_residuals(jaxpr)}
+    stacks = [v for v, since in pairs if v in residuals and since is None]
+
+    def follows(v: Var) -> bool:
+        slices = Slices(residuals[v].maker, stacks)
+        slices.keep(instead)
+        return slices.of(v) is not None
+
+    return Choice(tuple(filter(follows, stacks)), instead, values)
 
 
 def _names(jaxpr: Jaxpr) -> dict[Var, str]:
@@ -146,7 +182,7 @@ class Recomputed:
     """What a plan computes again, so as not to keep it.
 
     Attributes:
-      names: of it in the traced program.
+      names: of it in the program before.
       count: of values.
       bytes: that they would take on a device.
       seconds: that computing them takes, in one call.
@@ -160,14 +196,17 @@ class Recomputed:
     sources: tuple[str, ...]
 
 
-def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, names: Sequence[str], again: Again) -> Recomputed:
-    """What the equations that compute again do in a plan.
+def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, repeated: Repeated) -> Recomputed | None:
+    """What the equations that compute again do in a plan; None if there are none.
 
     Args:
       boxed: the plan's program.
       mesh, habits: of the devices.
-      names, again: of it, and what computes it, as `compute_again` has it.
+      repeated: of it.
     """
+    if not repeated.names:
+        return None
+    again = repeated.again
     sources = dict[str, None]()
     seconds, sizes = 0.0, dict[Var, int]()
 
@@ -197,4 +236,4 @@ def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, names: Sequence[str
             seconds += trips * tally(Boxed(alone, boxed.placements), mesh).time.total
 
     scope(boxed.jaxpr, 1)
-    return Recomputed(tuple(names), len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))
+    return Recomputed(repeated.names, len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

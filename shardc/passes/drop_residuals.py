@@ -10,7 +10,7 @@ XLA could join again.
     c, r = scan f c x; d = scan g d r z    -->    c, s = scan f' c x; d = scan g' d s x z
 
 What r needs of the carry, f' stacks instead: each step's c, as `jax.checkpoint` around a layer keeps what that begins
-with.
+with. So may be anything else that f makes and r follows from.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from shardc.passes.insert_boxing import Boxed, with_bodies
 from shardc.passes.memory import bodies_of, piece_bytes
 from shardc.passes.tally import tally
 
-KEPT: Final = frozenset(("constrain", "sharding_constraint", "shard_map", *NESTED))
-"""Operations that are not done twice: pins, a user's own, and what has a body."""
+KEPT: Final = frozenset((
+    "constrain", "microbatches", "receive", "send", "sharding_constraint", "shard_map", "stage_boundary", *NESTED,
+))  # fmt: skip
+"""Operations that are not done twice: pins, marks, transfers, a user's own, and what has a body."""
 
 Again: TypeAlias = Mapping[Var, Var | None]
 """What the equations make that compute residuals again; of what is a row of a residual, that residual."""
@@ -85,7 +87,7 @@ class Slices:
       dropped: stacks that are not there.
 
     Attributes:
-      kept: what it carries into a step, and is stacked for the other loop.
+      kept: what it carries into a step or makes there, and is stacked for the other loop.
     """
 
     def __init__(self, maker: Eqn, dropped: Collection[Var]) -> None:
@@ -120,11 +122,11 @@ class Slices:
         found = self._walk(stack)
         return set() if found is None else found[1]
 
-    def keep(self, carries: Collection[Var]) -> None:
-        """Has some of what is carried stacked."""
+    def keep(self, values: Collection[Var]) -> None:
+        """Has some of what is carried or made in a step stacked."""
         length = self.maker.params["length"]
-        for v in self.body.invars:
-            if v in carries:
+        for v in (*self.body.invars, *self.made_by):
+            if v in values:
                 self.kept[v] = compat.fresh_var(v.aval.update(shape=(length, *v.aval.shape)))
         self.rows |= self.kept
 
@@ -221,16 +223,19 @@ def _seconds(eqns: Sequence[Eqn], result: Var, boxed: Boxed, mesh: MeshView) -> 
     return tally(Boxed(alone, boxed.placements), mesh).time.total
 
 
-def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var]) -> tuple[Jaxpr, Again]:
+def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Var] = ()) -> tuple[Jaxpr, Again]:
     """The jaxpr that computes some of its residuals again, and which equations do that.
 
     Args:
       jaxpr: canonical.
       stacks: residuals of it, which follow from what is kept.
+      instead: what the steps of the loops that made them make, and is stacked in their place.
     """
     makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
     again: dict[Var, Var | None] = {}
     slices = {id(m): Slices(m, stacks) for m in makers.values()}
+    for s in slices.values():
+        s.keep(instead)
     for stack, maker in makers.items():
         slices[id(maker)].keep(slices[id(maker)].carries(stack))
 

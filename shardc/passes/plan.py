@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -16,8 +16,9 @@ from shardc import compat
 from shardc.errors import MemoryLimitError
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED
+from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
-from shardc.passes.compute_again import Choice, Offers, Recomputed, compute_again, names_of, recomputed
+from shardc.passes.compute_again import Choice, Offers, Recomputed, Repeated, compute_again, recomputed
 from shardc.passes.constrain import constrain_p
 from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted, Trial
 from shardc.passes.fusion import Habits, habits_of
@@ -53,6 +54,9 @@ class Argument:
     donated: bool = False
 
 
+NOTHING: Final = Repeated()
+
+
 @dataclass(frozen=True)
 class Gathered:
     """Operations of one primitive that were computed whole on every device for want of a rule."""
@@ -85,15 +89,15 @@ class Plan:
       arguments, results: what was known of each input and said of each result before planning.
       notes: what `explain` should say besides.
       unlimited: the plan that would have been, had there been more memory; None if memory decided nothing.
-      recomputed: what loops compute again, and do not keep, for want of memory; None: nothing. `program` is then one
-        that does so.
+      recomputed: what is computed again and not kept for want of memory; None: nothing. `program` is one that does so.
+      cheaper: the same of what loops would keep for later loops, if keeping it takes longer than computing it again.
     """
 
     def __init__(
         self, program: Program, mesh: MeshView, boxed: Boxed, gap: float | None,
         inputs: Sequence[Placement], outputs: Sequence[Placement], ties: Sequence[int | None],
         arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str],
-        unlimited: Unlimited | None = None, recomputed: Recomputed | None = None,
+        unlimited: Unlimited | None = None, recomputed: Recomputed | None = None, cheaper: Recomputed | None = None,
     ) -> None:  # fmt: skip
         self.program, self.mesh, self.boxed = program, mesh, boxed
         cost = tally(boxed, mesh)
@@ -105,7 +109,7 @@ class Plan:
         self.inputs, self.outputs, self.ties = tuple(inputs), tuple(outputs), tuple(ties)
         self.arguments, self.results = tuple(arguments), tuple(results)
         self.notes = tuple(notes)
-        self.unlimited, self.recomputed = unlimited, recomputed
+        self.unlimited, self.recomputed, self.cheaper = unlimited, recomputed, cheaper
 
     @cached_property
     def bytes_per_device(self) -> int:
@@ -279,7 +283,8 @@ def make_plan(
     Raises:
       MemoryLimitError: no placement was found that fits. It begins with `where`, the function.
     """
-    placing = Placing.of(program, mesh, arguments, results, notes)
+    jaxpr, cheaper = compute_again(program.jaxpr, choose_residuals(program.jaxpr, mesh))
+    placing = Placing.of(replace(program, jaxpr=jaxpr), mesh, arguments, results, notes, cheaper)
     return placing.plan if limit is None else placing.within(limit, where)
 
 
@@ -293,7 +298,7 @@ class Placing:
     @classmethod
     def of(
         cls, program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
-        notes: Sequence[str] = (),
+        notes: Sequence[str] = (), cheaper: Repeated = NOTHING,
     ) -> Placing:  # fmt: skip
         arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
         arguments += [Argument()] * (len(program.in_paths) - len(arguments))
@@ -307,7 +312,7 @@ class Placing:
             if pin is None and tie is not None and moves(arguments[tie]):
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
-        return cls(program, _Search(entered, mesh, arguments, wanted, ties, notes))
+        return cls(program, _Search(entered, mesh, arguments, wanted, ties, notes, cheaper))
 
     @property
     def plan(self) -> Plan:
@@ -380,7 +385,7 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
     computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
     all is too little, what is worth it comes first: the rest is to lie elsewhere."""
     limit, peak = whole.limit, whole.plan.memory.peak
-    missed, plans, tried = [whole], list[Plan](), list[Choice]([{}])
+    missed, plans, tried = [whole], list[Plan](), [Choice()]
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
     for _ in range(TRIES):
         choice = offers.choose(wanted)
@@ -425,7 +430,8 @@ FULL: Final = 0.9
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The plans of one program: as it is, or as it computes `again` what it does not keep."""
+    """The plans of one program: as it is, or as it computes again what it does not keep, of which some may be
+    `cheaper` than to keep it anyway."""
 
     program: Program
     mesh: MeshView
@@ -433,18 +439,16 @@ class _Search:
     results: Sequence[Pin | None]
     ties: Sequence[int | None]
     notes: Sequence[str]
-    again: Mapping[compat.Var, compat.Var | None] = field(default_factory=dict[compat.Var, compat.Var])
-    names: tuple[str, ...] = ()
+    cheaper: Repeated
+    repeated: Repeated = NOTHING
     bound: float = math.inf
 
     def computing_again(self, choice: Choice, traced: Program) -> _Search:
         """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
         low as a bound may be."""
-        jaxpr, again = compute_again(self.program.jaxpr, choice)
+        jaxpr, repeated = compute_again(self.program.jaxpr, choice, traced.jaxpr)
         program = replace(self.program, jaxpr=jaxpr)
-        return replace(
-            self, program=program, again=again, names=names_of(traced.jaxpr, choice), bound=self.cheapest.bound
-        )
+        return replace(self, program=program, repeated=repeated, bound=self.cheapest.bound)
 
     @cached_property
     def habits(self) -> Habits:
@@ -475,7 +479,8 @@ class _Search:
         return Plan(
             self.program, self.mesh, boxed, gap if math.isfinite(gap) else None, inputs, outputs, self.ties,
             self.arguments, self.results, self.notes,
-            recomputed=recomputed(boxed, self.mesh, self.habits, self.names, self.again) if self.names else None,
+            recomputed=recomputed(boxed, self.mesh, self.habits, self.repeated),
+            cheaper=recomputed(boxed, self.mesh, self.habits, self.cheaper),
         )  # fmt: skip
 
 

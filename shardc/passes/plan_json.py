@@ -44,6 +44,7 @@ def to_json(saved: SavedPlan) -> str:
         "boxings": {chain: " ".join(sorted(readers, key=_in_order)) for chain, readers in sorted(boxings.items())},
         "digests": dict(saved.digests),
         **({"recomputed": list(saved.recomputed)} if saved.recomputed else {}),
+        **({"cheaper": list(saved.cheaper)} if saved.cheaper else {}),
     }
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
@@ -124,7 +125,7 @@ def from_json(text: str, name: str) -> SavedPlan:
                 [_leaf_of(leaf) for leaf in data["captured"]],
                 None if data["operations"] is None else _operations_of(data["operations"]),
                 {r: _chain_of(chain) for chain, readers in data["boxings"].items() for r in readers.split()},
-                data["digests"], name, tuple(map(str, data.get("recomputed", ()))),
+                data["digests"], name, *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper")),
             )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."

@@ -18,6 +18,7 @@ import numpy as np
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
+from shardc.passes.compute_again import Recomputed
 from shardc.passes.insert_boxing import box_p
 from shardc.passes.memory import all_eqns, bodies_of
 from shardc.passes.pins import Rules
@@ -56,8 +57,9 @@ class SavedPlan:
         1, `results.0` that of the function.
       digests: for each primitive, of the parameters and connections of its operations.
       name: the file's, or the function's.
-      recomputed: which values of the traced program are computed again and not kept (`compute_again`);
-        operations, boxings and digests are those of the program that does so.
+      recomputed: which values are computed again and not kept for want of memory (`compute_again`); operations,
+        boxings and digests are those of the program that does so.
+      cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
     """
 
     function: str
@@ -72,6 +74,7 @@ class SavedPlan:
     digests: Mapping[str, str]
     name: str
     recomputed: Sequence[str] = ()
+    cheaper: Sequence[str] = ()
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -97,14 +100,14 @@ class SavedPlan:
 def record(plan: Any) -> SavedPlan:
     """What is saved of a plan; of a pipeline's, the borders."""
     program, inputs = plan.program, plan.inputs
-    recorder = _Recorder({})
+    recorder, repeated = _Recorder({}), list[Recomputed | None]()
     if isinstance(plan, Plan):
         jaxpr, count = plan.boxed.jaxpr, sum(map(moves, plan.arguments))
         recorder = _Recorder(plan.boxed.placements)
         entered, begin = _entered(plan, count)
         inputs: list[Placement] = [entered.get(v, p) for v, p in zip(jaxpr.invars, inputs, strict=True)]
         recorder.scope(jaxpr.eqns[begin:], jaxpr.outvars, "results.")
-        program = without_entries(program, plan.arguments)
+        program, repeated = without_entries(program, plan.arguments), [plan.recomputed, plan.cheaper]
     leaves = [SavedLeaf(_type(a), p) for a, p in zip(program.in_avals, inputs, strict=True)]
     results = [SavedLeaf(_type(a), p) for a, p in zip(program.out_avals, plan.outputs, strict=True)]
     given = len(leaves) - len(program.captured)
@@ -113,7 +116,7 @@ def record(plan: Any) -> SavedPlan:
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:],
         recorder.operations if isinstance(plan, Plan) else None, recorder.boxings, digests(program.jaxpr), program.name,
-        plan.recomputed.names if isinstance(plan, Plan) and plan.recomputed else (),
+        *(done.names if done else () for done in repeated),
     )  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def replay(
         )
     arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
     results = [without_idle(pin, mesh) for pin in results]
-    jaxpr, again = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.recomputed))
+    jaxpr, cheaper = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
+    jaxpr, repeated = compute_again(jaxpr, choice_named(jaxpr, saved.recomputed))
     program = replace(program, jaxpr=jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:
@@ -67,10 +68,11 @@ def replay(
     wrong = _illegal(program, mesh, pinned, ends, ties, boxed)
     if wrong:
         raise ArgumentError(all_offenders(f"{saved.name} was changed so that it is no plan:", wrong))
+    habits = habits_of(mesh.topology.kind)
     plan = Plan(
         program, mesh, boxed, saved.gap, [boxed.placements[v] for v in boxed.jaxpr.invars],
         [p.placement for p in ends], ties, pinned, ends, notes,
-        recomputed=recomputed(boxed, mesh, habits_of(mesh.topology.kind), saved.recomputed, again) if again else None,
+        recomputed=recomputed(boxed, mesh, habits, repeated), cheaper=recomputed(boxed, mesh, habits, cheaper),
     )  # fmt: skip
     if not math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
         plan.gap = None  # by another cost model, or from elsewhere, it may be as good, but nothing is proved

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from shardc.passes.collective import KINDS, Collective
+from shardc.passes.compute_again import Recomputed
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, Gathered, Plan, Unlimited
 from shardc.passes.tally import Time, short_aval
@@ -204,15 +205,22 @@ def memory_decided(free: Unlimited | None, seconds: float) -> str:
     )
 
 
+def _values(again: Recomputed) -> str:
+    return (
+        f"{number_text(again.count, 'value')}, {bytes_text(again.bytes)}, of {', '.join(again.sources[:NAMED])}"
+        f"{f' and {len(again.sources) - NAMED} more lines' * (len(again.sources) > NAMED)}"
+    )
+
+
 def _memory(plan: Plan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     decided = memory_decided(plan.unlimited, plan.seconds)
     if (again := plan.recomputed) is not None:
         decided += (
-            f"\n  Computed again where they are read, in {seconds_text(again.seconds)}, and not kept: "
-            f"{number_text(again.count, 'value')}, {bytes_text(again.bytes)}, of {', '.join(again.sources[:NAMED])}"
-            f"{f' and {len(again.sources) - NAMED} more lines' * (len(again.sources) > NAMED)}"
+            f"\n  Computed again where they are read, in {seconds_text(again.seconds)}, and not kept: {_values(again)}"
         )
+    if plan.cheaper is not None:
+        decided += f"\n  Computed again where they are read, as keeping them takes longer: {_values(plan.cheaper)}"
     return (
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
         f"{bytes_text(hbm)}\n"

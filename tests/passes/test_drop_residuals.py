@@ -13,7 +13,7 @@ import shardc
 from examples import gpt2
 from shardc import compat
 from shardc.passes.canonicalize import canonicalize
-from shardc.passes.compute_again import choice_named, names_of
+from shardc.passes.compute_again import Choice, choice_named, names_of
 from shardc.passes.drop_residuals import Slices, drop_residuals, find_residuals
 from shardc.passes.memory import all_eqns
 from shardc.passes.why import ports_in
@@ -110,7 +110,7 @@ def test_the_same_numbers(fn, shape, least):
         carried = [Slices(r.maker, stacks).carries(r.stack) for r in find_residuals(jaxpr) if r.stack in stacks]
         assert any(carried) == (fn is normed)
         assert set(filter(None, again.values())) == set(stacks)
-        same_program(jaxpr, fewer, again, dict.fromkeys(stacks), args)
+        same_program(jaxpr, fewer, again, Choice(tuple(stacks)), args)
 
 
 def test_what_is_carried_is_not_there_again():
@@ -155,12 +155,12 @@ def test_what_fits_is_found(golden):
             step, mesh=shardc.make_mesh(topology="v5p", data=8, hbm=hbm), donate_argnames=("params", "opt_state"),
             in_placements={"batch": {"data": shardc.S(0)}},
         ).plan(*state, batch)
-        for hbm in ("95GB", "320MB")
+        for hbm in ("95GB", "240MB")
     )  # fmt: skip
-    assert free.memory.peak > 420e6
-    assert tight.memory.peak <= 320e6
-    assert tight.recomputed.bytes >= free.memory.peak - 320e6
-    assert tight.seconds < 1.02 * free.seconds
+    assert free.memory.peak > 290e6
+    assert tight.memory.peak <= 240e6
+    assert tight.recomputed.bytes >= free.memory.peak - 240e6
+    assert tight.seconds < 1.05 * free.seconds
     golden("computed_again", "\n".join(tight.explain().splitlines()[-4:]))
 
 

@@ -15,7 +15,7 @@ from examples import gpt2
 from examples.zoo import MODELS
 from shardc import compat
 from shardc.passes.canonicalize import canonicalize
-from shardc.passes.compute_again import Offers, compute_again
+from shardc.passes.compute_again import Choice, Offers, compute_again
 from shardc.passes.drop_residuals import KEPT
 from shardc.passes.drop_values import drop_values
 from shardc.passes.fusion import habits_of
@@ -69,15 +69,15 @@ def test_any_choice_gives_the_same_numbers(fn, data):
     with jax.enable_x64(True):
         args = arguments()
         jaxpr = canonicalize(jax.make_jaxpr(fn)(*args))[0]
-        choice = {}
+        chosen = {}
         for scope in scopes(jaxpr):
             now = data.draw(st.integers(1, len(scope.eqns) - 1))
             since = scope.eqns[now].outvars[0]
             made = [v for e in scope.eqns[:now] if e.primitive.name not in KEPT for v in e.outvars]
-            choice |= {v: since for v in made if data.draw(st.booleans())}
-        again_too, again = compute_again(jaxpr, choice)
-        assert set(filter(None, again.values())) <= choice.keys()
-        same_program(jaxpr, again_too, again, choice, args)
+            chosen |= {v: since for v in made if data.draw(st.booleans())}
+        again_too, repeated = compute_again(jaxpr, Choice(values=chosen))
+        assert set(filter(None, repeated.again.values())) <= chosen.keys()
+        same_program(jaxpr, again_too, repeated.again, Choice(values=chosen), args)
 
 
 def test_what_is_computed_again_waits():
@@ -173,8 +173,8 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     offers = Offers(placing.plan.boxed, profile_of(placing.plan), free.mesh, habits_of("v5p"))
     choice = offers.choose(offers.worth)
     (crossing,) = offers.crossings
-    assert set(choice.values()) == {crossing.since}
-    said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice})
+    assert set(choice.values.values()) == {crossing.since}
+    said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice.values})
     plan = placing.search.computing_again(choice, placing.traced).plan
     assert 0.7 * offers.worth < plan.recomputed.bytes < 1.4 * offers.worth
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
