@@ -20,7 +20,7 @@ from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
-from shardc.passes.compute_again import compute_again
+from shardc.passes.compute_again import Choice, compute_again
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, cut_stages
 from shardc.passes.plan import Argument, Gathered, Plan, Unlimited, match_donated
@@ -441,7 +441,7 @@ def make_pipeline_plan(
       PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
         small.
     """
-    cheaper = choose_residuals(program.jaxpr, view(meshes[0]))
+    cheaper = Choice(*choose_residuals(program.jaxpr, view(meshes[0])))
     if cheaper:
         program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
         count = len(cheaper.stacks)

@@ -1,27 +1,34 @@
-"""What loops keep for later loops, so that least is written and read.
+"""What loops keep for later loops, and what these compute again.
 
 What JAX keeps of a scanned layer is what its rules of differentiation ask for: of a GELU five values, all of which
 follow from one. Kept, a value is written once and read once. What follows from others by light operations can be
-computed in the loops that read it instead, and takes no time but what reading those takes. What is kept is a minimum
-cut (the min-cut of PyTorch's partitioner, He and Yu 2023), made before anything is placed: a device is taken to hold
-its share of every value. Products, reductions and what moves are not done again here; where memory is short, that is
-`compute_again`'s.
+computed in the loops that read it, and takes no time then but what reading those takes. What to keep of a step so that
+all is least is a minimum cut (the min-cut of PyTorch's partitioner, He and Yu 2023, with seconds as in Checkmate, Jain
+et al. 2020).
+
+Before anything is placed, `choose_residuals` asks it of light operations alone: a device is taken to hold its share of
+every value. Where memory is short, `compute_again` asks it of a plan, at a price on what is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.compute_again import Choice
-from shardc.passes.drop_residuals import KEPT, find_residuals
-from shardc.passes.fusion import Kind, kind_of
-from shardc.passes.memory import all_eqns, bytes_of
+from shardc.passes.drop_residuals import find_residuals, may_repeat
+from shardc.passes.fusion import Habits, Kind, kind_of
+from shardc.passes.insert_boxing import Boxed
+from shardc.passes.memory import all_eqns, bytes_of, local_bytes, piece_bytes
+from shardc.passes.tally import alone_seconds
 from shardc.sbp.cost import memory_seconds, send_price
 from shardc.solver.cut import Repeatable
 
@@ -31,24 +38,83 @@ FUSED: Final = REPEATED | {Kind.REDUCED}
 """Operations that need not have in memory what they read."""
 
 
-def choose_residuals(jaxpr: Jaxpr, mesh: MeshView) -> Choice:
-    """The residuals that take less when they are computed again.
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the values and the operations of a step take.
+
+    Attributes:
+      moved: bytes that a device reads or writes of a value.
+      held: bytes that it takes there.
+      again: seconds that an operation takes once more, besides what light ones read and write; inf: it is not repeated.
+      row: seconds that it takes to have what the first loop reads row by row in the later ones, besides reading it.
+      mesh: that it is for.
+    """
+
+    moved: Callable[[Var], float]
+    held: Callable[[Var], float]
+    again: Callable[[Eqn], float]
+    row: Callable[[Var], float]
+    mesh: MeshView
+
+
+def unplaced(mesh: MeshView) -> Prices:
+    """Of what will be split over all devices. A row that the first loop reads may be a layer's parameters, which lie in
+    pieces: it may have to be gathered once more."""
+    axes = [a for a, n in mesh.axes if n > 1]
+
+    def row(v: Var) -> float:
+        return send_price("all_gather", bytes_of(v) // mesh.size, mesh, axes).seconds
+
+    def again(eqn: Eqn) -> float:
+        return 0.0 if may_repeat(eqn) and kind_of(eqn) in REPEATED else math.inf
+
+    def share(v: Var) -> float:
+        return bytes_of(v) / mesh.size
+
+    return Prices(share, share, again, row, mesh)
+
+
+def placed(boxed: Boxed, mesh: MeshView, habits: Habits) -> Prices:
+    """Of a plan."""
+
+    def moved(v: Var) -> float:
+        return local_bytes(v, boxed.placements[v], mesh.sizes)
+
+    def held(v: Var) -> float:
+        return piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
+
+    def again(eqn: Eqn) -> float:
+        if not may_repeat(eqn):
+            return math.inf
+        return 0.0 if kind_of(eqn) in FUSED else alone_seconds([eqn], eqn.outvars, boxed, mesh)
+
+    return Prices(moved, held, again, lambda _: 0.0, mesh)
+
+
+def choose_residuals(jaxpr: Jaxpr, mesh: MeshView) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+    """The residuals that take less when they are computed again, and what is stacked in their place.
 
     Args:
       jaxpr: canonical.
       mesh: that it will be placed on.
     """
-    stacks: dict[Eqn, list[Var]] = {}
-    for r in find_residuals(jaxpr):
-        stacks.setdefault(r.maker, []).append(r.stack)
     dropped, instead = list[Var](), list[Var]()
-    if stacks:
-        readers = _readers(jaxpr, {s for mine in stacks.values() for s in mine})
-        for maker, mine in stacks.items():
-            less, more = _Loop(maker, {s: readers[s] for s in mine}, mesh).choose()
-            dropped += less
-            instead += more
-    return Choice(tuple(dropped), tuple(instead))
+    for loop in loops_of(jaxpr, unplaced(mesh)):
+        less, more, _ = loop.choose()
+        dropped += less
+        instead += more
+    return tuple(dropped), tuple(instead)
+
+
+def loops_of(jaxpr: Jaxpr, prices: Prices) -> Iterator[Loop]:
+    """The loops of a program that make residuals."""
+    makers: dict[Eqn, tuple[int, list[Var]]] = {}
+    for r in find_residuals(jaxpr):
+        makers.setdefault(r.maker, (r.trips, []))[1].append(r.stack)
+    if makers:
+        readers = _readers(jaxpr, {s for _, mine in makers.values() for s in mine})
+        for maker, (trips, mine) in makers.items():
+            yield Loop(maker, trips, {s: readers[s] for s in mine}, prices)
 
 
 def _readers(jaxpr: Jaxpr, stacks: Collection[Var]) -> dict[Var, list[tuple[Eqn, Var]]]:
@@ -62,113 +128,132 @@ def _readers(jaxpr: Jaxpr, stacks: Collection[Var]) -> dict[Var, list[tuple[Eqn,
     return found
 
 
-class _Loop:
+class Loop:
     """A loop whose steps make residuals.
 
     Args:
       maker: it.
+      trips: how often the scope runs that it is in.
       readers: of each residual the later loops that read it, and its row in them.
-      mesh: that it will be placed on.
+      prices: of a step.
+
+    Attributes:
+      body: a step.
+      count: of its operations.
     """
 
-    def __init__(self, maker: Eqn, readers: Mapping[Var, Sequence[tuple[Eqn, Var]]], mesh: MeshView) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, maker: Eqn, trips: int, readers: Mapping[Var, Sequence[tuple[Eqn, Var]]], prices: Prices
+    ) -> None:
+        self._prices, self._length, self._trips = prices, maker.params["length"], trips
         self.body: Jaxpr = maker.params["jaxpr"].jaxpr
+        self.count = len(self.body.eqns)
         consts, carries = maker.params["num_consts"], maker.params["num_carry"]
-        self.made_by = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
-        stacked = list(zip(maker.outvars, self.body.outvars, strict=True))[carries:]
-        self.stacks: dict[Var, list[Var]] = {}
-        for stack, row in stacked:
-            if stack in readers and not compat.is_literal(row) and row in self.made_by:
-                self.stacks.setdefault(row, []).append(stack)
-        self.others = {row for _, row in stacked if not compat.is_literal(row)} - self.stacks.keys()
-        loops = {eqn for mine in self.stacks.values() for s in mine for eqn, _ in readers[s]}
-        there = {a for eqn in loops for a in eqn.invars if not compat.is_literal(a)}
+        self._made_by = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
+        self._values = [*self.body.invars, *self._made_by]
+        self._bytes = np.asarray([prices.held(v) for v in self._values])
         given = list(zip(self.body.invars, maker.invars, strict=True))
-        self.consts = {v: compat.is_literal(a) or a in there for v, a in given[:consts]}
-        self.rows = {v for v, _ in given[consts + carries :]}
-        self.in_memory = _in_memory(self.body, {*_variables(self.body.outvars[:carries]), *self.others})
-        reads = {row: [_reads(loop, v) for s in mine for loop, v in readers[s]] for row, mine in self.stacks.items()}
-        self.fused = [row for row, found in reads.items() if any(fused for fused, _ in found)]
-        self.whole = [row for row, found in reads.items() if any(whole for _, whole in found)]
+        stacked = list(zip(self.body.outvars, maker.outvars, strict=True))[carries:]
+        self._stacks: dict[Var, list[Var]] = {}
+        for row, stack in stacked:
+            if stack in readers and not compat.is_literal(row) and row in self._made_by:
+                self._stacks.setdefault(row, []).append(stack)
+        others = {row for row, _ in stacked if not compat.is_literal(row)} - self._stacks.keys()
+        self._rows = {v for v, _ in given[consts + carries :]}
+        self._there = {v for v, _ in given[:consts]} | self._rows | others
+        loops = {loop for mine in self._stacks.values() for s in mine for loop, _ in readers[s]}
+        read = {a for loop in loops for a in loop.invars if not compat.is_literal(a)}
+        self._free = {v for v, a in given[:consts] if compat.is_literal(a) or a in read}
+        self._in_memory = _in_memory(self.body, {*_variables(self.body.outvars[:carries]), *others})
+        uses = {row: [_uses(loop, v) for s in mine for loop, v in readers[s]] for row, mine in self._stacks.items()}
+        self._fused = [row for row, found in uses.items() if any(fused for fused, _ in found)]
+        self._whole = [row for row, found in uses.items() if any(whole for _, whole in found)]
 
-    def choose(self) -> tuple[list[Var], list[Var]]:
-        """The residuals that are computed again, and what is stacked in their place.
+    def choose(self, price: float = 0.0, more: float = 0.0, first: int = 0) -> tuple[list[Var], list[Var], float]:
+        """What is computed again at a price on what is kept.
 
-        What an operation that does not fuse reads has a second entry, for the value in memory: it is kept, or written
-        where it is computed again.
+        Args:
+          price: seconds a byte.
+          more: the same for what the first operations of a step make, so many as `first` says.
+
+        Returns:
+          Residuals; what is stacked in their place; the bytes of a device that this frees.
         """
-        eqns = self.body.eqns
-        values = [*self.body.invars, *self.made_by]
-        number = {v: k for k, v in enumerate(values)}
-        repeated = [kind_of(e) in REPEATED and e.primitive.name not in KEPT and not e.effects for e in eqns]
-        reads = [[number[a] for a in _variables(e.invars)] for e in eqns]
-        made = [self.made_by.get(v, -1) for v in values]
-        sizes = [self._kept(v, True) for v in values] + [self._kept(v, False) for v in self.whole]
-        makers = [n if n >= 0 and repeated[n] else -1 for n in made]
-        seconds = [0.0] * len(eqns)
-        for v in self.whole:
-            n = self.made_by[v]
-            makers.append(len(seconds) if repeated[n] else -1)
-            seconds.append(memory_seconds(self._share(v), self.mesh))
-            reads.append(reads[n])
-        needed = [*(number[v] for v in self.fused), *range(len(values), len(sizes))]
-        problem = Repeatable(
-            needed, np.asarray(sizes), np.asarray(makers, np.int64), np.asarray(seconds), reads,
-            np.full(len(seconds), -1, np.int64),
-        )  # fmt: skip
-        found, _ = problem.solve(np.ones(len(sizes)))
-        kept = dict.fromkeys(v for v, k in zip((*values, *self.whole), found, strict=True) if k)
-        dropped = [s for row, stacks in self.stacks.items() if row not in kept for s in stacks]
-        instead = [v for v in kept if v in self.made_by and v not in self.stacks and v not in self.others]
-        return dropped, instead if dropped else []
+        problem, kept = self._problem
+        made = np.asarray([self._made_by.get(v, -1) for v in self._values])
+        here = np.asarray([v not in self._there for v in self._values])
+        bytes_ = self._length * self._bytes * here
+        found, _ = problem.solve(kept + np.tile(bytes_ * np.where(made < first, more, price), 2) * self._priced)
+        stay = dict.fromkeys(v for v, k in zip(self._values * 2, found & self._priced, strict=True) if k)
+        dropped = [s for row, stacks in self._stacks.items() if row not in stay for s in stacks]
+        if not dropped:
+            return [], [], 0.0
+        size = dict(zip(self._values, bytes_, strict=True))
+        freed = sum(size[row] * len(stacks) for row, stacks in self._stacks.items() if row not in stay)
+        new = [v for v in stay if v not in self._there and v not in self._stacks]
+        return dropped, [v for v in new if v in self._made_by], freed - sum(size[v] for v in new)
 
-    def _share(self, v: Var) -> float:
-        """The bytes of a value that a device holds, if it is split over all."""
-        return bytes_of(v) / self.mesh.size
+    @cached_property
+    def _priced(self) -> NDArray[np.bool_]:
+        """(entries,) whether what is kept for it takes memory, and does not do so for another one anyway."""
+        whole = set(self._whole)
+        return np.asarray([v not in whole for v in self._values] + [True] * len(self._values))
 
-    def _kept(self, v: Var, read: bool) -> float:
-        """Seconds that it takes to have a value in the later loops, and to `read` it there for operations that fuse.
+    @cached_property
+    def _problem(self) -> tuple[Repeatable, NDArray[np.float64]]:
+        """The cut, and the seconds that keeping each of its values takes.
 
-        A row that the first loop reads as well is not stacked anew. It may be a layer's parameters, which may lie in
-        pieces, and are gathered once more then.
+        A value is there twice: as operations that fuse have it, which may compute it, and as it is in memory, where
+        others read it. Of what is no light operation's result the first is read from the second; so is what has to be
+        in memory anyway, if it is not computed.
         """
-        if v in self.consts:
-            return 0.0 if self.consts[v] else memory_seconds(self._share(v), self.mesh)
-        if v in self.rows:
-            axes = [a for a, n in self.mesh.axes if n > 1]
-            gather = send_price("all_gather", bytes_of(v) // self.mesh.size, self.mesh, axes).seconds
-            return gather + memory_seconds(bytes_of(v), self.mesh)
-        return memory_seconds(((v not in self.in_memory) + read) * self._share(v), self.mesh)
+        eqns, values, count = self.body.eqns, self._values, len(self._values)
+        number, whole = {v: k for k, v in enumerate(values)}, set(self._whole)
+        times = self._trips * self._length
+        moving = [times * memory_seconds(self._prices.moved(v), self._prices.mesh) for v in values]
+        takes = [times * self._prices.again(e) for e in eqns]
+        repeated = [math.isfinite(t) for t in takes]
+        fuses = [kind_of(e) in FUSED for e in eqns]
+        operands = [[number[a] for a in _variables(e.invars)] for e in eqns]
+        reads = [ks if f else [count + k for k in ks] for ks, f in zip(operands, fuses, strict=True)]
+        makers, kept = np.full(2 * count, -1, np.int64), np.zeros(2 * count)
+
+        def operation(seconds: float, needs: list[int]) -> int:
+            takes.append(seconds)
+            reads.append(needs)
+            return len(takes) - 1
+
+        for k, v in enumerate(values):
+            n, whole_k = self._made_by.get(v, -1), count + k
+            again = n >= 0 and repeated[n]
+            kept[whole_k] = 0.0 if v in self._in_memory else moving[k]
+            if v in self._rows:
+                kept[whole_k] = times * self._prices.row(v)
+            if again and fuses[n]:
+                makers[k], makers[whole_k] = n, operation(moving[k], operands[n])
+                kept[k] = moving[k] + (0.0 if v in whole else kept[whole_k])
+            else:
+                makers[k] = operation(0.0 if v in self._free else moving[k], [whole_k])
+                kept[k] = np.inf
+                makers[whole_k] = n if again else -1
+        needed = [*(number[v] for v in self._fused), *(count + number[v] for v in self._whole)]
+        seconds = np.asarray([t if math.isfinite(t) else 0.0 for t in takes])  # what is not repeated makes nothing here
+        after = np.full(len(takes), -1, np.int64)
+        return Repeatable(needed, np.ones(2 * count), makers, seconds, reads, after), kept
 
 
 def _in_memory(body: Jaxpr, written: Collection[Var]) -> set[Var]:
-    """What of a body is in memory while it runs, besides what is `written` of it: the operands and the results of what
-    does not fuse, and the same in other shapes."""
-    found = set(written)
-    for e in reversed(body.eqns):
-        kind = kind_of(e)
-        if kind not in FUSED or (kind is Kind.VIEW and e.outvars[0] in found):
-            found.update(_variables(e.invars))
-    for e in body.eqns:
-        kind = kind_of(e)
-        if kind not in FUSED or (kind is Kind.VIEW and found.issuperset(_variables(e.invars))):
-            found.update(e.outvars)
-    return found
+    """What of a body is in memory while it runs, besides what is `written` of it: what it begins with, the operands and
+    the results of what does not fuse."""
+    heavy = [e for e in body.eqns if kind_of(e) not in FUSED]
+    return {*written, *body.invars, *(v for e in heavy for v in (*_variables(e.invars), *e.outvars))}
 
 
-def _reads(loop: Eqn, row: Var) -> tuple[bool, bool]:
+def _uses(loop: Eqn, row: Var) -> tuple[bool, bool]:
     """Whether operations of a loop's step that fuse read a row, and whether others do."""
     body: Jaxpr = loop.params["jaxpr"].jaxpr
-    same, fused, whole = {row}, False, False
-    for e in body.eqns:
-        if not same.isdisjoint(_variables(e.invars)):
-            kind = kind_of(e)
-            if kind is Kind.VIEW:
-                same.update(e.outvars)
-            fused |= kind in FUSED and kind is not Kind.VIEW
-            whole |= kind not in FUSED
-    return fused, whole or not same.isdisjoint(_variables(body.outvars))
+    fuses = {kind_of(e) in FUSED for e in body.eqns if row in _variables(e.invars)}
+    return True in fuses, False in fuses or row in _variables(body.outvars)
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -8,28 +8,21 @@ bytes, so that one price a byte chooses among them. What is computed again in an
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.drop_residuals import (
-    Again,
-    Offer,
-    Slices,
-    drop_residuals,
-    find_residuals,
-    follow_together,
-    residuals_offered,
-)
+from shardc.passes.choose_residuals import Loop, loops_of, placed
+from shardc.passes.drop_residuals import Again, Slices, drop_residuals, find_residuals
 from shardc.passes.drop_values import Crossing, drop_values
 from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import scopes_at
 from shardc.passes.memory import Profile, all_eqns, bodies_of, piece_bytes
-from shardc.passes.tally import tally
+from shardc.passes.tally import alone_seconds, tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ LOWEST, DEAR, DEAREST = 1e-4, 4.0, 1e4
 """Prices, in seconds a byte of the whole program: the lowest that is tried, the highest, and the highest where all is
 asked for: there may be cheaper ways to free what is dear."""
 HALVINGS: Final = 12
-"""Of the room between two prices, and between so many of the first equations that pay the higher one."""
+"""Of the room between two prices."""
 
 
 class Offers:
@@ -78,16 +71,16 @@ class Offers:
     """
 
     def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
-        self.residuals = residuals_offered(boxed, mesh, habits)
+        self.loops = list(loops_of(boxed.jaxpr, placed(boxed, mesh, habits)))
         scopes = [] if habits.eager else scopes_at(boxed.jaxpr, int(profile.bytes.argmax()))
         crossings = [Crossing(boxed, profile, *scope, mesh, habits) for scope in scopes if scope[1]]
         self.crossings = [c for c in crossings if c.bytes and c.since is not None]
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
         self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
 
-    def choose(self, wanted: float) -> Choice:
+    def choose(self, wanted: float) -> tuple[Choice, float]:
         """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is
-        asked for.
+        asked for. And how many bytes it frees.
 
         Only the first equations pay the price at which it is enough: layers cost alike, and not all may be needed.
         """
@@ -96,36 +89,31 @@ class Offers:
             for _ in range(HALVINGS):
                 middle = math.sqrt(low * high)
                 low, high = (low, middle) if self._free(middle) >= wanted else (middle, high)
-        taken, _ = self._stacks(high)
-        missing = wanted - self._free(high)
-        while taken and taken[-1].bytes + missing <= 0:
-            missing += taken.pop().bytes
-        chosen: dict[Var, Var] = {}
+        freed = self._free(high)
+
+        def first(place: Loop | Crossing) -> int:
+            """How many of its equations pay the higher price."""
+            nonlocal freed
+            least, most, others = 0, place.count, freed - place.choose(high)[-1]
+            while freed > wanted and most - least > 1:
+                middle = (least + most) // 2
+                enough = others + place.choose(low, high, middle)[-1] >= wanted
+                least, most = (least, middle) if enough else (middle, most)
+            freed = others + place.choose(low, high, most)[-1]
+            return most
+
+        stacks, instead, values = list[Var](), list[Var](), dict[Var, Var]()
+        for loop in self.loops:
+            less, more, _ = loop.choose(low, high, first(loop))
+            stacks += less
+            instead += more
         for c in self.crossings:
-            first = len(c.early)
-            if missing < 0:
-                less, values = 0, c.choose(high)[1]
-                for _ in range(HALVINGS):
-                    middle = (less + first) // 2
-                    short = missing + values - c.choose(low, high, middle)[1] > 0
-                    less, first = (middle, first) if short else (less, middle)
-                missing += values - c.choose(low, high, first)[1]
             if c.since is not None:
-                chosen |= dict.fromkeys(c.choose(low, high, first)[0], c.since)
-        return Choice(tuple(o.residual.stack for o in taken), values=chosen)
+                values |= dict.fromkeys(c.choose(low, high, first(c))[0], c.since)
+        return Choice(tuple(stacks), tuple(instead), values), freed
 
-    def _stacks(self, price: float) -> tuple[list[Offer], int]:
-        """Residuals, and the bytes that they free: with what loops carry stacked for them, or without."""
-
-        def both_ways() -> Iterator[tuple[list[Offer], int]]:
-            for carried in (False, True):
-                taken, stacked = follow_together((o for o in self.residuals if o.price <= price), carried)
-                yield taken, sum(o.bytes for o in taken) - stacked
-
-        return max(both_ways(), key=lambda found: price * found[1] - sum(o.seconds for o in found[0]))
-
-    def _free(self, price: float) -> int:
-        return self._stacks(price)[1] + sum(c.choose(price)[1] for c in self.crossings)
+    def _free(self, price: float) -> float:
+        return sum(place.choose(price)[-1] for place in (*self.loops, *self.crossings))
 
 
 def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> tuple[Jaxpr, Repeated]:
@@ -137,8 +125,9 @@ def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> t
       named: the same program with nothing in front of it, whose operations count for names.
     """
     names = names_of(named or jaxpr, choice)
-    jaxpr, again = drop_values(jaxpr, choice.values)
     jaxpr, stacks = drop_residuals(jaxpr, choice.stacks, choice.instead)
+    left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()
+    jaxpr, again = drop_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
     return jaxpr, Repeated(names, {**again, **stacks})
 
 
@@ -231,9 +220,7 @@ def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, repeated: Repeated)
                     sizes[stack] = rows * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
                     sources[compat.source_line(eqn)] = None
         if mine:
-            given = dict.fromkeys(a for e in mine for a in e.invars if not compat.is_literal(a) and a not in made)
-            alone = compat.new_jaxpr(list(given), [v for v in made if v in read], mine, jaxpr)
-            seconds += trips * tally(Boxed(alone, boxed.placements), mesh).time.total
+            seconds += trips * alone_seconds(mine, [v for v in made if v in read], boxed, mesh)
 
     scope(boxed.jaxpr, 1)
     return Recomputed(repeated.names, len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

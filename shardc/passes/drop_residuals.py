@@ -15,23 +15,26 @@ with. So may be anything else that f makes and r follows from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.mesh import MeshView
 from shardc.passes.canonicalize import NESTED, with_own_bodies
-from shardc.passes.fusion import Habits
-from shardc.passes.insert_boxing import Boxed, with_bodies
-from shardc.passes.memory import bodies_of, piece_bytes
-from shardc.passes.tally import tally
+from shardc.passes.insert_boxing import with_bodies
+from shardc.passes.memory import bodies_of
 
 KEPT: Final = frozenset((
     "constrain", "microbatches", "receive", "send", "sharding_constraint", "shard_map", "stage_boundary", *NESTED,
 ))  # fmt: skip
 """Operations that are not done twice: pins, marks, transfers, a user's own, and what has a body."""
+
+
+def may_repeat(eqn: Eqn) -> bool:
+    """Whether an operation can be done twice."""
+    return not eqn.effects and eqn.primitive.name not in KEPT
+
 
 Again: TypeAlias = Mapping[Var, Var | None]
 """What the equations make that compute residuals again; of what is a row of a residual, that residual."""
@@ -144,83 +147,12 @@ class Slices:
                 carries.add(v)
                 continue
             i = self.made_by.get(v)
-            if i is None or self.body.eqns[i].effects or self.body.eqns[i].primitive.name in KEPT:
+            if i is None or not may_repeat(self.body.eqns[i]):
                 return None
             if i not in found:
                 found.add(i)
                 pending += [a for a in self.body.eqns[i].invars if not compat.is_literal(a)]
         return [self.body.eqns[i] for i in sorted(found)], carries
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A residual that could be computed again.
-
-    Attributes:
-      residual: it.
-      bytes: of a device, that this frees.
-      seconds: that computing it takes, in one call.
-      carries: what could be stacked of the loop's carry, and is not, and the bytes that each would take.
-    """
-
-    residual: Residual
-    bytes: int
-    seconds: float
-    carries: Mapping[Var, int]
-
-    @property
-    def price(self) -> float:
-        """Seconds a byte."""
-        return self.seconds / self.bytes
-
-
-def residuals_offered(boxed: Boxed, mesh: MeshView, habits: Habits) -> list[Offer]:
-    """The residuals that could be computed again, the cheapest bytes first.
-
-    Args:
-      boxed: a plan that keeps them all; says what each takes, and what computing it moves.
-      mesh, habits: of the devices.
-    """
-    offers: list[Offer] = []
-    for r in find_residuals(boxed.jaxpr):
-        slices = Slices(r.maker, {r.stack})
-        eqns = slices.of(r.stack)
-        size = piece_bytes(r.stack.aval, boxed.placements[r.stack], mesh.sizes, habits)
-        if eqns is not None and size:
-            length = r.maker.params["length"]
-            carries = {
-                v: length * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
-                for v in slices.carried if v not in slices.rows
-            }  # fmt: skip
-            seconds = r.trips * length * _seconds(eqns, slices.row_of[r.stack], boxed, mesh)
-            offers.append(Offer(r, size, seconds, carries))
-    return sorted(offers, key=lambda o: o.price)
-
-
-def follow_together(offers: Iterable[Offer], carried: bool) -> tuple[list[Offer], int]:
-    """Of some offers those that follow from what is left when all of these are taken, the first ones first; and the
-    bytes that it takes to stack what they need of carries, if that may be `carried` over."""
-    taken: list[Offer] = []
-    makers: dict[int, list[Var]] = {}
-    stacked: dict[int, int] = {}
-    for offer in offers:
-        maker = offer.residual.maker
-        mine = [*makers.get(id(maker), ()), offer.residual.stack]
-        slices = Slices(maker, mine)
-        needed = set().union(*(slices.carries(v) for v in mine))
-        if all(slices.of(v) is not None for v in mine) and (carried or not needed):
-            makers[id(maker)] = mine
-            stacked[id(maker)] = sum(offer.carries[v] for v in needed)
-            taken.append(offer)
-    return taken, sum(stacked.values())
-
-
-def _seconds(eqns: Sequence[Eqn], result: Var, boxed: Boxed, mesh: MeshView) -> float:
-    """What some equations of a boxed body take, their boxings included."""
-    made = {v for e in eqns for v in e.outvars}
-    reads = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
-    alone = compat.new_jaxpr(list(reads), [result], eqns, boxed.jaxpr)
-    return tally(Boxed(alone, boxed.placements), mesh).time.total
 
 
 def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Var] = ()) -> tuple[Jaxpr, Again]:

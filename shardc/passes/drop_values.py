@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.drop_residuals import KEPT
+from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Habits, Kind, kind_of
 from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
 from shardc.passes.lifetimes import lifetimes, made_at
 from shardc.passes.memory import Profile, bodies_of, piece_bytes
-from shardc.passes.tally import tally
+from shardc.passes.tally import alone_seconds
 from shardc.sbp.cost import memory_seconds
 from shardc.solver.cut import Repeatable
 
@@ -52,6 +52,7 @@ class Crossing:
     Attributes:
       since: the first of what is made behind the point.
       bytes: of a device, that are kept over it if nothing is computed again.
+      count: of the equations in front of the point.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Crossing:
     ) -> None:
         self.boxed, self.mesh, self.habits = boxed, mesh, habits
         self.early: list[Eqn] = jaxpr.eqns[:now]
+        self.count = len(self.early)
         self.maker = {v: n for n, e in enumerate(self.early) for v in e.outvars}
         late = jaxpr.eqns[now + 1 :]
         self.since: Var | None = next((v for e in late if e.primitive is not box_p for v in e.outvars), None)
@@ -111,13 +113,12 @@ class Crossing:
             read = (a for a in _variables(eqn.invars) if a not in self.in_loops)
             written = (v for v in eqn.outvars if v in self.wanted)
             return memory_seconds(sum(map(self.size, (*read, *written))), self.mesh)
-        alone = compat.new_jaxpr(_variables(eqn.invars), eqn.outvars, [eqn], self.boxed.jaxpr)
-        return tally(Boxed(alone, self.boxed.placements), self.mesh).time.total
+        return alone_seconds([eqn], eqn.outvars, self.boxed, self.mesh)
 
     def may_repeat(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:
             return self._copies(eqn)
-        return not eqn.effects and eqn.primitive.name not in KEPT
+        return may_repeat(eqn)
 
     def _boundaries(self) -> set[Var]:
         """What crosses the narrowest points of the early part, those in a stretch of it of which no point is narrower;

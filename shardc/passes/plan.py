@@ -283,7 +283,7 @@ def make_plan(
     Raises:
       MemoryLimitError: no placement was found that fits. It begins with `where`, the function.
     """
-    jaxpr, cheaper = compute_again(program.jaxpr, choose_residuals(program.jaxpr, mesh))
+    jaxpr, cheaper = compute_again(program.jaxpr, Choice(*choose_residuals(program.jaxpr, mesh)))
     placing = Placing.of(replace(program, jaxpr=jaxpr), mesh, arguments, results, notes, cheaper)
     return placing.plan if limit is None else placing.within(limit, where)
 
@@ -388,7 +388,7 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
     missed, plans, tried = [whole], list[Plan](), [Choice()]
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
     for _ in range(TRIES):
-        choice = offers.choose(wanted)
+        choice, freed = offers.choose(wanted)
         if choice in tried:
             if wanted == math.inf or high < math.inf:
                 break
@@ -403,7 +403,7 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
                 break
         else:
             missed.append(trial)
-            low = wanted
+            low = wanted = max(wanted, freed)
         if high < math.inf:
             wanted = (low + high) / 2
         elif len(missed) <= PATIENT:

@@ -107,6 +107,18 @@ def tally(boxed: Boxed, mesh: MeshView) -> Tally:
     return Tally(tuple(found.collectives), time, found.added)
 
 
+def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mesh: MeshView) -> float:
+    """What some equations of a boxed program take by themselves.
+
+    Args:
+      results: what others read of what they make.
+    """
+    made = {v for e in eqns for v in e.outvars}
+    given = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
+    alone = compat.new_jaxpr(list(given), list(results), eqns, boxed.jaxpr)
+    return tally(Boxed(alone, boxed.placements), mesh).time.total
+
+
 @dataclass
 class _Tallier:
     placements: Mapping[Var, Placement]

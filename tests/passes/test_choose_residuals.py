@@ -40,7 +40,7 @@ def test_the_same_numbers(fn, shape):
     with jax.enable_x64(True):
         args = arguments(shape)
         jaxpr = canonical(fn, *args)
-        choice = choose_residuals(jaxpr, ONE)
+        choice = Choice(*choose_residuals(jaxpr, ONE))
         assert choice.stacks
         fewer, repeated = compute_again(jaxpr, choice)
         same_program(jaxpr, fewer, repeated.again, choice, args)
@@ -93,7 +93,7 @@ def test_no_other_choice_takes_less(layer):
     """Of all that keep up to two other values of a step in the place of any residuals and reduce nothing twice, by what
     the plan says."""
     jaxpr = step_of(layer)
-    choice = choose_residuals(jaxpr, ONE)
+    choice = Choice(*choose_residuals(jaxpr, ONE))
     least, now = seconds(jaxpr), seconds(compute_again(jaxpr, choice)[0])
     assert now < least
     residuals = list(find_residuals(jaxpr))
@@ -122,7 +122,7 @@ def test_parameters_are_not_gathered_twice():
 
     args = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
     jaxpr = canonical(jax.value_and_grad(loss, argnums=(0, 1)), *args)
-    alone, split = (choose_residuals(jaxpr, m) for m in (ONE, view(shardc.make_mesh(topology="v5p", data=8))))
+    alone, split = (Choice(*choose_residuals(jaxpr, m)) for m in (ONE, view(shardc.make_mesh(topology="v5p", data=8))))
     assert [v.aval.shape[1:] for v in alone.stacks if v not in split.stacks] == [(WIDTH, WIDTH)]  # cos w
     assert set(split.stacks) < set(alone.stacks)
 
@@ -142,7 +142,7 @@ def test_what_is_pinned_is_not_done_twice():
         args = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
         step = jax.value_and_grad(lambda x, params: loss(x, params, twice), argnums=(0, 1))
         jaxpr, _ = canonicalize(jax.make_jaxpr(step)(*args), marks=True)
-        choice = choose_residuals(jaxpr, view(mesh))
+        choice = Choice(*choose_residuals(jaxpr, view(mesh)))
         assert choice.stacks
         (*_, backward) = (e for e in compute_again(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
         return [e.primitive.name for e in backward.params["jaxpr"].jaxpr.eqns]

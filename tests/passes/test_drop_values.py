@@ -171,7 +171,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     free = function(step, "95GB").plan(*state, batch)
     placing = Placing.of(free.program, free.mesh, free.arguments, free.results)
     offers = Offers(placing.plan.boxed, profile_of(placing.plan), free.mesh, habits_of("v5p"))
-    choice = offers.choose(offers.worth)
+    choice, _ = offers.choose(offers.worth)
     (crossing,) = offers.crossings
     assert set(choice.values.values()) == {crossing.since}
     said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice.values})
