@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, TypeAlias
 
@@ -32,6 +32,11 @@ Tracer = _core.Tracer
 
 def is_literal(atom: Atom) -> bool:
     return isinstance(atom, jex.Literal)
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Those that are no literals, each once."""
+    return list(dict.fromkeys(a for a in atoms if not is_literal(a)))
 
 
 def fresh_var(aval: Any) -> Var:

@@ -445,7 +445,7 @@ def make_pipeline_plan(
     if cheaper:
         program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
         count = len(cheaper.stacks)
-        notes = [*notes, f"Loops keep {count} values less: where they are read they are computed again, in less time."]
+        notes = [*notes, f"Of what loops would keep, {count} values are computed again, which takes less time."]
     again: set[int] = set()
     best: PipelinePlan | None = None
     while True:

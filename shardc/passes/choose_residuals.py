@@ -13,7 +13,7 @@ every value. Where memory is short, `compute_again` asks it of a plan, at a pric
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.drop_residuals import find_residuals, may_repeat
 from shardc.passes.fusion import Habits, Kind, kind_of
@@ -164,7 +164,7 @@ class Loop:
         loops = {loop for mine in self._stacks.values() for s in mine for loop, _ in readers[s]}
         read = {a for loop in loops for a in loop.invars if not compat.is_literal(a)}
         self._free = {v for v, a in given[:consts] if compat.is_literal(a) or a in read}
-        self._in_memory = _in_memory(self.body, {*_variables(self.body.outvars[:carries]), *others})
+        self._in_memory = _in_memory(self.body, {*compat.variables(self.body.outvars[:carries]), *others})
         uses = {row: [_uses(loop, v) for s in mine for loop, v in readers[s]] for row, mine in self._stacks.items()}
         self._fused = [row for row, found in uses.items() if any(fused for fused, _ in found)]
         self._whole = [row for row, found in uses.items() if any(whole for _, whole in found)]
@@ -214,7 +214,7 @@ class Loop:
         takes = [times * self._prices.again(e) for e in eqns]
         repeated = [math.isfinite(t) for t in takes]
         fuses = [kind_of(e) in FUSED for e in eqns]
-        operands = [[number[a] for a in _variables(e.invars)] for e in eqns]
+        operands = [[number[a] for a in compat.variables(e.invars)] for e in eqns]
         reads = [ks if f else [count + k for k in ks] for ks, f in zip(operands, fuses, strict=True)]
         makers, kept = np.full(2 * count, -1, np.int64), np.zeros(2 * count)
 
@@ -246,15 +246,11 @@ def _in_memory(body: Jaxpr, written: Collection[Var]) -> set[Var]:
     """What of a body is in memory while it runs, besides what is `written` of it: what it begins with, the operands and
     the results of what does not fuse."""
     heavy = [e for e in body.eqns if kind_of(e) not in FUSED]
-    return {*written, *body.invars, *(v for e in heavy for v in (*_variables(e.invars), *e.outvars))}
+    return {*written, *body.invars, *(v for e in heavy for v in (*compat.variables(e.invars), *e.outvars))}
 
 
 def _uses(loop: Eqn, row: Var) -> tuple[bool, bool]:
     """Whether operations of a loop's step that fuse read a row, and whether others do."""
     body: Jaxpr = loop.params["jaxpr"].jaxpr
-    fuses = {kind_of(e) in FUSED for e in body.eqns if row in _variables(e.invars)}
-    return True in fuses, False in fuses or row in _variables(body.outvars)
-
-
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return list(dict.fromkeys(a for a in atoms if not compat.is_literal(a)))
+    fuses = {kind_of(e) in FUSED for e in body.eqns if row in compat.variables(e.invars)}
+    return True in fuses, False in fuses or row in compat.variables(body.outvars)

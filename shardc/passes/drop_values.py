@@ -14,7 +14,7 @@ so far, is there. XLA:CPU joins both again in spite of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -95,12 +95,12 @@ class Crossing:
         inside, outside = set[Var](), set[Var]()
         for e in self.early:
             kind = kind_of(e)
-            if kind is Kind.CHEAP or (kind is Kind.VIEW and inside.issuperset(_variables(e.invars))):
+            if kind is Kind.CHEAP or (kind is Kind.VIEW and inside.issuperset(compat.variables(e.invars))):
                 inside.update(v for v in e.outvars if v not in self.there)
         for e in reversed(jaxpr.eqns):
             kind = kind_of(e)
             if kind in (Kind.MADE, Kind.MOVED) or (kind is Kind.VIEW and e.outvars[0] in outside):
-                outside.update(_variables(e.invars))
+                outside.update(compat.variables(e.invars))
         return inside, outside
 
     def _seconds(self, eqn: Eqn) -> float:
@@ -110,7 +110,7 @@ class Crossing:
         if kind is Kind.VIEW or not self.may_repeat(eqn):
             return 0.0
         if kind is Kind.CHEAP:
-            read = (a for a in _variables(eqn.invars) if a not in self.in_loops)
+            read = (a for a in compat.variables(eqn.invars) if a not in self.in_loops)
             written = (v for v in eqn.outvars if v in self.wanted)
             return memory_seconds(sum(map(self.size, (*read, *written))), self.mesh)
         return alone_seconds([eqn], eqn.outvars, self.boxed, self.mesh)
@@ -167,7 +167,7 @@ class Crossing:
             np.asarray([np.inf if c else self.size(v) for v, c in zip(self.values, computed, strict=True)]),
             np.asarray([self.maker[v] if r else -1 for v, r in zip(self.values, repeated, strict=True)], np.int64),
             np.asarray(self.price),
-            [[number[v] for v in _variables(e.invars) if v in number] for e in self.early],
+            [[number[v] for v in compat.variables(e.invars) if v in number] for e in self.early],
             np.asarray(after, np.int64),
         )
 
@@ -199,12 +199,8 @@ class Crossing:
 
     def _follows(self, v: Var, again: Collection[Var]) -> bool:
         """Whether the loops that read a value compute it anyway, from what is kept."""
-        read = (self.root.get(a, a) for a in _variables(self.early[self.maker[v]].invars))
+        read = (self.root.get(a, a) for a in compat.variables(self.early[self.maker[v]].invars))
         return v in self.in_loops and v not in self.wanted and not any(a in again for a in read)
-
-
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return list(dict.fromkeys(a for a in atoms if not compat.is_literal(a)))
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

@@ -92,8 +92,9 @@ class Habits:
     Attributes:
       sums_read_memory: a reduction reads its operand from memory, or the factors of the product that it sums, those
         that are broadcast at their full size.
-      eager: what is cheap, and every collective, begins as soon as it can, out of loops too; reductions over the mesh
-        wait for each other and are one operation, so that all operands and all results are there at one time.
+      eager: what is cheap, and every collective, begins as soon as it can, out of loops too, and with a loop's step
+        what follows from what that begins with; reductions over the mesh wait for each other and are one operation, so
+        that all operands and all results are there at one time.
       one_layout: only the last dimensions are contiguous in memory: a collective along another dimension than the first
         copies, and so does a convolution.
       tiles: arrays are kept in tiles of 8 x 128 words, the last ones filled up.

@@ -257,6 +257,7 @@ class _Backward:
         self.starts: dict[Var, int] = {}
         self.spread: dict[tuple[Var, tuple[int, ...]], tuple[Var, int, int]] = {}
         self.lives: list[tuple[Var, int, int]] = []
+        self.steps: set[int] = set()
 
     def run(self) -> Lifetimes:
         jaxpr, end = self.ahead.jaxpr, self.ahead.now + 1
@@ -341,7 +342,10 @@ class _Backward:
                 self.made_in_memory(eqn, kind)
 
     def computed(self, eqn: Eqn, v: Var, kind: Kind) -> None:
-        """In each loop that reads it, unless that is too much work; and in memory for the rest."""
+        """In each loop that reads it, unless that is too much work; and in memory for the rest.
+
+        What follows from what a step begins with, as a residual that is computed again, may begin with the step.
+        """
         once = self.loops.get(v, 0) > 1 and (kind is Kind.COSTLY or v in self.ahead.joins)
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
@@ -350,7 +354,7 @@ class _Backward:
                 self.fuse(a, self.fused[v], taker if _alike(a, v) else None, self.loops[v] - (v in self.whole))
         if once:
             t = self.made[v]
-            self.live(v, t)
+            self.live(v, self.ready[v] if self.ready[v] in self.steps else t)
         elif v in self.whole:
             t = self.ready[v] if self.habits.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
@@ -469,6 +473,8 @@ class _Backward:
             reads = [self.ahead.span[id(e)][1] for e in body.eqns if old in e.invars]
             if not compat.is_literal(new) and new in self.made and max(reads, default=0) > self.made[new]:
                 self.lives.append((new, self.made[new], end))
+        if self.habits.eager:
+            self.steps.update(self.ready[v] for v, _ in rows)
         for b in reversed(_bodies(eqn)):
             self.body(b)
         for row, stack in rows:

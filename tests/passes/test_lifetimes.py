@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardc import compat
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.fusion import CPU, TPU, Kind, habits_of, kind_of
 from shardc.passes.lifetimes import lifetimes
@@ -160,3 +161,30 @@ def test_kinds():
 )
 def test_tiles(shape, itemsize, want):
     assert tiled_bytes(shape, itemsize) == want
+
+
+def test_what_follows_from_what_a_step_begins_with_begins_with_it():
+    """Where XLA begins what it can; a residual that is computed again does not wait for the rest of the step."""
+
+    def f(w, xs):
+        def step(c, x):  # exp is read by two loops, behind three products
+            y = jnp.exp(x)
+            c = c @ w @ w @ w
+            return (c * y) @ w + (c - y) @ w, None
+
+        return jax.lax.scan(step, jnp.zeros((ROWS, COLS)), xs)[0]
+
+    jaxpr = traced(f, W, jax.ShapeDtypeStruct((3, ROWS, COLS), jnp.float32))
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    body = scan.params["jaxpr"].jaxpr
+    first, *rest = body.eqns
+    assert first.primitive.name == "exp" and [e.primitive.name for e in rest[:3]] == ["dot_general"] * 3
+    late = compat.new_jaxpr(body.invars, body.outvars, [*rest[:3], first, *rest[3:]], body)
+    moved = scan.replace(params={**scan.params, "jaxpr": compat.close(late)})
+    jaxpr = compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [moved if e is scan else e for e in jaxpr.eqns], jaxpr)
+
+    def begin(habits):
+        found = lifetimes(jaxpr, {}, habits)
+        return int(found.begin[found.values.index(first.outvars[0])])
+
+    assert begin(CPU) == begin(TPU) - 3
