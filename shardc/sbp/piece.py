@@ -41,23 +41,59 @@ class Sent:
     operand: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shift:
-    """One permute of a window, or what a device holds itself.
+    """One permute of a window, or what a device holds itself: overlaps of what is held and what is wanted, all as far
+    from each other. What each of the devices does is asked where it is lowered; a price wants to know how much is sent.
 
     Attributes:
-      pairs: (source, target), by the devices' numbers along the axes; empty if nothing is sent.
+      sent: whether it goes from one device to another.
       length: elements that each source sends.
-      first: for each device, where in its piece the sent range begins.
-      at: for each device, where in its window the first element of what it gets lies; may be outside.
-      fills: for each device, begin and end of what this fills of its window.
+      block: elements of a piece.
+      overlaps: source, target, begin and end of each, by the devices' numbers along the axes.
+      held, wanted: begin of each device's piece and of its window.
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    sent: bool
     length: int
-    first: tuple[int, ...]
-    at: tuple[int, ...]
-    fills: tuple[tuple[int, int], ...]
+    block: int
+    overlaps: tuple[tuple[int, int, int, int], ...]
+    held: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(source, target); empty if nothing is sent."""
+        return tuple((source, target) for source, target, *_ in self.overlaps) if self.sent else ()
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """For each device, where in its piece the sent range begins."""
+        found = [0] * len(self.held)
+        for source, _, begin, _ in self.overlaps:
+            found[source] = self._first(source, begin)
+        return tuple(found)
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        """For each device, where in its window the first element of what it gets lies; may be outside."""
+        places = {
+            target: self.held[source] + self._first(source, begin) - self.wanted[target]
+            for source, target, begin, _ in self.overlaps
+        }
+        one = next(iter(places.values()))  # those that get nothing too: one number for all needs no table
+        return tuple(places.get(k, one) for k in range(len(self.held)))
+
+    @property
+    def fills(self) -> tuple[tuple[int, int], ...]:
+        """For each device, begin and end of what this fills of its window."""
+        found = [(0, 0)] * len(self.held)
+        for _, target, begin, end in self.overlaps:
+            found[target] = begin - self.wanted[target], end - self.wanted[target]
+        return tuple(found)
+
+    def _first(self, source: int, begin: int) -> int:
+        return min(begin - self.held[source], self.block - self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +162,7 @@ def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tupl
     n = len(held)
     owners = [k for k, (_, valid) in enumerate(held) if valid]
     begins = [held[k][0] for k in owners]
-    overlaps: dict[int, list[tuple[int, int, int, int]]] = {}  # by distance: source, target, begin, end
+    overlaps: dict[int, list[tuple[int, int, int, int]]] = {}  # by distance
     for target, (low, high) in enumerate(wanted):
         i = max(bisect.bisect_right(begins, low) - 1, 0)
         while i < len(owners) and begins[i] < high:
@@ -135,19 +171,14 @@ def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tupl
             if begin < end:
                 overlaps.setdefault((target - source) % n, []).append((source, target, begin, end))
             i += 1
-    found: list[Shift] = []
-    for distance, parts in sorted(overlaps.items()):
-        length = max(end - begin for *_, begin, end in parts) if distance else block
-        first, at, fills = [0] * n, list[int](), [(0, 0)] * n
-        for source, target, begin, end in parts:
-            first[source] = min(begin - held[source][0], block - length)
-            place = held[source][0] + first[source] - wanted[target][0]
-            at = at or [place] * n  # those that get nothing too: one number for all needs no table
-            at[target] = place
-            fills[target] = (begin - wanted[target][0], end - wanted[target][0])
-        pairs = tuple((source, target) for source, target, *_ in parts) if distance else ()
-        found.append(Shift(pairs, length, tuple(first), tuple(at), tuple(fills)))
-    return tuple(found)
+    pieces, windows = tuple(begin for begin, _ in held), tuple(low for low, _ in wanted)
+    return tuple(
+        Shift(
+            distance > 0, max(end - begin for *_, begin, end in parts) if distance else block, block, tuple(parts),
+            pieces, windows,
+        )
+        for distance, parts in sorted(overlaps.items())
+    )  # fmt: skip
 
 
 def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
@@ -167,7 +198,7 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
         if read is not None:
             shape = shapes.setdefault(w.operand, list(setting.operand_shape(w.operand)))
             for shift in read.shifts:
-                if shift.pairs:
+                if shift.sent:
                     shape[read.dim] = shift.length
                     found.append(
                         Sent("permute", read.axes, tuple(shape), setting.op.operands[w.operand].dtype, w.operand)
@@ -222,14 +253,15 @@ def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
     window = jnp.full(shape, fill, x.dtype)
     for shift in read.shifts:
         part = x
-        if shift.pairs:
+        if shift.sent:
             part = lax.dynamic_slice_in_dim(x, at_device(shift.first, me), shift.length, axis=dim)
             part = site.wire.permute(part, read.axes, shift.pairs)
         part = laid(part, dim, at_device(shift.at, me), read.length, fill)
-        if set(shift.fills) == {(0, read.length)}:
+        fills = shift.fills
+        if set(fills) == {(0, read.length)}:
             window = part
         else:
-            begin, end = (at_device(side, me) for side in zip(*shift.fills, strict=True))
+            begin, end = (at_device(side, me) for side in zip(*fills, strict=True))
             position = lax.broadcasted_iota(np.int32, window.shape, dim)
             window = jnp.where((position >= begin) & (position < end), part, window)
     return window
