@@ -224,6 +224,7 @@ class _Graph:
       steps: those of its rank.
       held: (placements,) bytes that a device holds, padding included.
       src, dst: of each step the positions of its ends, in the order of `src`; permutes come after other steps.
+      first: of each placement the number of the first step that leaves it, and of the last the one after its last.
       wire, rest: of each step, as in `StepPrice`.
     """
 
@@ -245,7 +246,7 @@ class _Graph:
         self._names = (*steps.names, *groups[len(steps.groups) :])
         self._name = np.concatenate([steps.name, len(steps.names) + masks])[order]
         self.src, self.dst = src[order], np.concatenate([steps.dst, to])[order]
-        self._first = np.searchsorted(self.src, np.arange(len(self.held) + 1))
+        self.first = np.searchsorted(self.src, np.arange(len(self.held) + 1))
         reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
         self.wire, self.rest = np.empty((2, len(order)), np.int64)
         memory = memory_cost(mesh.topology)
@@ -261,7 +262,7 @@ class _Graph:
 
     def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
         """The steps that leave a placement: number, position of its end, wire, rest."""
-        begin, end = self._first[i : i + 2].tolist()
+        begin, end = self.first[i : i + 2].tolist()
         dst, wire, rest = (column[begin:end].tolist() for column in (self.dst, self.wire, self.rest))
         return zip(range(begin, end), dst, wire, rest, strict=True)
 
@@ -351,18 +352,41 @@ class BoxingTable:
 
 
 _FAR: Final = 2 * LONGEST
+FEW: Final = 200
+"""Placements up to which Floyd and Warshall's method takes less time than following the steps."""
+
+
+def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
+    """The least time from each placement to each other one.
+
+    A path has few steps, so that of many placements it is quicker to go on from each by its own steps until nothing
+    changes (Bellman 1958, Ford 1956) than by way of every other one (Floyd 1962, Warshall 1962).
+    """
+    n, price = len(graph.held), graph.wire + graph.rest
+    cost = np.full((n, n), _FAR, np.int64)
+    np.minimum.at(cost, (graph.src, graph.dst), price)
+    np.fill_diagonal(cost, 0)
+    if n <= FEW:
+        for k in range(n):
+            np.minimum(cost, cost[:, k : k + 1] + cost[k], out=cost)
+        return cost
+    leaving = [(graph.dst[a:b], price[a:b, None]) for a, b in itertools.pairwise(graph.first.tolist())]
+    changed = True
+    while changed:
+        changed = False
+        for row, (to, by) in zip(cost, leaving, strict=True):
+            further = np.minimum.reduce(cost[to] + by, 0, initial=_FAR)
+            if (further < row).any():
+                np.minimum(row, further, out=row)
+                changed = True
+    return cost
 
 
 @lru_cache(maxsize=4096)
 def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "sum") -> BoxingTable:
-    """All-pairs `find_boxing`, as a matrix (Floyd and Warshall)."""
+    """All-pairs `find_boxing`, as a matrix."""
     graph = _graph(shape, itemsize, mesh, (op,) if op == "sum" else (op, "sum"))
-    held, n = graph.held, len(graph.held)
-    cost = np.full((n, n), _FAR, np.int64)
-    np.minimum.at(cost, (graph.src, graph.dst), graph.wire + graph.rest)
-    np.fill_diagonal(cost, 0)
-    for k in range(n):
-        np.minimum(cost, cost[:, k : k + 1] + cost[k], out=cost)
+    held, cost = graph.held, _all_pairs(graph)
     own = {p: i for p, i in graph.steps.index.items() if p.partial_op in (None, op)}
     m = len(own)  # sums that are something only on the way come last
     seconds = cost[:m, :m] / FEMTO
