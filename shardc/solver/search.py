@@ -59,6 +59,8 @@ FAR: Final = 1e-2
 """Relative distance of cost and bound from which on they are far from each other."""
 SETTLED: Final = 1e-3
 """A column of labels is settled if moves along it gain no more than this part of the cost."""
+ROUGH: Final = 1e-4
+"""Relative distance of cost and bound from which on rough messages lead close enough."""
 MOVES: Final = 4
 """Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
@@ -168,7 +170,7 @@ class Search:
         if not self._tied:
             self._tied = True
             self._tie()
-        dual = Dual(part.own, near)
+        dual = Dual(part.own, near, rough=self.close >= ROUGH)
         best = self._known(inside, dual.values)
         read = np.inf
         gaps: list[float] = []

@@ -40,6 +40,9 @@ LESS: Final = 1e-3
 be off, and values cost less there that a cell has too."""
 COARSE: Final = SETTLED / 2
 """Relative distance of cost and bound at which the coarse problem is solved."""
+PAIR_WORK: Final = 1 << 22
+"""Entries that may be touched there in making one table of two: about as many as messages along both touch in a look
+or two."""
 NEARLY: Final = 1e-4
 """The same of what is found in its best assignment, of which no proof is wanted."""
 ENOUGH: Final = 5e-3
@@ -277,6 +280,7 @@ def _settled_by(small: Coarse, search: Search) -> bool:
     """Whether a coarse problem's bound, and what is found in its best assignment and from there on, are enough. The
     search has both from then on, and less work to do."""
     costs, problem = Costs(small.unary, small.pairwise), Reduction.of(small.unary, small.pairwise, [], small.ops)
+    problem.pair_work = PAIR_WORK
     first = Search(
         problem, costs, search.limit, max(COARSE, search.close), labels=small.labels, patience=search.patience
     )
