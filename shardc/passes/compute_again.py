@@ -78,42 +78,48 @@ class Offers:
         self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
         self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
 
-    def choose(self, wanted: float) -> tuple[Choice, float]:
+    def choose(self, wanted: float, dearest: float = math.inf) -> tuple[Choice, float]:
         """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is
         asked for. And how many bytes it frees.
 
         Only the first equations pay the price at which it is enough: layers cost alike, and not all may be needed.
+
+        Args:
+          wanted: bytes.
+          dearest: the highest price of a byte of what is written out.
         """
         low, high = self.typical * LOWEST, self.typical * (DEAR if math.isfinite(wanted) else DEAREST)
-        if self._free(high) > wanted:
+        if self._free(high, dearest) > wanted:
             for _ in range(HALVINGS):
                 middle = math.sqrt(low * high)
-                low, high = (low, middle) if self._free(middle) >= wanted else (middle, high)
-        freed = self._free(high)
+                low, high = (low, middle) if self._free(middle, dearest) >= wanted else (middle, high)
+        freed = self._free(high, dearest)
 
-        def first(place: Loop | Crossing) -> int:
+        def first(place: Loop | Crossing, less: float, more: float) -> int:
             """How many of its equations pay the higher price."""
             nonlocal freed
-            least, most, others = 0, place.count, freed - place.choose(high)[-1]
+            least, most, others = 0, place.count, freed - place.choose(more)[-1]
             while freed > wanted and most - least > 1:
                 middle = (least + most) // 2
-                enough = others + place.choose(low, high, middle)[-1] >= wanted
+                enough = others + place.choose(less, more, middle)[-1] >= wanted
                 least, most = (least, middle) if enough else (middle, most)
-            freed = others + place.choose(low, high, most)[-1]
+            freed = others + place.choose(less, more, most)[-1]
             return most
 
         stacks, instead, values = list[Var](), list[Var](), dict[Var, Var]()
         for loop in self.loops:
-            less, more, _ = loop.choose(low, high, first(loop))
+            less, more, _ = loop.choose(low, high, first(loop, low, high))
             stacks += less
             instead += more
+        low, high = min(low, dearest), min(high, dearest)
         for c in self.crossings:
             if c.since is not None:
-                values |= dict.fromkeys(c.choose(low, high, first(c))[0], c.since)
+                values |= dict.fromkeys(c.choose(low, high, first(c, low, high))[0], c.since)
         return Choice(tuple(stacks), tuple(instead), values), freed
 
-    def _free(self, price: float) -> float:
-        return sum(place.choose(price)[-1] for place in (*self.loops, *self.crossings))
+    def _free(self, price: float, dearest: float = math.inf) -> float:
+        in_loops = sum(loop.choose(price)[-1] for loop in self.loops)
+        return in_loops + sum(c.choose(min(price, dearest))[-1] for c in self.crossings)
 
 
 def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> tuple[Jaxpr, Repeated]:

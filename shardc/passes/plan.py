@@ -385,10 +385,10 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
     computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
     all is too little, what is worth it comes first: the rest is to lie elsewhere."""
     limit, peak = whole.limit, whole.plan.memory.peak
-    missed, plans, tried = [whole], list[Plan](), [Choice()]
+    missed, plans, tried, dearest = [whole], list[Plan](), [Choice()], math.inf
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
     for _ in range(TRIES):
-        choice, freed = offers.choose(wanted)
+        choice, freed = offers.choose(wanted, dearest)
         if choice in tried:
             if wanted == math.inf or high < math.inf:
                 break
@@ -403,6 +403,11 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
                 break
         else:
             missed.append(trial)
+            both = choice.stacks and choice.values and dearest == math.inf
+            if both and trial.plan.memory.peak > peak - ENOUGH * freed:
+                # what is written out fills another point as it is computed again, as logits do: loops pay what is dear
+                dearest = offers.typical
+                continue
             low = wanted = max(wanted, freed)
         if high < math.inf:
             wanted = (low + high) / 2
@@ -424,6 +429,8 @@ PATIENT: Final = 3
 """Tries that free too little after which all is computed again."""
 MORE: Final = 1.25
 """So many times what one of them takes too much is freed besides by the next."""
+ENOUGH: Final = 0.9
+"""Part of the bytes that are to be freed which is, else what is computed again fills another point."""
 FULL: Final = 0.9
 """Part of the limit that a plan takes for which no other is looked for that frees less."""
 
