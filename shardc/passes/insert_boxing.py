@@ -21,8 +21,10 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.place import Placed
 from shardc.passes.problem import Nested, Node, Problem, Scope, itemsize_of
+from shardc.passes.run_once import runs_once
 from shardc.sbp.boxing import Boxing, find_boxing
 from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.signature import Rule
 
 box_p = Primitive("box")
 """A second operand is what it waits for: what is boxed once more, later, is in memory for a shorter time."""
@@ -38,10 +40,12 @@ class Boxed:
     Attributes:
       jaxpr: the program; `box` equations stand before their readers.
       placements: of every variable, those of nested bodies included.
+      rules: of operations, by the id of the equation, as far as they are known.
     """
 
     jaxpr: Jaxpr
     placements: Mapping[Var, Placement]
+    rules: Mapping[int, Rule] = field(default_factory=dict[int, Rule])
 
 
 @dataclass
@@ -72,6 +76,7 @@ class _Inserter:
     mesh: MeshView
     partings: Sequence[int] = ()
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
+    rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
     now: int = 0
 
     def scope(
@@ -124,6 +129,8 @@ class _Inserter:
                 split = len(node.operands)
                 invars = [read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)]
                 eqns.append(eqn.replace(invars=invars))
+                if node.rule is not None and not runs_once(eqn):
+                    self.rules[id(eqns[-1])] = node.rule
                 known = (env[a].source for a in eqn.invars if not compat.is_literal(a))
                 source = compat.source_line(eqn) or next(known, "")
                 for var, p, value in zip(eqn.outvars, ports[split:], node.results, strict=True):
@@ -205,4 +212,4 @@ def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView, partings: Se
     inputs = [placed.ports[n][-1] for n in problem.sources]
     returns = [placed.ports[n][0] for n in problem.sinks]
     sources = [f"argument {n.path}" for n in problem.sources]
-    return Boxed(ins.scope(problem.scope, inputs, sources, returns), ins.placements)
+    return Boxed(ins.scope(problem.scope, inputs, sources, returns), ins.placements, ins.rules)

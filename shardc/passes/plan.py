@@ -222,8 +222,8 @@ def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int |
 
 def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
     """For each result that takes an input's buffer if it lies as that does, the input."""
-    avals = enumerate(zip(ties, program.out_avals, strict=True))
-    return {k: tie for k, (tie, aval) in avals if tie is not None and program.in_avals[tie].dtype == aval.dtype}
+    results, arguments = enumerate(zip(ties, program.out_avals, strict=True)), program.in_avals
+    return {k: tie for k, (tie, aval) in results if tie is not None and arguments[tie].dtype == aval.dtype}
 
 
 def donations(plan: Plan) -> dict[int, int]:

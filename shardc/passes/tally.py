@@ -102,7 +102,7 @@ def short_aval(aval: Any) -> str:
 
 def tally(boxed: Boxed, mesh: MeshView) -> Tally:
     """The cost of a boxed program."""
-    found = _Tallier(boxed.placements, mesh)
+    found = _Tallier(boxed, mesh)
     time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
     return Tally(tuple(found.collectives), time, found.added)
 
@@ -116,12 +116,12 @@ def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mes
     made = {v for e in eqns for v in e.outvars}
     given = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
     alone = compat.new_jaxpr(list(given), list(results), eqns, boxed.jaxpr)
-    return tally(Boxed(alone, boxed.placements), mesh).time.total
+    return tally(replace(boxed, jaxpr=alone), mesh).time.total
 
 
 @dataclass
 class _Tallier:
-    placements: Mapping[Var, Placement]
+    boxed: Boxed
     mesh: MeshView
     collectives: list[Collective] = field(default_factory=list[Collective])
     heavy: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -146,6 +146,10 @@ class _Tallier:
         light = fused_bytes(jaxpr, self.is_light, _is_same, self.held)
         return sum(times, Time(memory=memory_seconds(light, self.mesh), hidden=hidden))
 
+    @property
+    def placements(self) -> Mapping[Var, Placement]:
+        return self.boxed.placements
+
     def held(self, var: Var) -> int:
         if var not in self.sizes:
             self.sizes[var] = local_bytes(var, self.placements[var], self.mesh.sizes)
@@ -153,7 +157,7 @@ class _Tallier:
 
     def rule(self, eqn: Eqn) -> Rule:
         if id(eqn) not in self.rules:
-            self.rules[id(eqn)] = _rule_of(eqn)
+            self.rules[id(eqn)] = self.boxed.rules.get(id(eqn)) or _rule_of(eqn)
         return self.rules[id(eqn)]
 
     def boxing(self, eqn: Eqn) -> Boxing:
