@@ -18,6 +18,7 @@ from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_me
 from shardc.passes.canonicalize import NESTED, canonicalize
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
+from shardc.passes.sink_constants import sink_constants
 from shardc.placed import PlacedArray, is_placed
 
 
@@ -288,5 +289,5 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     return Program(
-        arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+        arguments.name, sink_constants(jaxpr), tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
     )
