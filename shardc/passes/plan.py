@@ -431,7 +431,7 @@ MORE: Final = 1.25
 """So many times what one of them takes too much is freed besides by the next."""
 ENOUGH: Final = 0.9
 """Part of the bytes that are to be freed which is, else what is computed again fills another point."""
-FULL: Final = 0.9
+FULL: Final = 0.95
 """Part of the limit that a plan takes for which no other is looked for that frees less."""
 
 
