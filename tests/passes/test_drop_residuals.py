@@ -15,7 +15,7 @@ from shardc import compat
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.compute_again import Choice, choice_named, names_of
 from shardc.passes.drop_residuals import Slices, drop_residuals, find_residuals
-from shardc.passes.memory import all_eqns
+from shardc.passes.memory import GAPS, all_eqns
 from shardc.passes.why import ports_in
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
@@ -159,7 +159,7 @@ def test_what_fits_is_found(golden):
     )  # fmt: skip
     assert free.memory.peak > 290e6
     assert tight.memory.peak <= 240e6
-    assert tight.recomputed.bytes >= free.memory.peak - 240e6
+    assert GAPS * tight.recomputed.bytes >= free.memory.peak - 240e6
     assert tight.seconds < 1.05 * free.seconds
     golden("computed_again", "\n".join(tight.explain().splitlines()[-4:]))
 
