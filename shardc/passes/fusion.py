@@ -58,6 +58,8 @@ _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
     ),
     Kind.WRITTEN: ("concatenate", "dynamic_update_slice", "stack"),
 }  # fmt: skip
+IN_LOOPS: Final = frozenset((Kind.VIEW, Kind.CHEAP, Kind.COSTLY))
+"""Kinds that are computed in loops."""
 _KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names}
 
 ELSEWHERE: Final = frozenset(("broadcast_in_dim", "dynamic_slice", "iota", "pad", "rev", "slice", "transpose"))
@@ -68,6 +70,9 @@ UPDATES: Final = frozenset((
     "scatter_max", "scatter_sub",
 ))  # fmt: skip
 """Their result takes the place of operand 0, if that is read no more."""
+
+LOOKUPS: Final = frozenset(("gather", *UPDATES)) - {"dynamic_update_slice"}
+"""They take rows by their numbers (`find_tables`)."""
 
 PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general"))
 
@@ -97,25 +102,39 @@ class Habits:
         that all operands and all results are there at one time.
       one_layout: only the last dimensions are contiguous in memory: a collective along another dimension than the first
         copies, and so does a convolution.
-      tiles: arrays are kept in tiles of 8 x 128 words, the last ones filled up.
+      tiles: arrays are kept in tiles of 8 x 128 words, the last ones filled up; and what rows are gathered from or
+        scattered to, row by row.
+      pieces_stay: a loop does not write over what came to be in its place: by an update, a loop, a branch, or as a
+        product whose pieces go around.
+      joins_loops: loops over the same memory, of which none waits for another, are one. So what only loops read that
+        is no more than divided by one number, as gradients that are clipped, is computed in them.
     """
 
     sums_read_memory: bool
     eager: bool
     one_layout: bool
     tiles: bool
+    pieces_stay: bool
+    joins_loops: bool
 
 
-CPU: Final = Habits(sums_read_memory=True, eager=True, one_layout=True, tiles=False)
+CPU: Final = Habits(
+    sums_read_memory=True, eager=True, one_layout=True, tiles=False, pieces_stay=False, joins_loops=False
+)
 """Seen in the scheduled HLO of the zoo: `ynn_fusion` reads arrays, `wrapped_copy` follows `all_gather`, one
 `all-reduce` has all gradients, and `wrapped_broadcast` and `all_gather` stand first in the schedule."""
 
-TPU: Final = Habits(sums_read_memory=False, eager=False, one_layout=False, tiles=True)
+TPU: Final = Habits(
+    sums_read_memory=False, eager=False, one_layout=False, tiles=True, pieces_stay=True, joins_loops=True
+)
 """Seen in the HLO of GPT-2 for v5p: `multiply_reduce_fusion`; arrays of layout `T(8,128)`. Small products compute what
 they read (`convolution_add_fusion`); large ones read it from memory, and `divide_convert_fusion` keeps what a softmax
-gives them, so that this is what is counted."""
+gives them, so that this is what is counted. In that of T5 and DLRM: `aliasing_operands` of a fusion are none where an
+operand is of updates in its place, and `broadcast_maximum_fusion`, `select_select_fusion` have several results."""
 
-GPU: Final = Habits(sums_read_memory=False, eager=False, one_layout=False, tiles=False)
+GPU: Final = Habits(
+    sums_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, joins_loops=False
+)
 """Not measured: products are library calls, which read memory; loops and reductions fuse."""
 
 

@@ -8,7 +8,8 @@ XLA keeps far fewer values than a program has. What decides how much lives at on
   for what reads memory, as products do. So of a softmax both exp(x - max) and its quotient by the sum are kept: the
   quotient for the products, the exponentials for the loops of the backward pass.
 - What is costly, and what joins two large values, is computed once and kept, if several loops read it.
-- A loop writes over an operand of its own shape that it is the last to read; so does an update of rows.
+- A loop writes over an operand of its own shape that it is the last to read; so does an update of rows. Not over
+  what has come to be piece by piece, on some devices, where loops over the same memory are one, too (`find_loops`).
 - A collective may run as late as its result is read: its operand stays until then.
 - The carries of a loop are one buffer each, and a second one where a step still reads the old after it has made the
   new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
@@ -19,8 +20,8 @@ Where devices differ, `Habits` has it. The order is that of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,9 +30,13 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.find_loops import Wait, joined_loops, reads_of
+from shardc.passes.find_tables import Table, find_tables
 from shardc.passes.fusion import (
     CONVOLUTIONS,
     ELSEWHERE,
+    IN_LOOPS,
+    LOOKUPS,
     PRODUCTS,
     TPU,
     UPDATES,
@@ -44,11 +49,17 @@ from shardc.passes.problem import REMAT, itemsize_of
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product, and the point at which it runs. `ready`: that at which each operand could be there (`_Forward`)."""
+    """A product, and the point at which it runs.
+
+    Attributes:
+      ready: that at which each operand could be there (`_Forward`).
+      over: that at which a loop writes over its result, which is counted until before it; None if none does.
+    """
 
     eqn: Eqn
     at: int
     ready: tuple[int, ...]
+    over: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,9 @@ class Lifetimes:
         the time; a result that takes a donated argument's buffer is not counted.
       arguments: how many of `values`, the first ones, are arguments.
       products: all of them. Whether one holds more than values (`ring_buffers`), its placements say.
+      waits: what may stay longer, as loops are one. That they are, placements say: no loop is one with another where a
+        product computes what it reads, but none computes what it reads from a product whose pieces go around.
+      tables: what lies row by row, where devices keep it so.
     """
 
     points: int
@@ -70,6 +84,8 @@ class Lifetimes:
     end: NDArray[np.int64]
     arguments: int
     products: tuple[Product, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
         """(points,) bytes at each point, `size` being those of a value on one device."""
@@ -140,7 +156,7 @@ class _Forward:
       ready: the first at which it could be there, if all collectives and what is computed in loops began when they can.
       span: of an equation, by id: the points from before its bodies to behind them.
       readers: how many equations read a value.
-      maker: of what is computed in loops.
+      maker: the equation that makes a value, and `home` the body in which that is, by id.
       joins: what is computed in loops from several values as large as itself.
       source: of what is computed in loops the one value as large that a loop has to read for it; None if there is none.
         A value not in here is its own.
@@ -155,9 +171,11 @@ class _Forward:
     span: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     readers: dict[Var, int] = field(default_factory=dict[Var, int])
     maker: dict[Var, Eqn] = field(default_factory=dict[Var, Eqn])
+    home: dict[Var, int] = field(default_factory=dict[Var, int])
     source: dict[Var, Any] = field(default_factory=dict[Var, Any])
     joins: set[Var] = field(default_factory=set[Var])
     products: list[Product] = field(default_factory=list[Product])
+    lookups: list[Eqn] = field(default_factory=list[Eqn])
     _round: dict[Var, int] = field(default_factory=dict[Var, int])
     _group: dict[Var, tuple[int, int]] = field(default_factory=dict[Var, tuple[int, int]])
     _last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -185,16 +203,18 @@ class _Forward:
                 if eqn.primitive.name in REMAT:
                     self._round |= {v: self.round(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
                 self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
-            early = kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW, Kind.MOVED)
+            early = kind in IN_LOOPS or kind is Kind.MOVED
             self.span[id(eqn)] = start, self.now
             if eqn.primitive.name in PRODUCTS:
                 self.products.append(Product(eqn, self.now, tuple(ready)))
+            if eqn.primitive.name in LOOKUPS:
+                self.lookups.append(eqn)
             for v in eqn.outvars:
+                self.maker[v], self.home[v] = eqn, id(body)
                 self.made[v], self.ready[v] = self.now, max(ready, default=0) if early else self.now + 1
             self.rounds(eqn, scope)
             self.now += 1
-            if kind in (Kind.CHEAP, Kind.COSTLY, Kind.VIEW):
-                self.maker[eqn.outvars[0]] = eqn
+            if kind in IN_LOOPS:
                 self.find_source(eqn, eqn.outvars[0], kind)
 
     def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
@@ -257,6 +277,7 @@ class _Backward:
         self.starts: dict[Var, int] = {}
         self.spread: dict[tuple[Var, tuple[int, ...]], tuple[Var, int, int]] = {}
         self.lives: list[tuple[Var, int, int]] = []
+        self.overwritten: dict[Var, int] = {}
         self.steps: set[int] = set()
 
     def run(self) -> Lifetimes:
@@ -270,12 +291,32 @@ class _Backward:
         rows = [(v, 0, end) for v in arguments]
         rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
-        return Lifetimes(end, tuple(r[0] for r in rows), begin, until, len(arguments), tuple(self.ahead.products))
+        products = tuple(replace(p, over=self.overwritten.get(p.eqn.outvars[0])) for p in self.ahead.products)
+        values = tuple(r[0] for r in rows)
+        return Lifetimes(end, values, begin, until, len(arguments), products, *self.waits_and_tables(over))
+
+    def waits_and_tables(self, over: Collection[Var]) -> tuple[tuple[Wait, ...], tuple[Table, ...]]:
+        """As `Lifetimes` has them; `over`: results that are in the place of arguments."""
+        if not self.habits.joins_loops and not self.habits.tiles:
+            return (), ()
+        maker = self.ahead.maker
+        reads = reads_of(self.starts, maker)
+        waits = self.waits(reads, over) if self.habits.joins_loops else ()
+        if not self.habits.tiles:
+            return waits, ()
+        return waits, find_tables(self.ahead.lookups, self.starts, reads, maker, self.made, self.last, over)
+
+    def waits(self, reads: Mapping[Var, list[Var]], over: Collection[Var]) -> tuple[Wait, ...]:
+        """What stays until a later loop runs. Results that are in the place of arguments stay anyway."""
+        gone = {v: end for v, _, end in self.lives if v not in over}
+        joined = joined_loops(self.starts, reads, self.ahead.maker, self.ahead.home, self.made)
+        return tuple(Wait(v, gone[v], ends) for v, ends in joined.items() if v in gone)
 
     def writes_over(self, v: Atom, argument: Var) -> bool:
         """Whether a result can be put in the place of an argument when it is made."""
-        last = max(self.whole.get(argument, 0), self.fused.get(argument, 0))
-        return not compat.is_literal(v) and v in self.made and last <= self.made[v]
+        if compat.is_literal(v) or v not in self.made:
+            return False
+        return self.last(argument, 0) <= max(self.made[v], self.starts.get(v, 0))
 
     # --- who reads ----------------------------------------------------------------------------------------------------
 
@@ -315,14 +356,17 @@ class _Backward:
         if v in self.fused:
             self.fuse(a, self.fused[v], self.taker.get(v), self.loops[v] - (v in self.whole))
 
-    def live(self, v: Var, begin: int) -> None:
-        """In memory from `begin` to the last reader, or until a loop writes over it."""
+    def live(self, v: Var, begin: int, stays: bool = False) -> None:
+        """In memory from `begin` to the last reader, or until it is written over: not by a loop, if it stays."""
         made = self.made[v]
         whole, fused = self.whole.get(v, made), self.fused.get(v, made)
         end, taker = max(whole, fused) + 1, self.taker.get(v)
+        by_loop = taker is not None and kind_of(self.ahead.maker[taker]) in IN_LOOPS
         overwritten = taker is not None and self.starts.get(taker, self.made[taker]) == fused >= whole
-        if overwritten and self.taken.setdefault(taker, v) is v:
+        if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
             end = max(fused, made + 1)
+            if by_loop:
+                self.overwritten[v] = end
         self.lives.append((v, begin, end))
 
     # --- equations ----------------------------------------------------------------------------------------------------
@@ -346,7 +390,8 @@ class _Backward:
 
         What follows from what a step begins with, as a residual that is computed again, may begin with the step.
         """
-        once = self.loops.get(v, 0) > 1 and (kind is Kind.COSTLY or v in self.ahead.joins)
+        again = self.habits.joins_loops and _by_number(eqn)
+        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (kind is Kind.COSTLY and not again))
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
             taker = self.taker.get(v) if in_place else None
@@ -386,7 +431,7 @@ class _Backward:
     def made_in_memory(self, eqn: Eqn, kind: Kind) -> None:
         name, t = eqn.primitive.name, self.ahead.span[id(eqn)][1]
         for v in eqn.outvars:
-            self.live(v, t)
+            self.live(v, t, self.habits.pieces_stay and name in UPDATES)
         for i, a in enumerate(eqn.invars):
             taker = eqn.outvars[0] if i == 0 and name in UPDATES else None
             if compat.is_literal(a):
@@ -440,7 +485,7 @@ class _Backward:
                 self.pass_on(v, a, solid)
         elif name == "cond":
             for v in eqn.outvars:
-                self.live(v, start)
+                self.live(v, start, self.habits.pieces_stay)
             for body in _bodies(eqn):
                 self.returned(body.outvars, start)
                 self.body(body)
@@ -490,6 +535,11 @@ class _Backward:
 
 def _alike(a: Atom, v: Var) -> bool:
     return not compat.is_literal(a) and a.aval.shape == v.aval.shape and itemsize_of(a.aval) == itemsize_of(v.aval)
+
+
+def _by_number(eqn: Eqn) -> bool:
+    """Whether it divides many by one."""
+    return eqn.primitive.name == "div" and eqn.invars[1].aval.size == 1 < eqn.outvars[0].aval.size
 
 
 def _turns(eqn: Eqn) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Jaxpr, Var
 from shardc.passes.canonicalize import NESTED
+from shardc.passes.find_tables import Table
 from shardc.passes.fusion import GPU, TPU, Habits
 from shardc.passes.lifetimes import Lifetimes, Product, lifetimes
 from shardc.passes.problem import itemsize_of, operation_of, setting_of
@@ -56,6 +57,10 @@ POINTER: Final = 8
 """Bytes of the table in which XLA gives one result."""
 
 
+MOST_FILLED: Final = 2**27
+"""Bytes that XLA:TPU wastes on filled rows however many times as much as the array that is."""
+
+
 def bytes_of(var: Var) -> int:
     """Bytes of a whole value."""
     return math.prod(var.aval.shape) * itemsize_of(var.aval)
@@ -85,6 +90,27 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
     return least * itemsize
 
 
+def filled_bytes(shape: Sequence[int], itemsize: int, gathered: bool) -> int:
+    """Bytes of an array that lies row by row, each row filled up to 128.
+
+    As `tiled_bytes`, where XLA:TPU declines: where that wastes 128 MiB, and as much as the array takes; more than that,
+    if rows are gathered from it. Tables of 8 to 130 columns, compiled alone, are on either side of that as this says.
+    """
+    least, *rest = tiled_bytes(shape, itemsize), *(n for n in shape if n != 1)
+    if len(rest) < 2 or not least:
+        return least
+    rows = min(8 * max(1, 4 // itemsize), 1 << (rest[-2] - 1).bit_length())
+    filled = math.prod(rest[:-2]) * -(-rest[-2] // rows) * rows * -(-rest[-1] // 128) * 128 * itemsize
+    return least if filled - least >= MOST_FILLED and filled >= 2 * least + gathered else filled
+
+
+def table_bytes(table: Table, placement: Placement, sizes: AxisSizes) -> int:
+    """Bytes that a table takes besides those of its piece."""
+    shape, itemsize = local_shape(table.value.aval.shape, placement, sizes), itemsize_of(table.value.aval)
+    least, filled = tiled_bytes(shape, itemsize), filled_bytes(shape, itemsize, table.gathered)
+    return filled if table.copied and filled > least else filled - least
+
+
 def piece_bytes(aval: Any, placement: Placement, sizes: AxisSizes, habits: Habits) -> int:
     """Bytes that a device allots for its piece of a value."""
     return _allotted(local_shape(aval.shape, placement, sizes), itemsize_of(aval), habits)
@@ -96,17 +122,19 @@ def _allotted(shape: Sequence[int], itemsize: int, habits: Habits) -> int:
 
 def ring_bytes(
     product: Product, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits
-) -> tuple[int, int]:
-    """Bytes that a device holds for a product besides its operands and its result, if its pieces go around, and the
-    point from which on it does: devices that are eager send pieces as soon as these are there."""
+) -> tuple[int, int, bool]:
+    """Bytes that a device holds for a product besides its operands and its result, if its pieces go around; the
+    point from which on it does: devices that are eager send pieces as soon as these are there; and whether the result
+    is put together from blocks."""
     rule, setting = find_rule(operation_of(product.eqn)), setting_of(product.eqn, placements, sizes)
     ring = ring_of(rule, setting)
     if ring is None:
-        return 0, product.at
+        return 0, product.at, False
     held = ring_buffers(ring, rule, setting, habits.eager)
     begin = max(product.ready) if ring.operand is None else product.ready[ring.operand]
     bytes_ = sum(b.number * _allotted(b.shape, b.dtype.itemsize, habits) for b in held)
-    return bytes_, min(begin, product.at) if habits.eager else product.at
+    in_blocks = ring.operand is not None and ring.factor in rule.results[0]
+    return bytes_, min(begin, product.at) if habits.eager else product.at, in_blocks
 
 
 @dataclass(frozen=True)
@@ -166,12 +194,31 @@ def profile_memory(
     arguments = int(held[: found.arguments].sum())
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     between: NDArray[np.float64] = (found.live(size) - arguments).astype(np.float64)
-    for product in found.products:
-        held_around, begin = ring_bytes(product, placements, sizes, habits)
-        between[begin : product.at + 1] += held_around
+    for begin, end, more in _besides(found, placements, sizes, habits, size):
+        between[begin:end] += more
     table = POINTER * len(jaxpr.outvars)
     most = Memory(arguments, results, math.ceil(GAPS * int(between.max())) + table)
     return Profile(found, held, arguments + GAPS * between + table, most)
+
+
+def _besides(
+    found: Lifetimes, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits, size: Callable[[Var], int]
+) -> Iterator[tuple[int, int, int]]:
+    """What is there besides values, or of them when they would be gone: from which point until before which, and how
+    many bytes."""
+    blocks = set[Var]()
+    for product in found.products:
+        held_around, begin, in_blocks = ring_bytes(product, placements, sizes, habits)
+        yield begin, product.at + 1, held_around
+        if in_blocks and habits.pieces_stay:
+            blocks.add(product.eqn.outvars[0])
+            if product.over is not None:
+                yield product.over, product.over + 1, size(product.eqn.outvars[0])
+    for wait in found.waits:
+        ends = [end for over, end in wait.ends.items() if over in blocks]
+        yield wait.begin, max(ends, default=0), size(wait.value)
+    for table in found.tables:
+        yield table.begin, table.end, table_bytes(table, placements[table.value], sizes)
 
 
 def estimate_memory(

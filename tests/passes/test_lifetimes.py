@@ -8,7 +8,7 @@ import pytest
 
 from shardc import compat
 from shardc.passes.canonicalize import canonicalize
-from shardc.passes.fusion import CPU, TPU, Kind, habits_of, kind_of
+from shardc.passes.fusion import CPU, GPU, TPU, Kind, habits_of, kind_of
 from shardc.passes.lifetimes import lifetimes
 from shardc.passes.memory import bytes_of, tiled_bytes
 
@@ -77,6 +77,42 @@ def test_a_result_takes_the_place_of_a_donated_argument_that_is_read_no_more():
     assert spans(last, W, W, ties={0: 0}) == []
     assert spans(last, W, W) == [("sub", 0, 3)]
     assert "sub" in [r[0] for r in spans(early, W, W, ties={0: 0})]
+
+
+def test_a_result_that_is_computed_late_takes_the_place_of_an_argument():
+    def step(p, m, x):  # p is read by a product, long before what takes its place is computed
+        m = 0.9 * m + 0.1 * (x.T @ jnp.tanh(x @ p))
+        return p - m, m
+
+    assert {"sub", "add"}.isdisjoint(r[0] for r in spans(step, W, W, X, habits=TPU, ties={0: 0, 1: 1}))
+    assert {"sub", "add"} < {r[0] for r in spans(step, W, W, X, habits=TPU)}
+
+
+def test_a_loop_does_not_write_over_an_update():
+    def f(x, row, w):
+        return jnp.tanh(jax.lax.dynamic_update_slice(x @ w, row, (0, 0))) @ w
+
+    row = jax.ShapeDtypeStruct((1, COLS), X.dtype)
+
+    def ends(habits):  # of the update, and when the loop behind it begins
+        found = {name: (b, e) for name, b, e in spans(f, X, row, W, habits=habits)}
+        return found["dynamic_update_slice"][1], found["tanh"][0]
+
+    end, begin = ends(GPU)
+    assert end == begin
+    end, begin = ends(TPU)
+    assert end == begin + 1
+
+
+def test_a_quotient_by_a_number_is_computed_in_each_loop():
+    def f(x, w, m, n):
+        scaled = (x @ w) / n
+        return (scaled + m) @ w, (scaled * m) @ w
+
+    of = jax.ShapeDtypeStruct((), X.dtype)
+    assert "div" not in [r[0] for r in spans(f, X, W, X, of, habits=TPU)]
+    assert "div" in [r[0] for r in spans(f, X, W, X, of, habits=GPU)]
+    assert "div" in [r[0] for r in spans(f, X, W, X, X, habits=TPU)]
 
 
 def test_loops_have_their_carries_and_stacks_from_the_beginning():
