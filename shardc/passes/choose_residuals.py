@@ -25,16 +25,14 @@ from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
 from shardc.passes.drop_residuals import find_residuals, may_repeat
-from shardc.passes.fusion import Habits, Kind, kind_of
+from shardc.passes.fusion import IN_LOOPS, Habits, Kind, kind_of
 from shardc.passes.insert_boxing import Boxed
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes, piece_bytes
 from shardc.passes.tally import alone_seconds
 from shardc.sbp.cost import memory_seconds, send_price
 from shardc.solver.cut import Repeatable
 
-REPEATED: Final = frozenset((Kind.CHEAP, Kind.COSTLY, Kind.VIEW))
-"""Operations that are computed where their results are read."""
-FUSED: Final = REPEATED | {Kind.REDUCED}
+FUSED: Final = IN_LOOPS | {Kind.REDUCED}
 """Operations that need not have in memory what they read."""
 
 
@@ -66,7 +64,7 @@ def unplaced(mesh: MeshView) -> Prices:
         return send_price("all_gather", bytes_of(v) // mesh.size, mesh, axes).seconds
 
     def again(eqn: Eqn) -> float:
-        return 0.0 if may_repeat(eqn) and kind_of(eqn) in REPEATED else math.inf
+        return 0.0 if may_repeat(eqn) and kind_of(eqn) in IN_LOOPS else math.inf
 
     def share(v: Var) -> float:
         return bytes_of(v) / mesh.size

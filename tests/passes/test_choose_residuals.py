@@ -11,10 +11,10 @@ from jax import lax
 import shardc
 from shardc.mesh import MeshView, view
 from shardc.passes.canonicalize import canonicalize
-from shardc.passes.choose_residuals import REPEATED, choose_residuals
+from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.compute_again import Choice, compute_again
 from shardc.passes.drop_residuals import Slices, find_residuals
-from shardc.passes.fusion import kind_of
+from shardc.passes.fusion import IN_LOOPS, kind_of
 from shardc.passes.insert_boxing import Boxed
 from shardc.passes.memory import all_eqns
 from shardc.passes.tally import tally
@@ -106,7 +106,7 @@ def test_no_other_choice_takes_less(layer):
             slices = Slices(maker, stacks)
             slices.keep(instead)
             eqns = [slices.of(v) for v in stacks]
-            if stacks and None not in eqns and all(kind_of(e) in REPEATED for e in chain.from_iterable(eqns)):
+            if stacks and None not in eqns and all(kind_of(e) in IN_LOOPS for e in chain.from_iterable(eqns)):
                 least = min(least, seconds(compute_again(jaxpr, Choice(stacks, instead))[0]))
     assert now <= least * (1 + 1e-6)
 
