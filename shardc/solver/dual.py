@@ -82,8 +82,7 @@ class Dual:
         self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], free: bool = False, rough: bool = False
     ) -> None:
         """Of a problem as `Messages` take it. Where it is `rough` all sweeps but those that are read are in single
-        precision: a little more than half of the time where tables are large, and the bound, which is exact, rises to
-        about a millionth below where it would."""
+        precision: a pass takes a little more than half of the time where tables are large. The bound is exact."""
         self.own, self.near = own, near
         self.bound = -np.inf
         self.values: Index = np.zeros(len(own), np.intp)
