@@ -41,8 +41,8 @@ be off, and values cost less there that a cell has too."""
 COARSE: Final = SETTLED / 2
 """Relative distance of cost and bound at which the coarse problem is solved."""
 PAIR_WORK: Final = 1 << 22
-"""Entries that may be touched there in making one table of two, four times as many as elsewhere: T5's coarse problem takes
-a quarter less time by that, and no less by more."""
+"""Entries that may be touched there in making one table of two, four times as many as elsewhere: T5's coarse problem
+takes a quarter less time by that, and no less by more."""
 NEARLY: Final = 1e-4
 """The same of what is found in its best assignment, of which no proof is wanted."""
 ENOUGH: Final = 5e-3
