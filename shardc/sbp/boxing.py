@@ -19,6 +19,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.compiled import compiled
 from shardc.mesh import MeshView
 from shardc.sbp.cost import (
     FEMTO,
@@ -352,34 +353,34 @@ class BoxingTable:
 
 
 _FAR: Final = 2 * LONGEST
-FEW: Final = 200
-"""Placements up to which Floyd and Warshall's method takes less time than following the steps."""
 
 
 def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
-    """The least time from each placement to each other one.
-
-    A path has few steps, so that of many placements it is quicker to go on from each by its own steps until nothing
-    changes (Bellman 1958, Ford 1956) than by way of every other one (Floyd 1962, Warshall 1962).
-    """
+    """The least time from each placement to each other one."""
     n, price = len(graph.held), graph.wire + graph.rest
     cost = np.full((n, n), _FAR, np.int64)
     np.minimum.at(cost, (graph.src, graph.dst), price)
     np.fill_diagonal(cost, 0)
-    if n <= FEW:
-        for k in range(n):
-            np.minimum(cost, cost[:, k : k + 1] + cost[k], out=cost)
-        return cost
-    leaving = [(graph.dst[a:b], price[a:b, None]) for a, b in itertools.pairwise(graph.first.tolist())]
+    _go_on(cost, graph.dst, price, graph.first)
+    return cost
+
+
+@compiled
+def _go_on(cost: NDArray[np.int64], to: NDArray[np.int64], price: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+    """From each placement by its own steps until nothing changes (Bellman 1958, Ford 1956). A path has few steps."""
     changed = True
     while changed:
         changed = False
-        for row, (to, by) in zip(cost, leaving, strict=True):
-            further = np.minimum.reduce(cost[to] + by, 0, initial=_FAR)
-            if (further < row).any():
-                np.minimum(row, further, out=row)
-                changed = True
-    return cost
+        for i in range(len(cost)):
+            row = cost[i]
+            for step in range(first[i], first[i + 1]):
+                further, by = cost[to[step]], price[step]
+                some = 0
+                for j in range(row.size):
+                    new = further[j] + by
+                    some |= new < row[j]
+                    row[j] = new if new < row[j] else row[j]
+                changed |= some != 0
 
 
 @lru_cache(maxsize=4096)

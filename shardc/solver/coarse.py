@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.kernels import least_of_groups
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Lookup, Memo, Pair, Table, whole
 
@@ -31,37 +32,30 @@ def is_large(pairwise: Mapping[Pair, Given]) -> bool:
 
 
 class _Groups(NamedTuple):
-    """The group of each value, and for each group its values in a column, of which the last one may come again."""
+    """The group of each value, and a value of each group."""
 
     group: Index
-    members: Index
+    first: Index
 
     @classmethod
     def of(cls, labels: Labels) -> _Groups:
-        group = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
-        counts = np.bincount(group)
-        begins = np.cumsum(counts) - counts
-        places = begins + np.minimum(np.arange(counts.max())[:, None], counts - 1)
-        return cls(group, np.argsort(group, kind="stable")[places])
+        _, first, group = np.unique(labels, axis=0, return_index=True, return_inverse=True)
+        return cls(group.reshape(-1), first)
 
-    def within(self, rows: Index) -> _Groups:
-        """The same groups of values, of which each stands in a row of a matrix."""
-        return self._replace(members=rows[self.members])
-
-    def least(self, table: Table, axis: int) -> Table:
+    def least(self, costs: Table) -> Table:
         """Of each group."""
-        first, *more = self.members
-        least = table.take(first, axis)
-        for values in more:
-            np.minimum(least, table.take(values, axis), out=least)
-        return least
+        found = np.full(self.first.size, np.inf)
+        np.minimum.at(found, self.group, costs)
+        return found
 
 
 def _least(table: Given, a: _Groups, b: _Groups) -> Table:
     """Of each pair of groups."""
-    if not isinstance(table, Lookup):
-        return b.least(a.least(whole(table), 0), 1)
-    return b.within(table.columns).least(a.within(table.rows).least(table.matrix, 0), 1)
+    if isinstance(table, Lookup):
+        matrix, rows, columns = table.matrix, table.rows, table.columns
+    else:
+        matrix, rows, columns = whole(table), np.arange(table.shape[0]), np.arange(table.shape[1])
+    return least_of_groups(np.ascontiguousarray(matrix), rows, columns, a.group, b.group, a.first.size, b.first.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +81,18 @@ class Coarse:
 
         found = [do(("groups", id(of)), of, lambda of=of: _Groups.of(of)) for of in labels]
         own = [
-            do(("least", id(u), id(g)), (u, g), lambda u=u, g=g: ops.one(g.least(u, 0)))
+            do(("least", id(u), id(g)), (u, g), lambda u=u, g=g: ops.one(g.least(u)))
             for u, g in zip(unary, found, strict=True)
         ]
         tables = {
             (i, j): do(
                 ("least", id(t), id(a := found[i]), id(b := found[j])), (t, a, b),
-                lambda t=t, a=a, b=b: ops.one(np.ascontiguousarray(_least(t, a, b))),
+                lambda t=t, a=a, b=b: ops.one(_least(t, a, b)),
             )
             for (i, j), t in pairwise.items()
         }  # fmt: skip
         firsts = [
-            do(("firsts", id(of)), of, lambda of=of, g=g: of[g.members[0]])
-            for of, g in zip(labels, found, strict=True)
+            do(("firsts", id(of)), of, lambda of=of, g=g: of[g.first]) for of, g in zip(labels, found, strict=True)
         ]
         return cls(own, tables, firsts, found, ops)
 

@@ -6,9 +6,7 @@ is another way to write the same costs (a reparametrisation), whose least entrie
 lower it. Messages creep for long in one direction, so each sweep begins where those before it seem to lead (Anderson
 1965, "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls by that.
 
-Any order does. From one variable outwards, what is known travels far in a pass. Where variables that look alike from
-near (as those at one place of repeated layers do) come together, many are visited at once: variables of one level have
-no edges among themselves.
+Any order does. From one variable outwards, what is known travels far in a pass.
 """
 
 from __future__ import annotations
@@ -18,35 +16,19 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
-from shardc.solver.edges import SHARED, Costs, add_at, least_of_both
-from shardc.solver.messages import Messages
+from shardc.solver import kernels
+from shardc.solver.kernels import Graph
 from shardc.solver.tables import Index, Pair, Table
 
-CALL: Final = 1 << 14
-"""Entries that could be touched in the time that an operation takes to begin."""
-FAR: Final = 1e30
-"""Stands for infinity in differences of costs."""
+CALL: Final = 1 << 18
+STEP: Final = 1 << 8
+"""Entries that could be touched in the time that it takes to begin with a pass, and to go on to an edge."""
 SWEEPS: Final = 4
 """Sweeps by which the bound is raised, from one reading of assignments to the next."""
-SLOWER: Final = 2.0
-"""Raisings that take a bound as far as one does where variables are visited outwards from one of them."""
-ROUNDS: Final = 3
-"""How far variables must look alike to be visited together, in edges."""
 
 
-def by_likeness(sizes: Sequence[int], near: Sequence[Sequence[int]]) -> list[int]:
-    """The variables, those that look alike together."""
-    kind = list(sizes)
-    for _ in range(ROUNDS):
-        names: dict[tuple[int, tuple[int, ...]], int] = {}
-        kind = [names.setdefault((k, tuple(sorted(kind[j] for j in n))), len(names)) for k, n in zip(kind, near)]  # noqa: B905
-    return sorted(range(len(sizes)), key=lambda v: (kind[v], v))
-
-
-def outwards(near: Sequence[Sequence[int]]) -> list[int]:
+def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
     """The variables breadth first."""
     found: list[int] = []
     seen = [False] * len(near)
@@ -61,12 +43,35 @@ def outwards(near: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def levels(order: Sequence[int], near: Sequence[Sequence[int]]) -> list[int]:
-    """A level for each variable: neighbours never share one, and each has those before it in lower ones."""
-    level = [-1] * len(order)
-    for v in order:
-        level[v] = 1 + max((level[j] for j in near[v]), default=-1)
-    return level
+def graph_of(sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: Sequence[int]) -> Graph:
+    """The graph of a problem whose variables are visited in that order."""
+    place = np.empty(len(order), np.intp)
+    place[order] = np.arange(len(order))
+    where = place.tolist()
+    addresses = {id(t): t.ctypes.data for t in {id(t): t for n in near for t in n.values()}.values()}
+    start, split, other, table = [0], list[int](), list[int](), list[int]()
+    number: dict[tuple[int, int], int] = {}
+    for v, some in enumerate(near):
+        ends = sorted(some, key=lambda j: where[j] > where[v])
+        split.append(len(other) + sum(where[j] < where[v] for j in ends))
+        for j in ends:
+            number[v, j] = len(other)
+            other.append(j)
+            table.append(addresses[id(some[j])])
+        start.append(len(other))
+    twin = np.asarray([number[j, v] for v, j in number], np.intp)
+    first = np.cumsum([0, *sizes])
+    starts, splits = np.asarray(start), np.asarray(split, np.intp)
+    degree = np.diff(starts)
+    lengths = np.repeat(np.asarray(sizes, np.intp), degree)  # of the messages that come back along each edge
+    at = np.empty(len(other), np.intp)
+    at[twin] = np.cumsum(lengths) - lengths
+    behind = splits - starts[:-1]
+    share = 1.0 / np.maximum(np.maximum(behind, degree - behind), 1)
+    return Graph(
+        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, np.asarray(table, np.intp),
+        at, share, 1.0 - behind * share,
+    )  # fmt: skip
 
 
 class Dual:
@@ -75,71 +80,54 @@ class Dual:
     Attributes:
       bound: as the messages are now.
       values: assignment read last; readings: those of the last sweep that was read, there and back.
+      first: where the values of each variable begin among those of all.
       work: entries that one `raise_bound` touches.
+      messages: to the variables, one after the other.
     """
 
-    def __init__(
-        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], free: bool = False, rough: bool = False
-    ) -> None:
-        """Of a problem as `Messages` take it. Where it is `rough` all sweeps but those that are read are in single
-        precision: a pass takes a little more than half of the time where tables are large. The bound is exact."""
-        self.own, self.near = own, near
+    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
+        """Of a problem of finite costs, in which each variable and each row of a table has an allowed entry.
+
+        Args:
+          own: for each variable the costs of its values.
+          near: its neighbours and the tables, its values being the rows.
+        """
+        self.near = [{j: np.ascontiguousarray(t, np.float64) for j, t in some.items()} for some in near]
         self.bound = -np.inf
         self.values: Index = np.zeros(len(own), np.intp)
         self.readings: list[Index] = []
-        sizes, around = [u.size for u in own], [list(n) for n in near]
-        level = min(
-            (levels(outwards(around), around), 1.0),
-            (levels(by_likeness(sizes, around), around), SLOWER),
-            key=lambda found: found[1] * self._work(found[0]),
-        )[0]
-        self.messages = Messages(own, near, level, free)
-        self._levels = self.messages.levels
-        self._rough = Messages(own, near, level, rough=True) if rough else None
-        self._begin = self.messages.all.copy()  # of the next sweep
-        self._last: tuple[Costs, Costs] | None = None  # the messages after the last sweep, and how it changed them
-        self.work = self._work(level)
+        self.graph = graph_of([u.size for u in own], self.near, outwards(near))
+        self.first = self.graph.first[:-1]
+        self.own = np.concatenate([np.zeros(0), *own])
+        self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
+        self._begin = self.messages.copy()  # of the next sweep
+        self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
+        self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
 
-    def _work(self, level: Sequence[int]) -> float:
-        """Entries that one `raise_bound` touches with these levels."""
-        calls = {(level[v], u.size) for v, u in enumerate(self.own)} | {
-            (level[v], self.own[v].size, level[j] > level[v], self.own[j].size, id(t) if t.size > SHARED else 0)
-            for v, n in enumerate(self.near)
-            for j, t in n.items()
-        }
-        entries = sum(t.size for n in self.near for t in n.values())
-        return 2 * SWEEPS * (entries + CALL * len(calls))
-
-    def set_own(self, own: Sequence[Table]) -> None:
-        """Other costs of the values; the messages stay."""
+    def set_own(self, own: Table) -> None:
+        """Other costs of all values; the messages stay."""
         self.own, self.bound = own, -np.inf
-        self._begin, self._last = self.messages.all.copy(), None
-        for messages in (self.messages, self._rough):
-            if messages is not None:
-                messages.set_own(own)
+        self._begin, self._last = self.messages.copy(), None
 
     def raise_bound(self) -> float:
-        """A few sweeps, of which the last one is read. It is exact."""
-        for _ in range(SWEEPS - 1):
-            self._sweep(self._rough or self.messages)
-        if self._rough is not None:
-            self.bound, self._begin = -np.inf, self.messages.all.copy()  # what they said of it is not quite true
-        self._sweep(self.messages, read=True)
+        """A few sweeps, of which the last one is read."""
+        for k in range(SWEEPS):
+            self._sweep(read=k == SWEEPS - 1)
         return self.bound
 
-    def _sweep(self, by: Messages, read: bool = False) -> None:
+    def _sweep(self, read: bool) -> None:
         """One pass there and one back, from further on along the way that the messages go."""
-        messages, begin = self.messages.all, self._begin
-        known, by.all[:] = messages.copy(), begin
+        messages, begin, bound = self.messages, self._begin, -np.inf
+        known, messages[:] = messages.copy(), begin
         self.readings = []
         for forward in (True, False):
-            by.run(forward, self.values if read else None)
+            bound = kernels.send(self.graph, self.own, messages, forward, read, self.values)
             if read:
                 self.readings.append(self.values.copy())
-        if by.bound < self.bound:
+        if bound < self.bound:
             messages[:], self._begin, self._last = known, known, None
             return
-        self.bound, messages[:] = by.bound, by.all
+        self.bound = bound
         after = messages.copy()
         change, self._begin = after - begin, after
         if self._last is not None:
@@ -150,122 +138,61 @@ class Dual:
         self._last = after, change
 
     def cost(self, values: Index) -> float:
-        total = 0.0
-        for level in self._levels:
-            mine = values[level.variables]
-            total += float(level.own[np.arange(mine.size), mine].sum())
-            for edges in level.ahead:
-                total += float(edges.tables.at(mine[edges.position], values[edges.other]).sum())
-        return total
+        return kernels.cost(self.graph, self.own, values)
 
     def improve(self, values: Index, passes: int) -> Index:
         """Each variable in turn takes what is best, the others as they are."""
-        values = values.copy()
-        for _ in range(passes):
-            before = values.copy()
-            for level in self._levels:
-                costs = level.own.copy()
-                for edges in (*level.ahead, *level.behind):
-                    add_at(costs, edges.position, edges.tables.column(values[edges.other]))
-                mine, rows = values[level.variables], np.arange(len(costs))
-                best = costs.argmin(1)
-                values[level.variables] = np.where(costs[rows, best] < costs[rows, mine], best, mine)
-            if (before == values).all():
-                break
-        return values
+        found = values.copy()
+        kernels.improve(self.graph, self.own, found, passes)
+        return found
 
     def around(self, values: Index) -> Table:
-        """For each value of each variable, one after the other, what its tables cost, the others as they are."""
-        sizes = np.asarray([u.size for u in self.own])
-        first = np.cumsum(sizes) - sizes
-        flat = np.zeros(int(sizes.sum()))
-        for level in self._levels:
-            costs = np.zeros_like(level.own)
-            for edges in (*level.ahead, *level.behind):
-                add_at(costs, edges.position, edges.tables.column(values[edges.other]))
-            flat[first[level.variables][:, None] + np.arange(costs.shape[1])] = costs
-        return flat
+        """For each value of each variable what its tables cost, the others as they are."""
+        found = np.zeros(self.own.size)
+        kernels.around(self.graph, values, found)
+        return found
 
     def better_of(self, best: Index, other: Index) -> Index:
         """The better one in each part of the graph in which two assignments differ."""
-        differ = best != other
-        ends: list[Index] = []
-        change = np.zeros((len(self.own), 2))  # cost of `other` less that of `best`: of a variable, of edges from it
-        for level in self._levels:
-            old, new, rows = best[level.variables], other[level.variables], np.arange(level.variables.size)
-            change[level.variables, 0] = level.own[rows, new] - level.own[rows, old]
-            for edges in level.ahead:
-                source = level.variables[edges.position]
-                after = np.minimum(edges.tables.at(other[source], other[edges.other]), FAR)
-                before = np.minimum(edges.tables.at(best[source], best[edges.other]), FAR)
-                both = differ[source] & differ[edges.other]
-                ends.append(np.stack((source[both], edges.other[both])))
-                # where but one end differs, the other one stays at a value that both have
-                np.add.at(change[:, 1], np.where(differ[source], source, edges.other), after - before)
-        pairs = np.concatenate(ends, axis=1) if ends else np.zeros((2, 0), np.intp)
-        size = len(self.own)
-        links = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), (size, size))
-        parts = connected_components(links, directed=False)[1]
-        gain = np.bincount(parts, np.where(differ, change.sum(1), 0.0))
-        return np.where(differ & (gain[parts] < 0), other, best)
+        return kernels.better_of(self.graph, self.own, best, other)
 
-    def excess(self) -> tuple[Table, Index]:
-        """For each value of each variable, one after the other, and where each variable begins: by how much at least
-        an assignment that has it costs more than the bound, as the messages are now."""
-        sizes = np.asarray([u.size for u in self.own])
-        first = np.cumsum(sizes) - sizes
-        flat = np.zeros(int(sizes.sum()))
-        for level in self._levels:
-            costs = level.costs()
-            left = level.left[1][:, None] * costs
-            flat[first[level.variables][:, None] + np.arange(costs.shape[1])] += left - left.min(1, keepdims=True)
-            costs *= level.share
-            for edges in level.behind:
-                given = costs[edges.position] - level.messages[edges.back]
-                here, there = least_of_both(given, -edges.into[edges.rows], edges.tables.table)
-                here -= here.min(1, keepdims=True)
-                there -= there.min(1, keepdims=True)
-                size = there.shape[1]
-                np.add.at(flat, first[level.variables[edges.position]][:, None] + np.arange(here.shape[1]), here)
-                np.add.at(flat, first[edges.other][:, None] + np.arange(size), there)
-        return flat, first
+    def excess(self) -> Table:
+        """For each value of each variable by how much at least an assignment that has it costs more than the bound, as
+        the messages are now."""
+        return kernels.excess(self.graph, self.own, self.messages)
 
     def handed(self) -> dict[Pair, Table]:
         """For variables (v, j) that are neighbours what j's values cost of their table, as the messages of the last
         pass write it. What is left of the table costs nothing at least, or a constant."""
+        _, given = kernels.handed(self.graph, self.own, self.messages)
         found: dict[Pair, Table] = {}
-        for level in self._levels:
-            costs = level.costs() * level.share
-            for edges in level.behind:
-                given = costs[edges.position] - level.messages[edges.back]
-                pairs = zip(level.variables[edges.position].tolist(), edges.other.tolist(), strict=True)
-                for (v, j), mine, theirs in zip(pairs, given, edges.into[edges.rows], strict=True):
-                    found[v, j], found[j, v] = theirs, -mine
+        for v, j, there, back in self._edges_back():
+            found[v, j], found[j, v] = self.messages[there], -given[back]
         return found
 
     def rest(self, values: Sequence[Index]) -> tuple[float, list[Table], dict[Pair, Table]]:
         """The problem of some values as the messages of the last pass write it: a constant (the bound), and what values
-        and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one of an
-        earlier level)."""
-        constant = 0.0
-        own: list[Table] = list(self.own)
-        tables: dict[Pair, Table] = {}
-        for level in self._levels:
-            costs = level.costs()
-            left = level.left[1][:, None] * costs
-            least = left.min(1, keepdims=True)
-            constant += float(least.sum())
-            for v, mine in zip(level.variables, left - least, strict=True):
-                own[v] = mine[values[v]]
-            costs *= level.share
-            for edges in level.behind:
-                given = costs[edges.position] - level.messages[edges.back]
-                taken = edges.into[edges.rows]
-                for k, (v, j) in enumerate(zip(level.variables[edges.position], edges.other, strict=True)):
-                    rows, columns = values[v], values[j]
-                    table = edges.tables.part(k, rows, columns)
-                    table += given[k][rows, None] - taken[k][columns]
-                    least = float(table.min())
-                    constant += least
-                    tables[int(v), int(j)] = table - least
+        and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one visited
+        earlier)."""
+        left, given = kernels.handed(self.graph, self.own, self.messages)
+        constant, own, tables = 0.0, list[Table](), dict[Pair, Table]()
+        for mine, some in zip(np.split(left, self.first[1:]), values, strict=True):
+            least = float(mine.min())
+            constant += least
+            own.append(mine[some] - least)
+        for v, j, there, back in self._edges_back():
+            table = self.near[v][j][values[v][:, None], values[j]]
+            table += given[back][values[v], None] - self.messages[there][values[j]]
+            least = float(table.min())
+            constant += least
+            tables[v, j] = table - least
         return constant, own, tables
+
+    def _edges_back(self) -> list[tuple[int, int, slice, slice]]:
+        """Variables and those visited earlier that are their neighbours, and where the messages there and back lie."""
+        g = self.graph
+        sizes, at, twin = np.diff(g.first).tolist(), g.at.tolist(), g.twin.tolist()
+        return [
+            (v, j := int(g.other[e]), slice(at[e], at[e] + sizes[j]), slice(at[twin[e]], at[twin[e]] + sizes[v]))
+            for v in range(len(sizes)) for e in range(g.start[v], g.split[v])
+        ]  # fmt: skip

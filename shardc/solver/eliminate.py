@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from shardc.solver import kernels
 from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
 
 Scope: TypeAlias = tuple[int, ...]
@@ -26,8 +27,6 @@ HELD_TABLE: Final = 1 << 16, 1 << 20
 """Entries of a table from which on one of its variables is held at the value it has, of many variables and of few."""
 HELD_WORK: Final = 1 << 29
 """Entries that all such tables may have together, if that is more."""
-SLAB: Final = 1 << 18
-"""Entries of a sum of tables that stay in a core's cache."""
 
 
 def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
@@ -202,18 +201,13 @@ class Elimination:
 
     def _minimize_out(self, v: int, tables: Mapping[Scope, Table]) -> None:
         """`v` out of its tables: --> one table over the others."""
-        rest = tuple(sorted({i for scope in tables for i in scope} - {v}))
-        position = {i: p for p, i in enumerate((*rest, v))}
-        terms = [self._own[v].reshape((1,) * len(rest) + (-1,))]
-        for scope, table in sorted(tables.items(), key=lambda item: item[0]):  # so that sums always round alike
-            by_position = sorted(range(len(scope)), key=lambda k, s=scope: position[s[k]])
-            shape = [1] * (len(rest) + 1)
-            for k in by_position:
-                shape[position[scope[k]]] = table.shape[k]
-            terms.append(table.transpose(by_position).reshape(shape))
-        sizes = [self._own[i].size for i in (*rest, v)]
-        self.work += math.prod(map(float, sizes))
-        self._put(rest, _least_sum(terms, sizes))
+        rest = sorted({i for scope in tables for i in scope} - {v})
+        self.work += math.prod((float(self._own[i].size) for i in rest), start=float(self._own[v].size))
+        # the widest last, so that the inner loop is long
+        rest.sort(key=lambda i: (self._own[i].size, i))
+        least = _least_sum([((v,), self._own[v]), *sorted(tables.items(), key=lambda item: item[0])], v, rest)
+        scope = tuple(sorted(rest))
+        self._put(scope, least.transpose([rest.index(i) for i in scope]))
 
 
 def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]) -> Table:
@@ -224,21 +218,22 @@ def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]
     return total
 
 
-def _least_sum(terms: Sequence[Table], sizes: Sequence[int]) -> Table:
-    """The minimum over the last dimension of a sum of arrays that broadcast to one of `sizes`."""
-    inner = math.prod(sizes[1:])
-    if len(sizes) > 1 and inner > SLAB:
-        return np.stack([_least_sum([t[min(k, len(t) - 1)] for t in terms], sizes[1:]) for k in range(sizes[0])])
-    step = SLAB // inner
-    if len(sizes) > 1 and sizes[0] > step:
-        starts = range(0, sizes[0], step)
-        return np.concatenate(
-            [
-                _least_sum([t[k : k + step] if len(t) > 1 else t for t in terms], [min(step, sizes[0] - k), *sizes[1:]])
-                for k in starts
-            ]
-        )
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return np.asarray(np.broadcast_to(total, sizes).min(-1))
+def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int]) -> Table:
+    """The minimum over `v` of a sum of tables, in the dimensions of `rest`."""
+    if not rest:
+        return np.sum([table for _, table in terms], 0).min()
+    order = (*rest[:-1], v, rest[-1])
+    size = {i: n for scope, table in terms for i, n in zip(scope, table.shape, strict=True)}
+    strides, begins, taken, entries = np.zeros((len(terms), len(order)), np.intp), list[int](), 0, list[Table]()
+    for k, (scope, table) in enumerate(terms):
+        dimensions = sorted(scope, key=order.index)
+        entries.append(table.transpose([scope.index(i) for i in dimensions]).reshape(-1))
+        begins.append(taken)
+        taken += table.size
+        step = 1  # as numpy has it, but for dimensions of one
+        for i in reversed(dimensions):
+            strides[k, order.index(i)] = step
+            step *= size[i]
+    sizes = np.asarray([size[i] for i in order], np.intp)
+    found = kernels.least_of_sum(np.concatenate(entries), np.asarray(begins, np.intp), strides, sizes)
+    return found.reshape([size[i] for i in rest])

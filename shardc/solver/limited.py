@@ -62,8 +62,7 @@ class Limited:
         self.limit, self.work = limit, work
         self.dual = Dual(self.own, self.near)
         sizes = np.asarray([u.size for u in self.own], np.intp)
-        self.first: Index = np.cumsum(sizes) - sizes
-        self.flat = np.concatenate([np.zeros(0), *self.own])
+        self.first, self.flat = self.dual.first, self.dual.own
         self.variable = np.repeat(np.arange(len(sizes)), sizes)
         self.values: Index | None = None
         self.cost, self.bound = np.inf, -np.inf
@@ -96,15 +95,12 @@ class Limited:
     def _turn(self, prices: Table, raisings: int = 2) -> Table:
         """Passes messages at these prices. Gives by how much the assignment read exceeds the limit at each point."""
         extra = self.times.price(prices, self.first, self.flat.size)
-        self.dual.set_own(self._parts(self.flat + extra))
+        self.dual.set_own(self.flat + extra)
         for _ in range(raisings):
             self.dual.raise_bound()
             self.problem.ops.work += self.dual.work
         self.bound = max(self.bound, self.dual.bound + self.problem.constant - float((prices * self.times.room).sum()))
         return self.times.profile(self.dual.values) - self.times.room
-
-    def _parts(self, flat: Table) -> list[Table]:
-        return [flat[f : f + u.size] for f, u in zip(self.first, self.own, strict=True)]
 
     def _allowed(self, values: Index) -> bool:
         costs = self.flat + self.dual.around(values)
@@ -193,12 +189,14 @@ class Limited:
         if not self.inside:
             return np.zeros(0, np.intp), float(self.times.least.max(initial=0.0))
         nothing = np.where(np.isfinite(self.flat), 0.0, np.inf)
-        dual = Dual(self._parts(nothing), self.near, free=True)
+        free = {id(t): np.where(np.isfinite(t), 0.0, np.inf) for n in self.near for t in n.values()}
+        near = [{j: free[id(t)] for j, t in n.items()} for n in self.near]
+        dual = Dual(np.split(nothing, self.first[1:]), near)
         times, base = self.times, self.limit - self.times.room
         prices = np.full(base.size, 1.0 / max(base.size, 1))
         bound, best, peak = float(times.least.max(initial=0.0)), dual.values, np.inf
         for turn in range(1, PEAK_TURNS + 1):
-            dual.set_own(self._parts(nothing + times.price(prices, self.first, self.flat.size)))
+            dual.set_own(nothing + times.price(prices, self.first, self.flat.size))
             dual.raise_bound()
             bound = max(bound, dual.bound + float((prices * base).sum()))
             for found in (dual.values, dual.improve(dual.values, 1)):

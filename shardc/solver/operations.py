@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver import kernels
 from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table
 
 COPY: Final = 4
@@ -182,13 +183,13 @@ class Operations:
         def make() -> Table:
             if table.size * len(table) <= CHUNK:
                 self.work += table.size * len(table)
-                return self._one(_least_gain(table))
+                return self._one(kernels.least_gain(np.ascontiguousarray(table.T)))
             first, number = self.classes(table)
             small = table[first]
             columns, _ = self.classes(np.ascontiguousarray(small.T))
             small = small[:, columns]
             self.work += small.size * len(small)
-            return self._one(_least_gain(small)[np.ix_(number, number)])
+            return self._one(kernels.least_gain(np.ascontiguousarray(small.T))[np.ix_(number, number)])
 
         return self.memo.do(("gain", id(table)), table, make)
 
@@ -227,8 +228,7 @@ class Operations:
 
         def make() -> Table:
             if left.size * right.shape[1] < CHUNK:
-                self.work += left.size * right.shape[1]
-                return self._one(((left + own[:, None])[:, :, None] + right[:, None, :]).min(0))
+                return self._one(self._least_sum(left + own[:, None], right))
             first, number = self.classes(self.turned(left))
             last, name = self.classes(self.turned(right))
             return self._one(self._least_sum(left[:, first] + own[:, None], right[:, last])[np.ix_(number, name)])
@@ -237,12 +237,7 @@ class Operations:
 
     def _least_sum(self, left: Table, right: Table) -> Table:
         self.work += left.size * right.shape[1]
-        least = np.full((left.shape[1], right.shape[1]), np.inf)
-        buffer = np.empty_like(least)
-        for a, b in zip(left, right, strict=True):
-            np.add(a[:, None], b, out=buffer)
-            np.minimum(least, buffer, out=least)
-        return least
+        return kernels.least_product(np.ascontiguousarray(left), np.ascontiguousarray(right))
 
     def _one(self, table: Table) -> Table:
         self.work += COPY * table.size
@@ -258,17 +253,3 @@ def _unbeaten(beaten: NDArray[np.bool_]) -> NDArray[np.bool_]:
     for a in np.flatnonzero(np.logical_or.reduce(beaten, axis=1)):  # by rounding, what is beaten twice may not be
         dead[a] = (beaten[a] & ~dead).any()
     return ~dead
-
-
-def _least_gain(table: Table) -> Table:
-    """For rows a, b the least over the columns of table[a] - table[b]; infinite where neither is allowed."""
-    columns = np.ascontiguousarray(table.T)
-    least = np.minimum if np.isfinite(table).all() else np.fmin  # what is no number is left out
-    gain = np.full((len(table), len(table)), np.inf)
-    step = max(CHUNK // gain.size, 1)
-    with np.errstate(invalid="ignore"):
-        for k in range(0, len(columns), step):
-            some = columns[k : k + step]
-            change = some[0][:, None] - some[0] if len(some) == 1 else least.reduce(some[:, :, None] - some[:, None], 0)
-            least(gain, change, out=gain)
-    return gain

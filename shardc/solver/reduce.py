@@ -318,9 +318,7 @@ class Reduction:
             self.rewrite(v, index, self.own[v][index])
         self._touch(kept)
 
-    def _leave_supported(
-        self, left: dict[int, NDArray[np.bool_]], allowed: Mapping[Pair, NDArray[np.bool_]]
-    ) -> None:
+    def _leave_supported(self, left: dict[int, NDArray[np.bool_]], allowed: Mapping[Pair, NDArray[np.bool_]]) -> None:
         """Takes away, of the values that are left, those without an allowed pair with one that is left of a neighbour:
         arc consistency (Mackworth 1977, "Consistency in networks of relations")."""
         waiting, queued = deque(left), set(left)

@@ -59,8 +59,6 @@ FAR: Final = 1e-2
 """Relative distance of cost and bound from which on they are far from each other."""
 SETTLED: Final = 1e-3
 """A column of labels is settled if moves along it gain no more than this part of the cost."""
-ROUGH: Final = 1e-4
-"""Relative distance of cost and bound from which on rough messages lead close enough."""
 MOVES: Final = 4
 """Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
@@ -170,7 +168,7 @@ class Search:
         if not self._tied:
             self._tied = True
             self._tie()
-        dual = Dual(part.own, near, rough=self.close >= ROUGH)
+        dual = Dual(part.own, near)
         best = self._known(inside, dual.values)
         read = np.inf
         gaps: list[float] = []
@@ -183,7 +181,7 @@ class Search:
             bound = r.constant + dual.bound
             rise = bound - self.bound
             self._raise_to(bound)
-            excess, first = dual.excess()
+            excess, first = dual.excess(), dual.first
             room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
             alive = excess <= NEAR[turn % len(NEAR)] * room
             alive[first + best] = True

@@ -1,0 +1,23 @@
+"""Loops over numbers that are compiled (numba), where numpy would read, write and read again.
+
+The compiled code is kept in `__pycache__`, or in the user's cache folder where that cannot be written: the first plan
+on a machine makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """As Python has it, but for integers, which are of 64 bits, and divisions by zero, which are infinite."""
+    made = njit(nogil=True, error_model="numpy")(function)
+    with suppress(RuntimeError):  # there is no folder to keep it in: each process compiles it
+        made.enable_caching()
+    return cast(F, made)

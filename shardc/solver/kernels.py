@@ -1,0 +1,348 @@
+"""The loops that touch every entry of the tables, compiled: each entry is read once, and a step from one table to the
+next costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from shardc.compiled import compiled
+from shardc.solver.tables import Index, Table
+
+Int: TypeAlias = Any
+"""Python's, or an entry of an array."""
+FAR: Final = 1e30
+"""Stands for infinity in differences of costs."""
+
+
+def _pointer(typingctx: Any, address: Any) -> Any:
+    """To the entries of an array in double precision that begin at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float64)(address), generate
+
+
+_at: Any = intrinsic(cast(Any, _pointer))
+
+
+class Graph(NamedTuple):
+    """Variables and edges, each edge once from either end. Costs and messages lie in one array each.
+
+    Attributes:
+      order: the variables as they are visited.
+      first: (variables + 1,) where the values of each begin.
+      start: (variables + 1,) where the edges out of each begin; split: where those do that lead to later variables.
+      other: (edges,) the variable at the other end; twin: the edge that comes back.
+      table: (edges,) the address of its table's entries, the values here being the rows. Somebody is to hold them.
+      at: (edges,) where its message begins, for the values of the other end. Those to one variable follow each other.
+      share: of a variable's costs for each edge ahead.
+      left: of its costs for none of them, on the way back.
+    """
+
+    order: Index
+    first: Index
+    start: Index
+    split: Index
+    other: Index
+    twin: Index
+    table: Index
+    at: Index
+    share: Table
+    left: Table
+
+
+@compiled
+def _table(g: Graph, e: Int) -> Table:
+    """Its entries, row by row."""
+    return carray(_at(g.table[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
+
+
+@compiled
+def _size(g: Graph, v: Int) -> Int:
+    return g.first[v + 1] - g.first[v]
+
+
+@compiled
+def least_sums(table: Table, here: Table, out: Table) -> None:
+    """out[b] = least over a of here[a] + entry (a, b) of a table, row by row."""
+    rows, columns = here.size, out.size
+    out[:] = np.inf
+    a = 0
+    while a + 4 <= rows:  # four at a time: `out` is read and written a quarter as often
+        x0, x1, x2, x3 = here[a], here[a + 1], here[a + 2], here[a + 3]
+        k = a * columns
+        t0, t1 = table[k : k + columns], table[k + columns : k + 2 * columns]
+        t2, t3 = table[k + 2 * columns : k + 3 * columns], table[k + 3 * columns : k + 4 * columns]
+        for b in range(columns):
+            y0, y1, y2, y3 = x0 + t0[b], x1 + t1[b], x2 + t2[b], x3 + t3[b]
+            y0 = y0 if y0 < y1 else y1
+            y2 = y2 if y2 < y3 else y3
+            y0 = y0 if y0 < y2 else y2
+            out[b] = y0 if y0 < out[b] else out[b]
+        a += 4
+    while a < rows:
+        x, k = here[a], a * columns
+        t = table[k : k + columns]
+        for b in range(columns):
+            y = x + t[b]
+            out[b] = y if y < out[b] else out[b]
+        a += 1
+
+
+@compiled
+def _costs(g: Graph, own: Table, messages: Table, v: Int, costs: Table) -> None:
+    """Of the values of a variable, with all messages to it."""
+    costs[:] = own[g.first[v] : g.first[v + 1]]
+    for e in range(g.start[v], g.start[v + 1]):
+        k = g.at[g.twin[e]]
+        for a in range(costs.size):
+            costs[a] += messages[k + a]
+
+
+@compiled
+def _add_column(g: Graph, e: Int, value: Int, costs: Table) -> None:
+    """costs += what those of this end cost where the other end has that value."""
+    row = _table(g, g.twin[e])[value * costs.size : (value + 1) * costs.size]
+    for a in range(costs.size):
+        costs[a] += row[a]
+
+
+@compiled
+def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
+    """A pass: messages along all edges in one direction. With `read` an assignment is read on the way, into `values`.
+    Gives the bound, on the way back."""
+    widest = np.diff(g.first).max()
+    all_costs, all_given, bound = np.empty(widest), np.empty(widest), 0.0
+    for place in range(g.order.size):
+        v = g.order[place] if forward else g.order[g.order.size - 1 - place]
+        size = _size(g, v)
+        costs, given = all_costs[:size], all_given[:size]
+        _costs(g, own, messages, v, costs)
+        ahead = (g.split[v], g.start[v + 1]) if forward else (g.start[v], g.split[v])
+        if read:
+            behind = (g.start[v], g.split[v]) if forward else (g.split[v], g.start[v + 1])
+            given[:] = costs
+            for e in range(behind[0], behind[1]):
+                k = g.at[g.twin[e]]
+                for a in range(size):
+                    given[a] -= messages[k + a]
+                _add_column(g, e, values[g.other[e]], given)
+            values[v] = given.argmin()
+        if not forward:
+            bound += g.left[v] * costs.min()
+        costs *= g.share[v]
+        for e in range(ahead[0], ahead[1]):
+            k = g.at[g.twin[e]]
+            for a in range(size):
+                given[a] = costs[a] - messages[k + a]
+            message = messages[g.at[e] : g.at[e] + _size(g, g.other[e])]
+            least_sums(_table(g, e), given, message)
+            least = message.min()
+            if not forward:
+                bound += least
+            message -= least
+    return bound
+
+
+@compiled
+def handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
+    """After a pass back: for each value what is left of its costs for no edge; and for each edge back what its values
+    hand to the table, less what came from there, where that message lies."""
+    left, given = np.empty(own.size), np.zeros(messages.size)
+    for v in range(g.order.size):
+        costs = left[g.first[v] : g.first[v + 1]]
+        _costs(g, own, messages, v, costs)
+        for e in range(g.start[v], g.split[v]):
+            k = g.at[g.twin[e]]
+            for a in range(costs.size):
+                given[k + a] = costs[a] * g.share[v] - messages[k + a]
+        costs *= g.left[v]
+    return left, given
+
+
+@compiled
+def excess(g: Graph, own: Table, messages: Table) -> Table:
+    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back."""
+    left, given = handed(g, own, messages)
+    found = np.empty(own.size)
+    for v in range(g.order.size):
+        some = slice(g.first[v], g.first[v + 1])
+        found[some] = left[some] - left[some].min()
+    for v in range(g.order.size):
+        for e in range(g.start[v], g.split[v]):
+            j, back = g.other[e], g.twin[e]
+            mine = given[g.at[back] : g.at[back] + _size(g, v)]
+            theirs = messages[g.at[e] : g.at[e] + _size(g, j)]
+            here, there = np.empty(mine.size), np.empty(theirs.size)
+            least_sums(_table(g, back), -theirs, here)
+            least_sums(_table(g, e), mine, there)
+            here += mine
+            there -= theirs
+            here -= here.min()
+            there -= there.min()
+            found[g.first[v] : g.first[v + 1]] += here
+            found[g.first[j] : g.first[j + 1]] += there
+    return found
+
+
+@compiled
+def around(g: Graph, values: Index, found: Table) -> None:
+    """found += for each value of each variable what its tables cost, the others as they are."""
+    for v in range(g.order.size):
+        costs = found[g.first[v] : g.first[v + 1]]
+        for e in range(g.start[v], g.start[v + 1]):
+            _add_column(g, e, values[g.other[e]], costs)
+
+
+@compiled
+def improve(g: Graph, own: Table, values: Index, passes: int) -> None:
+    """Each variable in turn takes what is best, the others as they are."""
+    space = np.empty(np.diff(g.first).max())
+    for _ in range(passes):
+        changed = False
+        for v in g.order:
+            costs = space[: _size(g, v)]
+            costs[:] = own[g.first[v] : g.first[v + 1]]
+            for e in range(g.start[v], g.start[v + 1]):
+                _add_column(g, e, values[g.other[e]], costs)
+            best = costs.argmin()
+            if costs[best] < costs[values[v]]:
+                values[v], changed = best, True
+        if not changed:
+            break
+
+
+@compiled
+def cost(g: Graph, own: Table, values: Index) -> float:
+    """Of an assignment."""
+    total = 0.0
+    for v in g.order:
+        total += own[g.first[v] + values[v]]
+        for e in range(g.split[v], g.start[v + 1]):
+            j = g.other[e]
+            total += _table(g, e)[values[v] * _size(g, j) + values[j]]
+    return float(total)
+
+
+@compiled
+def better_of(g: Graph, own: Table, best: Index, other: Index) -> Index:
+    """The better one in each part of the graph in which two assignments differ."""
+    leader = np.arange(g.order.size)
+    change = np.zeros(g.order.size)  # cost of `other` less that of `best`: of a variable, of some edges of it
+    for v in range(g.order.size):
+        change[v] += own[g.first[v] + other[v]] - own[g.first[v] + best[v]]
+        for e in range(g.split[v], g.start[v + 1]):
+            j = g.other[e]
+            if best[v] == other[v] and best[j] == other[j]:
+                continue
+            table, size = _table(g, e), _size(g, j)
+            after, before = table[other[v] * size + other[j]], table[best[v] * size + best[j]]
+            # where but one end differs, the other one stays at a value that both have
+            change[v if best[v] != other[v] else j] += min(after, FAR) - min(before, FAR)
+            if best[v] != other[v] and best[j] != other[j]:
+                leader[_root(leader, v)] = _root(leader, j)
+    gain = np.zeros(g.order.size)
+    for v in range(g.order.size):
+        if best[v] != other[v]:
+            gain[_root(leader, v)] += change[v]
+    found = best.copy()
+    for v in range(g.order.size):
+        if best[v] != other[v] and gain[_root(leader, v)] < 0:
+            found[v] = other[v]
+    return found
+
+
+@compiled
+def _root(leader: Index, v: Int) -> int:
+    while leader[v] != v:
+        leader[v] = leader[leader[v]]
+        v = leader[v]
+    return v
+
+
+@compiled
+def least_product(left: Table, right: Table) -> Table:
+    """Least over k of left[k, a] + right[k, b], for all a, b."""
+    found = np.empty((left.shape[1], right.shape[1]))
+    entries, here = right.reshape(-1), np.ascontiguousarray(left.T)
+    for a in range(len(found)):
+        least_sums(entries, here[a], found[a])
+    return found
+
+
+@compiled
+def least_gain(columns: Table) -> Table:
+    """For a, b the least over c of columns[c, a] - columns[c, b]; infinite where neither is allowed."""
+    count, size = columns.shape
+    found = np.full((size, size), np.inf)
+    for a in range(size):
+        row = found[a]
+        for c in range(count):
+            some, x = columns[c], columns[c, a]
+            for b in range(size):
+                y = x - some[b]  # of two infinities: no number, and less than none
+                row[b] = y if y < row[b] else row[b]
+    return found
+
+
+@compiled
+def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
+    """The minimum of a sum of arrays over the last dimension but one; the others follow each other in what it gives.
+
+    Args:
+      entries: of all arrays; begins: (arrays,) where each begins.
+      strides: (arrays, dimensions) entries from one index to the next; 0: it is the same for all. 1 or 0 in the last.
+      sizes: (dimensions,) of the sum, two at least.
+    """
+    outer, inner, width = sizes[:-2], sizes[-2], sizes[-1]
+    rows = 1
+    for size in outer:
+        rows *= size
+    found, total = np.full(rows * width, np.inf), np.empty(width)
+    index, at = np.zeros(outer.size, np.intp), begins.copy()
+    for row in range(rows):
+        out = found[row * width : (row + 1) * width]
+        for m in range(inner):
+            x = 0.0
+            for t in range(at.size):
+                if strides[t, -1] == 0:
+                    x += entries[at[t] + m * strides[t, -2]]
+            total[:] = x
+            for t in range(at.size):
+                if strides[t, -1] == 1:
+                    k = at[t] + m * strides[t, -2]
+                    some = entries[k : k + width]
+                    for b in range(width):
+                        total[b] += some[b]
+            for b in range(width):
+                out[b] = total[b] if total[b] < out[b] else out[b]
+        for d in range(outer.size - 1, -1, -1):
+            index[d] += 1
+            at += strides[:, d]
+            if index[d] < outer[d]:
+                break
+            at -= index[d] * strides[:, d]
+            index[d] = 0
+    return found
+
+
+@compiled
+def least_of_groups(
+    matrix: Table, rows: Index, columns: Index, group: Index, other: Index, groups: int, others: int
+) -> Table:
+    """The least of matrix[rows[a], columns[b]] over the a of each group and the b of each other one."""
+    some, found = np.full((groups, matrix.shape[1]), np.inf), np.full((groups, others), np.inf)
+    for a in range(rows.size):
+        row, least = matrix[rows[a]], some[group[a]]
+        for c in range(row.size):
+            least[c] = row[c] if row[c] < least[c] else least[c]
+    for g in range(groups):
+        row, least = some[g], found[g]
+        for b in range(columns.size):
+            least[other[b]] = min(least[other[b]], row[columns[b]])
+    return found

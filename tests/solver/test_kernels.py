@@ -1,0 +1,143 @@
+"""Compiled loops, against numpy; and messages, against all assignments."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardc.compiled import compiled
+from shardc.solver import kernels
+from shardc.solver.dual import Dual
+from shardc.solver.tables import Lookup
+from tests.solver.problems import every, random_problem, repeated_layers, shapes
+
+
+def costs(rng, *shape, forbidden=0.2):
+    return np.where(rng.random(shape) < forbidden, np.inf, rng.standard_normal(shape))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("columns", [1, 3, 17])
+def test_least_sums(rows, columns):
+    rng = np.random.default_rng(rows * 100 + columns)
+    table, here, out = costs(rng, rows, columns), rng.standard_normal(rows), np.zeros(columns)
+    kernels.least_sums(table.reshape(-1), here, out)
+    np.testing.assert_array_equal(out, (table + here[:, None]).min(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_product(seed):
+    rng = np.random.default_rng(seed)
+    k, a, b = rng.integers(1, 9, 3)
+    left, right = costs(rng, k, a), costs(rng, k, b)
+    np.testing.assert_array_equal(
+        kernels.least_product(left, right), (left[:, :, None] + right[:, None]).min(0, initial=np.inf)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_gain(seed):
+    """What both rows forbid says nothing of either."""
+    rng = np.random.default_rng(seed)
+    columns = costs(rng, *rng.integers(1, 7, 2))
+    found = kernels.least_gain(columns)
+    for a, b in itertools.product(range(columns.shape[1]), repeat=2):
+        both = [x - y for x, y in zip(columns[:, a], columns[:, b], strict=True) if np.isfinite(x) or np.isfinite(y)]
+        assert found[a, b] == min(both, default=np.inf)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_of_sum(seed):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, rng.integers(2, 6))
+    arrays, begins, strides, taken = [], [], [], 0
+    for _ in range(rng.integers(1, 5)):
+        shape = np.where(rng.random(len(sizes)) < 0.5, sizes, 1)
+        array = costs(rng, *shape)
+        arrays.append(array)
+        begins.append(taken)
+        taken += array.size
+        step, row = 1, []
+        for n, some in zip(sizes[::-1], shape[::-1], strict=True):
+            row.append(0 if some < n else step)
+            step *= int(some)
+        strides.append(row[::-1])
+    found = kernels.least_of_sum(
+        np.concatenate([a.reshape(-1) for a in arrays]), np.asarray(begins), np.asarray(strides), sizes
+    )
+    want = np.broadcast_to(sum(arrays), sizes).min(-2)
+    np.testing.assert_allclose(found, want.reshape(-1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_least_of_groups(seed):
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.integers(0, 4, 9), rng.integers(0, 5, 7)
+    table = Lookup(costs(rng, 4, 5), rows, columns)
+    group, other = rng.permutation(np.arange(9) % 3), rng.permutation(np.arange(7) % 4)
+    found = kernels.least_of_groups(table.matrix, rows, columns, group, other, 3, 4)
+    whole = table.whole()
+    want = [[whole[np.ix_(group == g, other == h)].min() for h in range(4)] for g in range(3)]
+    np.testing.assert_array_equal(found, want)
+
+
+def dual_of(unary, pairwise):
+    near = [{} for _ in unary]
+    for (i, j), table in pairwise.items():
+        near[i][j], near[j][i] = table, np.ascontiguousarray(table.T)
+    return Dual(unary, near)
+
+
+def cost(unary, pairwise, x):
+    return sum(u[a] for u, a in zip(unary, x, strict=True)) + sum(t[x[i], x[j]] for (i, j), t in pairwise.items())
+
+
+@pytest.mark.parametrize("shape", shapes)
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_say_what_is_so(shape, seed):
+    """The bound is one, no value costs less than its excess says, and neither does what is handed change the costs."""
+    unary, pairwise = random_problem(shape, seed)
+    all_costs = {tuple(x): cost(unary, pairwise, x) for x in every(unary)}
+    least, dual = min(all_costs.values()), dual_of(unary, pairwise)
+    last = -np.inf
+    for _ in range(4):
+        bound = dual.raise_bound()
+        assert last - 1e-9 <= bound <= least + 1e-9
+        last = bound
+    excess = np.split(dual.excess(), dual.first[1:])
+    for v, more in enumerate(excess):
+        for value, by in enumerate(more):
+            assert dual.bound + by <= min(c for x, c in all_costs.items() if x[v] == value) + 1e-9
+    constant, own, tables = dual.rest([np.arange(u.size) for u in unary])
+    assert constant == pytest.approx(dual.bound)
+    for x, c in all_costs.items():
+        assert constant + cost(own, tables, x) == pytest.approx(c)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_assignments_are_improved(seed):
+    unary, pairwise = repeated_layers(seed, layers=4, width=3, values=4)
+    dual, rng = dual_of(unary, pairwise), np.random.default_rng(seed)
+    some, other = (np.asarray([rng.integers(u.size) for u in unary], np.intp) for _ in range(2))
+    assert dual.cost(some) == pytest.approx(cost(unary, pairwise, some))
+    better = dual.improve(some, 3)
+    assert dual.cost(better) <= dual.cost(some)
+    around = np.split(dual.around(better), dual.first[1:])
+    for v, (u, more) in enumerate(zip(unary, around, strict=True)):
+        want = [more_of(pairwise, better, v, value) for value in range(u.size)]
+        np.testing.assert_allclose(more, want)
+    mixed = dual.better_of(some, other)
+    assert dual.cost(mixed) <= min(dual.cost(some), dual.cost(other)) + 1e-9
+    assert all(m in (a, b) for m, a, b in zip(mixed, some, other, strict=True))
+
+
+def more_of(pairwise, x, v, value):
+    y = [*x]
+    y[v] = value
+    return sum(t[y[i], y[j]] for (i, j), t in pairwise.items() if v in (i, j))
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_anew():
+    space = {}
+    exec("def twice(x):\n    return 2 * x", space)  # of no file
+    assert compiled(space["twice"])(21) == 42
