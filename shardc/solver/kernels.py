@@ -116,8 +116,7 @@ def _add_column(g: Graph, e: Int, value: Int, costs: Table) -> None:
 def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
     """A pass: messages along all edges in one direction. With `read` an assignment is read on the way, into `values`.
     Gives the bound, on the way back."""
-    widest = np.diff(g.first).max()
-    all_costs, all_given, bound = np.empty(widest), np.empty(widest), 0.0
+    all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
     for place in range(g.order.size):
         v = g.order[place] if forward else g.order[g.order.size - 1 - place]
         size = _size(g, v)
@@ -202,7 +201,7 @@ def around(g: Graph, values: Index, found: Table) -> None:
 @compiled
 def improve(g: Graph, own: Table, values: Index, passes: int) -> None:
     """Each variable in turn takes what is best, the others as they are."""
-    space = np.empty(np.diff(g.first).max())
+    space = np.empty(own.size)
     for _ in range(passes):
         changed = False
         for v in g.order:
