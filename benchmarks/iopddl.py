@@ -28,7 +28,7 @@ from shardc.solver import FORBIDDEN, Memo, Memory, relative_gap, solve
 from shardc.solver.memory import Times
 
 Array = NDArray[np.float64]
-WORK = 1.2e11
+WORK = 6e10
 """Table entries that the solver may touch for one file."""
 
 
