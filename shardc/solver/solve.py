@@ -26,7 +26,7 @@ from shardc.solver.tables import Given, Memo, Pair, Table, whole
 log = logging.getLogger("shardc")
 
 WORK: Final = 8e9
-"""Table entries that one call may touch: about ten seconds."""
+"""Table entries that one call may touch: five to ten seconds."""
 
 SEAMS: Final = 1e-5
 """Relative distance of cost and bound at which a cell is enough, solved for all of a chain; if tables are large, it is
@@ -41,8 +41,8 @@ be off, and values cost less there that a cell has too."""
 COARSE: Final = SETTLED / 2
 """Relative distance of cost and bound at which the coarse problem is solved."""
 PAIR_WORK: Final = 1 << 22
-"""Entries that may be touched there in making one table of two, four times as many as elsewhere: T5's coarse problem
-takes a quarter less time by that, and no less by more."""
+"""Entries that may be touched there in making one table of two, four times as many as elsewhere. It made up for slow
+messages; T5 and DeepSeek are planned in the same time with as many."""
 NEARLY: Final = 1e-4
 """The same of what is found in its best assignment, of which no proof is wanted."""
 ENOUGH: Final = 5e-3
