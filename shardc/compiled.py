@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """As Python has it, but for integers, which are of 64 bits, and divisions by zero, which are infinite."""
+    """As Python has it, but integers are of 64 bits, divisions by zero infinite, and indices of arrays not checked."""
     made = njit(nogil=True, error_model="numpy")(function)
     with suppress(RuntimeError):  # there is no folder to keep it in: each process compiles it
         made.enable_caching()
