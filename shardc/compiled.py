@@ -11,8 +11,14 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from numba import njit
+from numba.core.registry import cpu_target
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# numba imports most of itself with the first function that is called, which takes 0.17 s: no part of the first plan.
+_cpu = cast(Any, cpu_target)
+_cpu.typing_context.refresh()
+_cpu.target_context.refresh()
 
 
 def compiled(function: F) -> F:

@@ -52,7 +52,8 @@ class Domain:
 
     Attributes:
       options: matrix (choice, axis) of one-axis signatures, by their number; those of rings count on behind the node's.
-      orders: for each choice the order in which the axes cut a dimension that several of them split.
+      orders: for each choice the order in which the axes cut a dimension that several of them split, by its number in
+        `Domains.all_orders`.
       seconds: cost of each choice.
       tables: the boxing table of the value at each port; None for a literal.
       rows: for each port the row of its table at each choice.
@@ -60,7 +61,7 @@ class Domain:
     """
 
     options: NDArray[np.int64]
-    orders: NDArray[np.int64]
+    orders: NDArray[np.intp]
     seconds: NDArray[np.float64]
     tables: tuple[BoxingTable | None, ...]
     rows: tuple[NDArray[np.int64] | None, ...]
@@ -89,15 +90,9 @@ def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64
     return rows
 
 
-def _number_of(orders: NDArray[np.int64]) -> NDArray[np.intp]:
-    """The number of each order of the axes, in that of `itertools.permutations`."""
-    count = orders.shape[1]
-    every, digit = _permutations(count), count ** np.arange(count)[::-1]
-    return np.searchsorted(every @ digit, orders @ digit)
-
-
 @lru_cache(maxsize=64)
 def _permutations(count: int) -> NDArray[np.int64]:
+    """All orders of so many axes."""
     every = list(itertools.permutations(range(count)))
     return np.asarray(every, np.int64).reshape(len(every), count)
 
@@ -108,11 +103,16 @@ def _partial_by(p: Placement, op: ReduceOp) -> Placement:
 
 
 class Domains:
-    """The domains of all nodes of a problem on a mesh, and the costs of its edges."""
+    """The domains of all nodes of a problem on a mesh, and the costs of its edges.
+
+    Attributes:
+      all_orders: of the axes, in lines.
+    """
 
     def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
         self.mesh, self.axes = mesh, tuple(axes)
         self.sizes = [mesh.sizes[a] for a in self.axes]
+        self.all_orders = _permutations(len(self.axes))
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
         self._tables: dict[tuple[tuple[int, ...], int, ReduceOp], BoxingTable] = {}
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
@@ -161,11 +161,11 @@ class Domains:
         rings = offer_rings(self, n)
         return plain if rings is None else _with_rings(plain, rings)
 
-    def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """All one-axis signatures on all axes, in all orders of these, that agree with what is said of the node."""
         if n.fixed is not None:
             options = [[n.fixed[0].get(a, 0) for a in self.axes]]
-            return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros((1, len(self.axes)), np.int64)
+            return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros(1, np.intp)
         choices: list[Sequence[int] | range] = []
         for axis in self.axes:
             if n.pin is not None and (n.pin.fixed is None or axis in n.pin.fixed):
@@ -178,15 +178,15 @@ class Domains:
                 choices.append(range(len(n.options)))
         return self.in_all_orders(choices)
 
-    def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """All combinations of choices on each axis, and all orders of the axes, each with each."""
         products = list(itertools.product(*choices))
         options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
-        orders = _permutations(len(self.axes))
-        return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options), 0)
+        orders = np.arange(len(self.all_orders))
+        return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
 
     def _rows(
-        self, n: Node, columns: NDArray[np.int64], options: NDArray[np.int64], orders: NDArray[np.int64],
+        self, n: Node, columns: NDArray[np.int64], options: NDArray[np.int64], orders: NDArray[np.intp],
         tables: Sequence[BoxingTable | None],
     ) -> tuple[NDArray[np.int64] | None, ...]:  # fmt: skip
         found: list[NDArray[np.int64] | None] = []
@@ -202,11 +202,12 @@ class Domains:
         return tuple(found)
 
     def rows_of(
-        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.int64]
+        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]
     ) -> NDArray[np.int64]:
-        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them."""
+        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them, and the number of the
+        order of these."""
         codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
-        return _by_code(value.rank, self.axes, value.op)[_number_of(orders), codes]
+        return _by_code(value.rank, self.axes, value.op)[orders, codes]
 
     def _without_idle(self, p: Placement) -> Placement:
         return p.without([a for a in self.mesh.sizes if a not in self.axes])
@@ -224,7 +225,7 @@ class Domains:
         return np.asarray([not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index])
 
     def _seconds(
-        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.int64], splits: dict[str, NDArray[np.int64]],
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp], splits: dict[str, NDArray[np.int64]],
         tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
     ) -> NDArray[np.float64]:  # fmt: skip
         held = [t.local_bytes[r] for t, r in zip(tables, rows, strict=True) if t is not None and r is not None]
@@ -252,7 +253,7 @@ class Domains:
         return n.weight * cost
 
     def _inside(
-        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.int64],
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],
         tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
     ) -> NDArray[np.float64]:  # fmt: skip
         """For each choice the time of the collectives that the operation needs itself."""
@@ -269,9 +270,10 @@ class Domains:
             cost[i] = sum(sent_cost(s, self.view).seconds * len(list(same)) for s, same in itertools.groupby(sent))
         return cost
 
-    def literal(self, n: Node, port: int, options: NDArray[np.int64], order: NDArray[np.int64]) -> Placement:
+    def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
         """A literal operand may have to be partial, or split if it is an array."""
         chosen = [n.options[o] for o in options]
+        order = self.all_orders[number]
         return Placement([(self.axes[k], (*chosen[k].operands, *chosen[k].results)[port]) for k in order])
 
     def placements(self, n: Node, choice: int) -> tuple[Placement, ...]:

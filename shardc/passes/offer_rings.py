@@ -37,7 +37,7 @@ class Rings:
     """Choices of a node, as `Domain` has them; `options` goes on counting behind the node's own."""
 
     options: NDArray[np.int64]
-    orders: NDArray[np.int64]
+    orders: NDArray[np.intp]
     seconds: NDArray[np.float64]
     rows: tuple[NDArray[np.int64], ...]
 
@@ -93,7 +93,7 @@ class _Offer:
         options, orders = domains.in_all_orders(choices)
         others = np.asarray([s.split == ring.factor for s in self.signatures])[options]
         pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * domains.sizes[axis]
-        place = np.argsort(orders, -1)  # of each axis in the order in which they cut
+        place = np.argsort(domains.all_orders, -1)[orders]  # of each axis in the order in which they cut
         innermost = ~(others & (place > place[:, [axis]])).any(-1)
         keep = innermost & (self.sizes[ring.factor] % pieces == 0)
         options, orders = options[keep], orders[keep]
@@ -112,7 +112,7 @@ class _Offer:
         return None
 
     def _seconds(
-        self, ring: Ring, axis: int, options: NDArray[np.int64], orders: NDArray[np.int64],
+        self, ring: Ring, axis: int, options: NDArray[np.int64], orders: NDArray[np.intp],
         rows: Sequence[NDArray[np.int64]],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
         """Of each choice the time of one execution, and how much more than it has to it saves of the time of the same

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compiled import compiled
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
 from shardc.passes.run_once import once_signature, result_op, runs_once
@@ -583,4 +584,21 @@ def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
             code = np.unique(code, return_inverse=True)[1]
             codes = len(code)
         code, codes = code * count + column, codes * count
-    return np.sort(np.unique(code, return_index=True)[1])
+    return _first_of_each(code)
+
+
+@compiled
+def _first_of_each(code: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Where each number stands for the first time."""
+    size = 4
+    while size < 2 * code.size:
+        size *= 2
+    table, found, count = np.full(size, -1, np.intp), np.empty(code.size, np.intp), 0
+    for i in range(code.size):
+        place = (code[i] * 0x9E3779B97F4A7C1 >> 20) & (size - 1)
+        while table[place] >= 0 and code[table[place]] != code[i]:
+            place = (place + 1) & (size - 1)
+        if table[place] < 0:
+            table[place] = found[count] = i
+            count += 1
+    return found[:count]

@@ -290,6 +290,78 @@ def least_gain(columns: Table) -> Table:
 
 
 @compiled
+def is_plain(table: Table, error: float) -> bool:
+    """Whether a table says nothing of one of its variables alone: each row has an allowed entry, some row has more than
+    one, so has some column; and it is no sum of two vectors, but for so large a relative error."""
+    low, high = table[0].copy(), table[0].copy()
+    for row in table:
+        for b in range(row.size):
+            low[b] = row[b] if row[b] < low[b] else low[b]
+            high[b] = row[b] if row[b] > high[b] else high[b]
+    if high.max() < np.inf:
+        return not _is_sum(table, error * max(high.max(), -low.min()))
+    counts, single = np.zeros(high.size, np.intp), True
+    for row in table:
+        allowed = 0
+        for b in range(row.size):
+            some = row[b] < np.inf
+            counts[b] += some
+            allowed += some
+        if allowed == 0:
+            return False
+        single &= allowed == 1
+    return not single and (counts.min() != 1 or counts.max() != 1)
+
+
+@compiled
+def _is_sum(table: Table, error: float) -> bool:
+    """Whether it is one of two vectors, nowhere off by more than that."""
+    columns = np.full(table.shape[1], np.inf)
+    if len(table) > 1:
+        change = table[1] - table[0]  # the same everywhere in a sum
+        if change.max() - change.min() > 4 * error:
+            return False
+    for row in table:
+        least = row.min()
+        for b in range(row.size):
+            columns[b] = min(columns[b], row[b] - least)
+    for row in table:
+        least = row.min()
+        for b in range(row.size):
+            if row[b] - least - columns[b] > error:
+                return False
+    return True
+
+
+@compiled
+def unbeaten(gain: Table) -> Index:
+    """The values a that no other value b beats, which is gain[a, b] >= 0. Of those that beat each other as few as will
+    do: each other one is beaten by one of these."""
+    size = len(gain)
+    alive = np.ones(size, np.bool_)
+    for a in range(size):  # of those that beat each other the last one stays
+        for b in range(size):
+            if a != b and gain[a, b] >= 0 and (b > a or not gain[b, a] >= 0):
+                alive[a] = False
+                break
+    for a in range(size):
+        beaten = alive[a]
+        for b in range(size):
+            beaten |= alive[b] and gain[a, b] >= 0
+        if not beaten:  # by rounding, what is beaten twice may not be
+            break
+    else:
+        return np.flatnonzero(alive)
+    alive[:] = True
+    for a in range(size):
+        for b in range(size):
+            if a != b and alive[b] and gain[a, b] >= 0:
+                alive[a] = False
+                break
+    return np.flatnonzero(alive)
+
+
+@compiled
 def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
     """The minimum of a sum of arrays over the last dimension but one; the others follow each other in what it gives.
 
@@ -304,22 +376,33 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
         rows *= size
     found, total = np.full(rows * width, np.inf), np.empty(width)
     index, at = np.zeros(outer.size, np.intp), begins.copy()
+    apart = np.flatnonzero(strides[:, -2] == 0)  # the same for all that the minimum is taken of
+    scalars = np.flatnonzero((strides[:, -2] != 0) & (strides[:, -1] == 0))
+    vectors = np.flatnonzero((strides[:, -2] != 0) & (strides[:, -1] != 0))
     for row in range(rows):
         out = found[row * width : (row + 1) * width]
         for m in range(inner):
             x = 0.0
-            for t in range(at.size):
-                if strides[t, -1] == 0:
-                    x += entries[at[t] + m * strides[t, -2]]
+            for t in scalars:
+                x += entries[at[t] + m * strides[t, -2]]
             total[:] = x
-            for t in range(at.size):
-                if strides[t, -1] == 1:
-                    k = at[t] + m * strides[t, -2]
-                    some = entries[k : k + width]
-                    for b in range(width):
-                        total[b] += some[b]
+            for t in vectors[1:]:
+                k = at[t] + m * strides[t, -2]
+                some = entries[k : k + width]
+                for b in range(width):
+                    total[b] += some[b]
+            if vectors.size == 0:
+                for b in range(width):
+                    out[b] = x if x < out[b] else out[b]
+            else:
+                k = at[vectors[0]] + m * strides[vectors[0], -2]
+                some = entries[k : k + width]
+                for b in range(width):
+                    y = total[b] + some[b]
+                    out[b] = y if y < out[b] else out[b]
+        for t in apart:
             for b in range(width):
-                out[b] = total[b] if total[b] < out[b] else out[b]
+                out[b] += entries[at[t] + b * strides[t, -1]]
         for d in range(outer.size - 1, -1, -1):
             index[d] += 1
             at += strides[:, d]

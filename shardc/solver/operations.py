@@ -151,12 +151,7 @@ class Operations:
 
         def make() -> bool:
             self.work += table.size
-            if min(table.shape) > 1 and np.isfinite(table).all():
-                change = table[1] - table[0]  # the same everywhere in a sum
-                return np.ptp(change) > 4 * SUM * np.abs(table).max() or self.apart(table) is None
-            if self.supported(table) is not None or self.apart(table) is not None:
-                return False
-            return self.follower(table) is None and self.follower(self.turned(table)) is None
+            return kernels.is_plain(table, SUM)
 
         return self.memo.do(("plain", id(table)), table, make)
 
@@ -183,13 +178,13 @@ class Operations:
         def make() -> Table:
             if table.size * len(table) <= CHUNK:
                 self.work += table.size * len(table)
-                return self._one(kernels.least_gain(np.ascontiguousarray(table.T)))
+                return kernels.least_gain(np.ascontiguousarray(table.T))
             first, number = self.classes(table)
             small = table[first]
             columns, _ = self.classes(np.ascontiguousarray(small.T))
             small = small[:, columns]
             self.work += small.size * len(small)
-            return self._one(kernels.least_gain(np.ascontiguousarray(small.T))[np.ix_(number, number)])
+            return kernels.least_gain(np.ascontiguousarray(small.T))[np.ix_(number, number)]
 
         return self.memo.do(("gain", id(table)), table, make)
 
@@ -205,11 +200,10 @@ class Operations:
             with np.errstate(invalid="ignore"):  # opposite infinities: not comparable
                 for table in tables:
                     gain = gain + self.least_gain(table)
-            beaten = gain >= 0
             for use in uses:
-                beaten &= use[:, None] >= use
-            np.fill_diagonal(beaten, False)
-            return self.where(_unbeaten(beaten)) if beaten.any() else None
+                gain = np.where(use[:, None] >= use, gain, -np.inf)
+            index = kernels.unbeaten(gain)
+            return self.memo.one(index) if index.size < own.size else None
 
         key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
         return self.memo.do(key, (own, tables, uses), make)
@@ -242,14 +236,3 @@ class Operations:
     def _one(self, table: Table) -> Table:
         self.work += COPY * table.size
         return self.memo.one(np.ascontiguousarray(table))
-
-
-def _unbeaten(beaten: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of values that beat each other, column beats row, as few as will do: each other one is beaten by one of these."""
-    dead = np.logical_or.reduce(beaten & ~np.tril(beaten.T), axis=1)  # of those that beat each other the last one stays
-    if np.logical_or.reduce(beaten[dead] & ~dead, axis=1).all():
-        return ~dead
-    dead[:] = False
-    for a in np.flatnonzero(np.logical_or.reduce(beaten, axis=1)):  # by rounding, what is beaten twice may not be
-        dead[a] = (beaten[a] & ~dead).any()
-    return ~dead

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Pair, Table
 
-EASY: Final = 1 << 12
+EASY: Final = 1 << 14
 """Entries that minimising a variable out may touch for it to be done before beaten values are looked for."""
 
 
@@ -107,6 +107,7 @@ class Reduction:
         self.inside = [True] * len(self.own)
         self._waiting: deque[int] = deque()
         self._queued = [False] * len(self.own)
+        self._unsettled: list[int] = []
         self._touched: set[int] = set()
         self._begun = False
         self._given: Mapping[Pair, Given] = {}  # tables that are not in `near` yet
@@ -135,7 +136,7 @@ class Reduction:
                     self.inside[v] = False
                     self.constant += float(own[0])
             self._touch(v for v, inside in enumerate(self.inside) if inside)
-        self._simplify()
+        self._settle()
         heap: list[tuple[int, int]] = []
         changed = fresh = set(self._touched)  # since they were looked at for beaten values: `fresh`
         while self.feasible:
@@ -145,22 +146,24 @@ class Reduction:
                     if work is not None:
                         heapq.heappush(heap, (work, v))
             self._touched.clear()
-            if heap and (heap[0][0] <= EASY or not fresh):
+            changed = set[int]()
+            if heap and (heap[0][0] <= EASY or not (fresh or self._waiting)):
                 work, v = heapq.heappop(heap)
-                changed = set()
                 if self._work_of(v) == work:
                     self._minimize_out(v)
-                    self._simplify()
-                    changed = set(self._touched)
-                    fresh |= changed
+                    self._settle()
+            elif self._waiting:
+                self._simplify()
             elif fresh:
-                for v in sorted(fresh):
+                changed, fresh = fresh, set[int]()
+                for v in sorted(changed):
                     if self.inside[v] and self.feasible:
                         self._drop_beaten(v)
-                self._simplify()
-                changed, fresh = fresh | self._touched, set(self._touched)
+                self._settle()
             else:
                 return
+            changed |= self._touched
+            fresh |= self._touched
 
     def restore(self, values: Sequence[int]) -> list[int]:
         """The assignment of the whole problem, from that of the variables that are left (others: anything)."""
@@ -401,26 +404,38 @@ class Reduction:
     def _touch(self, variables: Iterable[int]) -> None:
         for v in variables:
             self._touched.add(v)
+            self._unsettled.append(v)
             if not self._queued[v]:
                 self._queued[v] = True
                 self._waiting.append(v)
 
+    def _settle(self) -> None:
+        """What is not allowed goes, and variables of one value, for as long as there are any."""
+        while self._unsettled and self.feasible:
+            v = self._unsettled.pop()
+            if not self.inside[v]:
+                continue
+            allowed = self.ops.finite(self.own[v])
+            if allowed.size != self.own[v].size:
+                self.keep(v, allowed)
+            elif not np.isfinite(self.own[v][0]):
+                self.feasible = False
+            elif allowed.size == 1 and v not in self.held:
+                self._fix(v)
+
     def _simplify(self) -> None:
+        """What tables say of one variable alone, for as long as they do."""
         while self._waiting and self.feasible:
             v = self._waiting.popleft()
             self._queued[v] = False
             if self.inside[v]:
                 self._simplify_one(v)
+                self._settle()
         self._touched = {v for v in self._touched if self.inside[v]}
 
     def _simplify_one(self, v: int) -> None:
         ops = self.ops
-        allowed = ops.finite(self.own[v])
-        if allowed.size != self.own[v].size:
-            self.keep(v, allowed)
-        elif not np.isfinite(self.own[v][0]):
-            self.feasible = False
-        elif self.own[v].size > 1 and all(map(ops.plain, self.near[v].values())):
+        if all(map(ops.plain, self.near[v].values())):
             return
         for j in list(self.near[v]):
             rows = ops.supported(self.near[v][j])
@@ -430,10 +445,7 @@ class Reduction:
                     self._forget(v, j)
                 else:
                     self.keep(v, rows)
-        if v in self.held:
-            return
-        if self.own[v].size == 1:
-            self._fix(v)
+        if v in self.held or self._unsettled:
             return
         for j in sorted(self.near[v]):
             if j not in self.near[v]:

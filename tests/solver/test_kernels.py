@@ -46,6 +46,38 @@ def test_least_gain(seed):
         assert found[a, b] == min(both, default=np.inf)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_is_plain(seed):
+    """Not what has a row of nothing, one that follows from the other, or a sum of two vectors."""
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.integers(1, 5, 2)
+    table = rng.standard_normal((rows, 1)) + rng.standard_normal(columns)
+    if seed % 3:
+        table += rng.standard_normal((rows, columns)) * (rng.random((rows, columns)) < 0.3)
+    if seed % 2:
+        table[rng.random((rows, columns)) < rng.choice([0.2, 0.6])] = np.inf
+    finite = np.isfinite(table)
+    if finite.all():
+        rest = table - table.min(1, keepdims=True)
+        want = np.abs(rest - rest.min(0)).max() > 1e-13 * np.abs(table).max()
+    else:
+        want = finite.any(1).all() and (finite.sum(1) != 1).any() and (finite.sum(0) != 1).any()
+    assert kernels.is_plain(table, 1e-13) == want
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_unbeaten(seed):
+    """Each value that goes is beaten by one that stays, and one stays of those that beat each other."""
+    rng = np.random.default_rng(seed)
+    place = rng.integers(0, 4, (rng.integers(1, 9), 2))  # beaten is what is as large in both ways: an order
+    gain = np.where((place[:, None] >= place).all(-1), 0.0, -1.0)
+    kept = kernels.unbeaten(gain)
+    for a in set(range(len(place))) - set(kept.tolist()):
+        assert (gain[a, kept] >= 0).any()
+    least = {tuple(p) for p in place.tolist() if not ((place <= p).all(1) & (place < p).any(1)).any()}
+    assert sorted(map(tuple, place[kept].tolist())) == sorted(least)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_least_of_sum(seed):
     rng = np.random.default_rng(seed)
