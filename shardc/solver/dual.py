@@ -181,7 +181,7 @@ class Dual:
             constant += least
             own.append(mine[some] - least)
         for v, j, there, back in self._edges_back():
-            table = self.near[v][j][values[v][:, None], values[j]]
+            table = kernels.block(self.near[v][j], values[v], values[j])
             table += given[back][values[v], None] - self.messages[there][values[j]]
             least = float(table.min())
             constant += least

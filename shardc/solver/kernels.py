@@ -275,6 +275,17 @@ def least_product(left: Table, right: Table) -> Table:
 
 
 @compiled
+def block(table: Table, rows: Index, columns: Index) -> Table:
+    """table[rows, :][:, columns]"""
+    found = np.empty((rows.size, columns.size))
+    for a in range(rows.size):
+        row, here = table[rows[a]], found[a]
+        for b in range(columns.size):
+            here[b] = row[columns[b]]
+    return found
+
+
+@compiled
 def least_gain(columns: Table) -> Table:
     """For a, b the least over c of columns[c, a] - columns[c, b]; infinite where neither is allowed."""
     count, size = columns.shape

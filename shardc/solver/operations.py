@@ -87,8 +87,14 @@ class Operations:
         """table[rows, :][:, columns]"""
         if rows.size == table.shape[0] and columns.size == table.shape[1]:
             return self.whole(table)
-        key = ("block", id(table), id(rows), id(columns))
-        return self.memo.do(key, (table, rows, columns), lambda: self._one(table[rows[:, None], columns]))
+
+
+        def make() -> Table:
+            if isinstance(table, Lookup):
+                return self._one(kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
+            return self._one(kernels.block(table, rows, columns))
+
+        return self.memo.do(("block", id(table), id(rows), id(columns)), (table, rows, columns), make)
 
     def where(self, mask: NDArray[np.bool_]) -> Index:
         return self.memo.one(np.flatnonzero(mask))
@@ -184,7 +190,7 @@ class Operations:
             columns, _ = self.classes(np.ascontiguousarray(small.T))
             small = small[:, columns]
             self.work += small.size * len(small)
-            return kernels.least_gain(np.ascontiguousarray(small.T))[np.ix_(number, number)]
+            return kernels.block(kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
 
         return self.memo.do(("gain", id(table)), table, make)
 
@@ -225,7 +231,8 @@ class Operations:
                 return self._one(self._least_sum(left + own[:, None], right))
             first, number = self.classes(self.turned(left))
             last, name = self.classes(self.turned(right))
-            return self._one(self._least_sum(left[:, first] + own[:, None], right[:, last])[np.ix_(number, name)])
+            small = self._least_sum(left[:, first] + own[:, None], right[:, last])
+            return self._one(kernels.block(small, number, name))
 
         return self.memo.do(("join", id(own), id(left), id(right)), (own, left, right), make)
 

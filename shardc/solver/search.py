@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver import kernels
 from shardc.solver.costs import Costs
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
@@ -37,10 +38,8 @@ SLOW: Final = 0.1
 NEAR: Final = (1e-4, 3e-3, 0.1)
 """Parts of the room between bound and cost: better assignments are looked for among the values in them."""
 FEW: Final = 0.8
-"""Part of the values that may be left, for the rest to be dropped."""
-FAST: Final = 0.5
-"""While the gap shrinks to less than this part of it from one look to the next they are not dropped yet, unless half as
-few are left."""
+"""Part of the values that may be left, for the rest to be dropped. While the bound rises from one look to the next by
+more than what is open, they are not dropped yet, unless half as few are left."""
 ENTRIES: Final = 1 << 23
 """Entries of different tables, up to which variables are joined."""
 FIRST_PAIRS: Final = 256
@@ -202,7 +201,7 @@ class Search:
                 self._raise_to(self.cost)
             gaps.append(self.cost - self.bound)
             log.debug("bound %.9g, cost %.9g, %.2f left, work %.1e", self.bound, self.cost, some, r.ops.work)
-            slowly = len(gaps) > 1 and gaps[-1] > FAST * gaps[-2]
+            slowly = len(gaps) > 1 and rise < gaps[-1]  # whatever the cost fell by: only the bound takes sweeps
             if self._ended or some < FEW / 2 or (some < FEW and slowly):
                 break
             if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
@@ -314,7 +313,9 @@ class _Part:
                 if len(values[j]) == 1:
                     mine = mine + table[some, values[j][0]]
             own.append(mine)
-        pairwise = {(a, b): self.near[v := order[a]][w := order[b]][values[v][:, None], values[w]] for a, b in pairs}
+        pairwise = {
+            (a, b): kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs
+        }
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
         elimination = Elimination(own, pairwise, start)
         found = elimination.run(range(len(order)))

@@ -46,6 +46,12 @@ def test_least_gain(seed):
         assert found[a, b] == min(both, default=np.inf)
 
 
+def test_block():
+    rng = np.random.default_rng(0)
+    table, rows, columns = costs(rng, 5, 7), np.array([0, 3, 4]), np.array([6, 2])
+    np.testing.assert_array_equal(kernels.block(table, rows, columns), table[rows[:, None], columns])
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_is_plain(seed):
     """Not what has a row of nothing, one that follows from the other, or a sum of two vectors."""
