@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,20 +114,22 @@ class Domains:
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
-        self._tables: dict[tuple[tuple[int, ...], int, ReduceOp], BoxingTable] = {}
+        self._tables: dict[tuple[int, ReduceOp], tuple[BoxingTable, Any]] = {}  # by the identity of avals, and these
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
         self._matrices: dict[Hashable, NDArray[np.float64]] = {}
         self._edges: dict[Hashable, Given] = {}
         self.of = [self._domain(n) for n in problem.nodes]
 
     def table(self, value: Value) -> BoxingTable:
-        key = (value.shape, itemsize_of(value.aval), value.op)
-        if key not in self._tables:
-            self._tables[key] = boxing_table(key[0], key[1], self.view, key[2])
-        return self._tables[key]
+        key = (id(value.aval), value.op)
+        found = self._tables.get(key)
+        if found is None:
+            table = boxing_table(value.shape, itemsize_of(value.aval), self.view, value.op)
+            found = self._tables[key] = table, value.aval
+        return found[0]
 
     def _domain(self, n: Node) -> Domain:
-        tables = tuple(None if v is None else self.table(v) for v in (*n.operands, *n.results))
+        tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
         said = (n.pin, id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
         key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))

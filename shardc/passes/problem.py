@@ -69,7 +69,7 @@ class Value:
         return len(self.aval.shape)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Reader:
     """One use of a value. `weight`: how often a boxing for it would run. `small`: it may not make the value larger."""
 
@@ -202,6 +202,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.values: dict[Var, Value] = {}
         self._offered: dict[Hashable, _Offered] = {}
+        self._known: dict[Hashable, _Offered] = {}
 
     def add(self, node: Node) -> Node:
         node.number = len(self.nodes)
@@ -271,25 +272,30 @@ class Builder:
             node.fixed = ({a: i for i, a in enumerate(along, 1)}, unit_placements(eqn))
             node.results = [Value(v.aval, node, i, weight=weight) for i, v in enumerate(eqn.outvars)]
         else:
-            rule, options, ops = self.offered(operation_of(eqn), operands)
+            rule, options, ops = self.offered(eqn, operands)
             node = self.add(Node("operation", operands, [], options, weight, rule, eqn=eqn))
             node.results = [Value(v.aval, node, i, ops[i], weight) for i, v in enumerate(eqn.outvars)]
         for i, value in enumerate(operands):
             self.read(value, node, i, weight)
         return node
 
-    def offered(self, op: Operation, operands: Sequence[Value | None]) -> _Offered:
-        """The rule of an operation, its options and what P means for its results; alike operations share them."""
-        sides = tuple((a.shape, a.dtype) for a in (*op.operands, *op.results))
-        key = (op.name, sides, tuple(op.params.items()), tuple(v and v.op for v in operands))
+    def offered(self, eqn: Eqn, operands: Sequence[Value | None]) -> _Offered:
+        """The rule of an operation, its options and what P means for its results; alike operations share them. A
+        program has few avals, so most are known by the identity of theirs."""
+        avals = [id(a.aval) for a in eqn.invars], [id(v.aval) for v in eqn.outvars]
+        partly = tuple([v and v.op for v in operands])
+        key = (eqn.primitive, *map(tuple, avals), tuple(eqn.params.items()), partly)
         try:
-            known = self._offered.get(key)
+            known = self._known.get(key)
         except TypeError:  # parameters that do not hash
-            rule = find_rule(op)
-            return rule, *_with_ops(signatures(rule, op), operands, len(op.results))
+            return _offer(operation_of(eqn), operands)
         if known is None:
-            rule = find_rule(op)
-            known = self._offered[key] = (rule, *_with_ops(signatures(rule, op), operands, len(op.results)))
+            op = operation_of(eqn)
+            sides = tuple((a.shape, a.dtype) for a in (*op.operands, *op.results))
+            said = (op.name, sides, *key[3:])
+            if said not in self._offered:
+                self._offered[said] = _offer(op, operands)
+            known = self._known[key] = self._offered[said]
         return known
 
     def enter(
@@ -335,6 +341,11 @@ def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) 
 def work_dtype(eqn: Eqn) -> Any:
     """The type that an operation computes in: that of its first operand."""
     return eqn.invars[0].aval.dtype
+
+
+def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
+    rule = find_rule(op)
+    return rule, *_with_ops(signatures(rule, op), operands, len(op.results))
 
 
 def _with_ops(
@@ -515,9 +526,10 @@ def _keep_sums_apart(b: Builder) -> None:
 def _add_traffic(value: Value) -> None:
     """Has light operations pay for what they move of a value, once fused (`fused_bytes` counts it later): its maker
     writes it if another reader wants it; if another made it, all light readers together read it once."""
-    maker, readers = value.maker, list(_readers(value))
+    maker = value.maker
     if _says_where(maker):
         return
+    readers = list(_readers(value)) if any(r.node.kind == "carrier" for r in value.readers) else value.readers
     light = [r for r in readers if r.node.is_light]
     if not maker.is_light:
         for r in light:
@@ -541,7 +553,7 @@ def _readers(value: Value) -> Iterator[Reader]:
 
 
 def _says_where(n: Node) -> bool:
-    return n.eqn is not None and pin_of(n.eqn) is not None
+    return n.kind == "carrier" and n.eqn is not None and pin_of(n.eqn) is not None
 
 
 def _name(n: Node) -> str:
