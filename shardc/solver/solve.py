@@ -271,7 +271,7 @@ def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim:
     if not search.within(enough) and (part := chain.shorter()) is not None:
         found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
         number = {v: k for k, v in enumerate(part.variables)}
-        search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0]]))
+        search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0].tolist()]))
         log.debug("one cell between the ends: cost %.9g", search.cost)
     return search.within(enough)
 
