@@ -295,8 +295,8 @@ class _Alike:
         """Variables as far from those of a cell, in numbers, as these from those of the cell before; empty: they are
         not of the same kinds."""
         found = 2 * cell - before
-        known = found.min() >= 0 and found.max() < self.kind.size and np.unique(found).size == found.size
-        return found if known and np.array_equal(self.kind[found], self.kind[cell]) else found[:0]
+        known = found.min() >= 0 and found.max() < self.kind.size and np.array_equal(self.kind[found], self.kind[cell])
+        return found if known and np.diff(np.sort(found)).min(initial=1) > 0 else found[:0]
 
     def _around(self, place: int, variable: int) -> Index | None:
         """The variables that steps lead to from one at that place; None: not to all places."""
@@ -313,12 +313,14 @@ class _Alike:
         self._place[cell] = np.arange(cell.size)
         to = self._place[self.near.other[edges]]
         self._place[cell] = cell.size
-        return np.sort((which * (cell.size + 1) + to) * len(self.problem.tables) + self.near.table[edges])
+        numbers = (which * (cell.size + 1) + to) * len(self.problem.tables) + self.near.table[edges]
+        return np.sort(numbers, kind="stable")  # which is quick where they nearly are
 
     def _missing(self, cell: Index) -> set[Pair]:
         """Places in the model between which there are tables that this one has not."""
-        ends = np.setdiff1d(self._model_tables, self._tables(cell)) // len(self.problem.tables)
-        pairs = (divmod(end, cell.size + 1) for end in ends.tolist())
+        model, tables = self._model_tables, self._tables(cell)
+        gone = tables[np.searchsorted(tables, model).clip(max=tables.size - 1)] != model
+        pairs = (divmod(number // len(self.problem.tables), cell.size + 1) for number in model[gone].tolist())
         return {(min(p, q), max(p, q)) for p, q in pairs if q < cell.size}
 
     def _is_like(self, cell: Index) -> bool:

@@ -8,7 +8,6 @@ cell as often as there are others, add up to a lower bound, and what attains the
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.costs import by_identity, ends_of
 from shardc.solver.dual import Dual
 from shardc.solver.near import Near
 from shardc.solver.operations import Operations
@@ -50,15 +50,15 @@ class Numbered:
 
     def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given], ops: Operations) -> None:
         self.ops = ops
-        clean = {key: ops.clean(u) for key, u in {id(u): u for u in unary}.items()}
+        groups = by_identity(unary)
+        clean = {id(u): ops.clean(u) for u, _ in groups}
         self.own = [clean[id(u)] for u in unary]
         self.tables: list[Given] = []
         self.near = Near.between(len(unary), *self._edges(pairwise))
         self.constant = 0.0
         self.fixed: dict[int, int] = {}
-        for v, u in enumerate(unary):
-            if u.size == 1:
-                self._fix(v, 0)
+        for v in sorted(v for u, of in groups if u.size == 1 for v in of.tolist()):
+            self._fix(v, 0)
         for v in np.flatnonzero(self.near.degree >= HUB).tolist():
             tables = [self.tables[k] for j, k in self.near.of(v) if j not in self.fixed]
             if v not in self.fixed and len(tables) >= HUB:
@@ -69,16 +69,15 @@ class Numbered:
 
     def _edges(self, pairwise: Mapping[Pair, Given]) -> tuple[Index, Index, Index]:
         """The variable at either end of each table, the other one, and the number of the table."""
-        numbers, found = dict[int, int](), dict[int, int]()
-        given = list(pairwise.values())
-        for key, some in {id(t): t for t in given}.items():
-            table = self.ops.given(some)
-            numbers[key] = found.setdefault(id(table), len(self.tables))
-            if numbers[key] == len(self.tables):
+        numbers, found = np.empty(len(pairwise), np.intp), dict[int, int]()
+        for given, of in by_identity(list(pairwise.values())):
+            table = self.ops.given(given)
+            numbers[of] = k = found.setdefault(id(table), len(self.tables))
+            if k == len(self.tables):
                 self.tables += [table, table.T]
-        ends = np.fromiter(itertools.chain.from_iterable(pairwise), np.intp, 2 * len(given))
-        number = np.fromiter((numbers[id(t)] for t in given), np.intp, len(given))
-        return ends, ends.reshape(-1, 2)[:, ::-1].reshape(-1), (number[:, None] + np.arange(2)).reshape(-1)
+        first, second = ends_of(pairwise)
+        source, other = np.stack((first, second), 1), np.stack((second, first), 1)
+        return source.reshape(-1), other.reshape(-1), np.stack((numbers, numbers + 1), 1).reshape(-1)
 
     def _fix(self, v: int, value: int) -> None:
         self.fixed[v] = value
@@ -98,8 +97,10 @@ class Numbered:
     @cached_property
     def costs(self) -> Index:
         """For each variable a number of its costs."""
-        names: dict[int, int] = {}
-        return np.fromiter((names.setdefault(id(u), len(names)) for u in self.own), np.intp, len(self.own))
+        found = np.empty(len(self.own), np.intp)
+        for k, (_, of) in enumerate(by_identity(self.own)):
+            found[of] = k
+        return found
 
     def edge(self, i: int, j: int, k: int) -> tuple[Pair, Given]:
         """Two variables and table k of them, the way it was given."""
