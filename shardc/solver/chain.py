@@ -125,6 +125,11 @@ class Part:
     unary: list[Table]
     pairwise: dict[Pair, Given]
 
+    def some(self, values: Sequence[int], variables: Index) -> list[int]:
+        """Of its values those of some variables, by the numbers that they have in the other."""
+        number = {v: k for k, v in enumerate(self.variables)}
+        return [values[number[v]] for v in variables.tolist()]
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:

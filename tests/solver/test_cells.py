@@ -143,6 +143,22 @@ def test_a_variable_that_all_layers_read_may_have_one_value_that_is_as_good_as_a
         assert problem.constant == (1.0 if found else 0.0)
 
 
+@pytest.mark.parametrize("better", range(3))
+def test_what_is_as_good_in_a_cell_is_decided_at_the_ends(better, caplog):
+    """Without another problem for it: all cells have what the outermost ones have there."""
+    caplog.set_level(logging.DEBUG, logger="shardc")
+    layers, own = 40, np.zeros(3)
+    apart = [np.where(np.eye(3, dtype=bool), 0.0, 7.0 + k + np.arange(9.0).reshape(3, 3)) for k in range(SIZE)]
+    pairwise = {(v, v + 1): apart[v % SIZE] for v in range(layers * SIZE - 1)}
+    dear = np.where(np.arange(3) == better, 1.0, 2.0)
+    unary = [dear, *[own] * (layers * SIZE - 2), dear]
+    found = minimize(unary, pairwise)
+    assert found.cost == found.bound == least(unary, pairwise) == 2.0
+    assert set(found.values) == {better}
+    assert " cells: bound" in caplog.text
+    assert "one cell between the ends" not in caplog.text
+
+
 def test_the_same_on_every_run():
     first, second = (minimize(*layered(7, 60, names=True)) for _ in range(2))
     assert first == second
