@@ -9,20 +9,21 @@ within and to others, are the chain.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Container, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from shardc.compiled import compiled
 from shardc.solver.chain import Chain, End, Numbered
-from shardc.solver.tables import Pair
-
-Near: TypeAlias = Sequence[Mapping[int, int]]
+from shardc.solver.near import Kinds, Near
+from shardc.solver.tables import Index, Pair
 
 LEAST: Final = 12
 """Cells of a chain, at least."""
@@ -42,15 +43,15 @@ SHAPES: Final = 4
 
 def find_chain(problem: Numbered) -> Chain | None:
     """The chain that there is around the middle; None: there is none of enough cells."""
-    near, own = problem.near, [id(u) for u in problem.own]
-    kind = next(itertools.islice(_kinds(own, near), NEAR, None))
-    size = Counter(kind)
-    layers = _usual(size.values())
+    near = problem.near
+    kind = next(itertools.islice(near.kinds(problem.costs), NEAR, None))
+    _, which, size = np.unique(kind, return_inverse=True, return_counts=True)
+    layers = _usual(size)
     if layers < LEAST:
         return None
-    ball = _middle(near, [size[k] < LEAST for k in kind], BALL * len(kind) // layers)
-    cell = _first_cell(ball, min(BALL, layers), own, near)
-    first = None if cell is None else _Alike(cell, kind, problem).chain()
+    ball = _middle(near, size[which] < LEAST, BALL * kind.size // layers)
+    cell = _first_cell(near.among(ball), problem.costs[ball], min(BALL, layers))
+    first = None if cell is None else _Alike(ball[cell], kind, problem).chain()
     if first is None:
         return None
     best, free = first, set[Pair]()
@@ -67,79 +68,129 @@ def find_chain(problem: Numbered) -> Chain | None:
     return best if len(best.cells) >= LEAST else None
 
 
-def _kinds(own: Sequence[int], near: Near) -> Iterator[list[int]]:
-    """A number for each variable, the same for those that look alike no edge far, one, two, and so on."""
-    names: dict[Any, int] = {}
-    kind = [names.setdefault(u, len(names)) for u in own]
-    edges = [list(n.items()) for n in near]
-    while True:
-        yield kind
-        names = {}
-        around = [tuple(sorted([(kind[j], k) for j, k in some])) for some in edges]
-        kind = [names.setdefault(pair, len(names)) for pair in zip(kind, around, strict=True)]
-
-
-def _usual(sizes: Iterable[int]) -> int:
+def _usual(sizes: Index) -> int:
     """How many variables most kinds have, of those that have some; 0: none has."""
-    often = Counter(n for n in sizes if 2 * n >= LEAST)
-    return max(often, key=lambda n: (often[n], n), default=0)
+    often = np.bincount(sizes[2 * sizes >= LEAST], minlength=1)
+    return int(often.size - 1 - often[::-1].argmax())
 
 
-def _outwards(start: Iterable[int], near: Near) -> Iterator[int]:
-    """All variables that are linked to some, breadth first."""
-    queue = deque(start)
-    seen = set(queue)
-    while queue:
-        v = queue.popleft()
-        yield v
-        fresh = [j for j in near[v] if j not in seen]
-        seen.update(fresh)
-        queue.extend(fresh)
-
-
-def _middle(near: Near, rare: Sequence[bool], count: int) -> list[int]:
+def _middle(near: Near, rare: NDArray[np.bool_], count: int) -> Index:
     """So many variables around the one that is farthest from those that are rare."""
-    *_, last = _outwards([v for v, some in enumerate(rare) if some and near[v]] or [0], near)
-    return list(itertools.islice(_outwards([last], near), count))
+    begin = np.flatnonzero(rare & (near.degree > 0))
+    last = near.outwards(begin if begin.size else np.zeros(1, np.intp))[-1:]
+    return near.outwards(last, count)
 
 
-def _first_cell(ball: Sequence[int], layers: int, own: Sequence[int], near: Near) -> list[int] | None:
+def _first_cell(near: Near, costs: Index, layers: int) -> Index | None:
     """Variables of one layer, each a neighbour of one before it, of each kind as many as there are in a layer; with few
     neighbours outside."""
-    number = {v: k for k, v in enumerate(ball)}
-    around = [{number[j]: k for j, k in near[v].items() if j in number} for v in ball]
-    kind, size, places = list[int](), Counter[int](), 0
-    for rounds, finer in enumerate(_kinds([own[v] for v in ball], around)):
+    kind, size, places = np.zeros_like(costs), np.zeros(1, np.intp), 0
+    for rounds, finer in enumerate(itertools.islice(near.kinds(costs), PLACE[-1] + 1)):
         if rounds in PLACE:
-            sizes = Counter(finer)
-            more = sum(n > MOST * layers for n in sizes.values())
+            _, which, sizes = np.unique(finer, return_inverse=True, return_counts=True)
+            more = np.count_nonzero(sizes > MOST * layers)
             if more <= places:  # no more are told apart
                 break
-            kind, size, places = finer, sizes, more
-        if rounds == PLACE[-1]:
-            break
-    usual = _usual(size.values())
-    each = {k: round(n / usual) for k, n in size.items() if usual}
-    best: tuple[int, list[int]] | None = None
-    for anchor in [v for v, k in enumerate(kind) if each.get(k) == 1][:ANCHORS]:
-        cell, more = [anchor], Counter(each)
-        more[kind[anchor]] -= 1
-        inside = {anchor}
-        for v in cell:
-            for j in sorted(around[v]):
-                if more[kind[j]] and j not in inside:
-                    more[kind[j]] -= 1
-                    inside.add(j)
-                    cell.append(j)
-        outside = sum(j not in inside for v in cell for j in around[v])
+            kind, size, places = which, sizes, more
+    usual = _usual(size)
+    each = np.rint(size / usual).astype(np.intp) if usual else size * 0
+    best: tuple[int, Index] | None = None
+    for anchor in np.flatnonzero(each[kind] == 1)[:ANCHORS, None]:
+        cell = near.grown(anchor, kind, each)
+        inside = np.zeros(kind.size, np.bool_)
+        inside[cell] = True
+        outside = int(np.count_nonzero(~inside[near.other[near.edges_of(cell)[0]]]))
         if best is None or outside < best[0]:
-            best = outside, [ball[v] for v in cell]
+            best = outside, cell
     return None if best is None else best[1]
 
 
 def _beyond(end: End) -> End:
     """The other end of its link."""
     return end[2], end[1] ^ 1, end[0]
+
+
+class _Steps(NamedTuple):
+    """The edges within a cell, both ways, in the order in which they are followed: large tables first, since smaller
+    ones may lead to another layer.
+
+    Attributes:
+      place, table, to: (edges,) of each the places at its ends, and the number of the table.
+      kind: (edges,) of the variable that it leads to.
+      first, last: (edges,) where those begin and end that are of the same place and table. Those to one kind follow
+        each other, in the order of the variables.
+      start: (places + 1,) where the edges out of each place begin among `out`.
+    """
+
+    place: Index
+    table: Index
+    to: Index
+    kind: Kinds
+    first: Index
+    last: Index
+    start: Index
+    out: Index
+
+
+def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
+    inner = problem.near.among(cell)
+    place, table, variable = inner.source, inner.table, cell[inner.other]
+    sizes = np.asarray([t.size for t in problem.tables], np.intp)
+    order = np.lexsort((variable, kind[variable], table, place, -sizes[table]))
+    place, table, variable = place[order], table[order], variable[order]
+    begins = np.flatnonzero((np.diff(place, prepend=-1) != 0) | (np.diff(table, prepend=-1) != 0))
+    lengths = np.diff(begins, append=place.size)
+    first = np.repeat(begins, lengths)
+    out = np.argsort(place, kind="stable")
+    return _Steps(
+        place, table, inner.other[order], kind[variable], first, first + np.repeat(lengths, lengths), inner.start, out
+    )
+
+
+@compiled
+def _follow(
+    s: _Steps, start: Index, other: Index, table: Index, kind: Kinds, place: int, variable: int
+) -> Index:  # fmt: skip
+    """The variables that steps lead to from one at that place; -1 where none does."""
+    cell, taken = np.full(s.start.size - 1, -1), np.zeros(kind.size, np.bool_)
+    cell[place], taken[variable] = variable, True
+    some = np.empty(cell.size + 1, np.intp)
+    heap, twins, turn = list(s.out[s.start[place] : s.start[place + 1]]), list(s.out[:0]), 0
+    heapify(heap)
+    while len(heap) > 0 or turn < len(twins):
+        sure = len(heap) > 0
+        if sure:
+            step = heappop(heap)
+        else:
+            step, turn = twins[turn], turn + 1
+        v, a = cell[s.place[step]], s.first[step]
+        while a < s.last[step]:
+            b, wanted, count = a, 0, 0
+            while b < s.last[step] and s.kind[b] == s.kind[a]:
+                wanted += cell[s.to[b]] < 0
+                b += 1
+            for e in range(start[v], start[v + 1]):
+                if table[e] == s.table[a] and kind[other[e]] == s.kind[a] and not taken[other[e]] and count <= wanted:
+                    k = count
+                    while k > 0 and some[k - 1] > other[e]:
+                        some[k] = some[k - 1]
+                        k -= 1
+                    some[k] = other[e]
+                    count += 1
+            if count == wanted > 1 and sure:  # unless they are told apart from elsewhere
+                twins.append(step)
+            elif count == wanted:
+                count = 0
+                for t in range(a, b):
+                    q = s.to[t]
+                    if cell[q] < 0:
+                        cell[q], taken[some[count]] = some[count], True
+                        count += 1
+                        for e in s.out[s.start[q] : s.start[q + 1]]:
+                            if cell[s.to[e]] < 0:
+                                heappush(heap, e)
+            a = b
+    return cell
 
 
 class _Alike:
@@ -153,167 +204,152 @@ class _Alike:
       broken: places between which there are tables in the model, but not in all cells that `chain` came to.
     """
 
-    def __init__(self, model: Sequence[int], kind: Sequence[int], problem: Numbered) -> None:
-        self.model, self.kind, self.problem, self.near = list(model), kind, problem, problem.near
-        self.place = {v: p for p, v in enumerate(model)}
-        self.inner = [[(k, self.place[j]) for j, k in self.near[v].items() if j in self.place] for v in model]
+    def __init__(self, model: Index, kind: Kinds, problem: Numbered) -> None:
+        self.model, self.kind, self.problem, self.near = model, kind, problem, problem.near
         self.broken: set[Pair] = set()
-        self.outside = [sorted((k, j) for j, k in self.near[v].items() if j not in self.place) for v in model]
+        self._steps = _steps_in(model, kind, problem)
+        self._place = np.full(kind.size, model.size)  # of the variables of a cell that is looked at
+        self._model_tables = self._tables(model)
 
     def chain(self) -> Chain | None:
         """The cells in a row; None: they are in no such row."""
         ends = self._ends()
         if ends is None:
             return None
-        cells, number, queue = [self.model], dict.fromkeys(self.model, 0), deque([0])
+        cells, queue = [self.model], deque([0])
+        number = np.full(self.kind.size, -1)  # of the cell that each variable is in
+        number[self.model] = 0
         across: dict[tuple[int, End], int] = {}
-        further: list[list[int]] = [[]]  # where the next cell is if it is as far from each as that from the one before
+        further = [self.model[:0]]  # where the next cell is if it is as far from each as that from the one before
         while queue:
             c = queue.popleft()
-            for x, j in self._neighbours(cells[c], ends):
-                across[cells[c][x[0]], x] = j
-                if j in number:
+            for v, x, j in self._neighbours(cells[c], number, ends):
+                across[v, x] = j
+                if number[j] >= 0:
                     continue
-                sure = bool(further[c]) and further[c][x[2]] == j and self._is_like(further[c])
+                sure = further[c].size > 0 and further[c][x[2]] == j and self._is_like(further[c])
                 cell = further[c] if sure else self._around(x[2], j)
-                if cell is None or not number.keys().isdisjoint(cell):
+                if cell is None or (number[cell] >= 0).any():
                     continue
                 if sure or self._is_like(cell):
-                    number.update(dict.fromkeys(cell, len(cells)))
+                    number[cell] = len(cells)
                     queue.append(len(cells))
-                    cells.append(cell)
                     further.append(self._further(cells[c], cell))
+                    cells.append(cell)
                 else:
                     self.broken |= self._missing(cell)
-        links = sorted((x, y) for x in ends if x < (y := _beyond(x)))
+        return self._in_a_row(np.asarray(cells), number, across, sorted(x for x in ends if x < _beyond(x)))
+
+    def _in_a_row(
+        self, cells: Index, number: Index, across: Mapping[tuple[int, End], int], ends: Sequence[End]
+    ) -> Chain | None:
+        """The chain of these cells along most of their links, each of which is told by one of its ends."""
+        links = [(x, _beyond(x)) for x in ends]
         weights: Counter[tuple[int, ...]] = Counter()
-        for x, y in links:  # the cell that each leads to; -1: to none
-            ahead = [number.get(across[cell[x[0]], x], -1) for cell in cells]
-            behind = [number.get(across[cell[y[0]], y], -1) for cell in cells]
-            weights[min(tuple(ahead), tuple(behind))] += self.problem.tables[x[1]].size
+        for link in links:  # the cell that each leads to; -1: to none
+            ahead, behind = (
+                tuple(number[[across[v, x] for v in cells[:, x[0]].tolist()]].tolist()) for x in link
+            )  # fmt: skip
+            weights[min(ahead, behind)] += self.problem.tables[link[0][1]].size
         following = max(weights, key=lambda cells: (weights[cells], cells))
         row: list[int] = []
         for c in sorted(set(range(len(cells))).difference(following)):
             while c >= 0:
                 row.append(c)
                 c = following[c]
-        return Chain(self.problem, [cells[c] for c in row], links, across) if len(row) == len(cells) else None
+        return Chain(self.problem, cells[row], links, across) if len(row) == len(cells) else None
 
     def _ends(self) -> dict[End, int] | None:
         """The ends of links, and the variables beyond the model that they lead to; None: those are not in cells like
         it."""
         found: dict[End, int] = {}
         places: dict[int, int] = {}  # of variables in cells like the model
-        for p, some in enumerate(self.outside):
-            for k, j in some:
-                if j not in places:
-                    cells = (
-                        self._around(q, j)
-                        for q, others in enumerate(self.outside) if any(k_ == k ^ 1 for k_, _ in others)
-                    )  # fmt: skip
-                    cell = next((c for c in cells if c is not None and self._is_like(c)), [])
-                    places.update((v, q) for q, v in enumerate(cell))
-                end = p, k, places.get(j, -1)
-                if end[2] < 0 or end in found:
-                    return None
-                found[end] = j
+        edges, which = self.near.edges_of(self.model)
+        other, table = self.near.other[edges], self.near.table[edges]
+        out = ~np.isin(other, self.model)
+        outside = sorted(zip(which[out].tolist(), table[out].tolist(), other[out].tolist(), strict=True))
+        for p, k, j in outside:
+            if j not in places:
+                cells = (self._around(q, j) for q in sorted({q for q, k_, _ in outside if k_ == k ^ 1}))
+                cell = next((c for c in cells if c is not None and self._is_like(c)), self.model[:0])
+                places.update((v, q) for q, v in enumerate(cell.tolist()))
+            end = p, k, places.get(j, -1)
+            if end[2] < 0 or end in found:
+                return None
+            found[end] = j
         return found if found and all(_beyond(x) != x and _beyond(x) in found for x in found) else None
 
-    def _neighbours(self, cell: Sequence[int], ends: Mapping[End, int]) -> Iterator[tuple[End, int]]:
-        """The ends of a cell, and the variables that they lead to."""
-        inside = set(cell)
+    def _neighbours(
+        self, cell: Index, number: Index, ends: Mapping[End, int]
+    ) -> Iterator[tuple[int, End, int]]:  # fmt: skip
+        """The variables of a cell at the ends of links, and those that they lead to."""
         for (p, k), group in itertools.groupby(sorted(ends, key=lambda x: (x[:2], ends[x])), key=lambda x: x[:2]):
-            some = sorted(j for j, k_ in self.near[cell[p]].items() if k_ == k and j not in inside)
+            v = int(cell[p])
+            some = sorted(j for j, k_ in self.near.of(v) if k_ == k and number[j] != number[v])
             for x in group:
                 alike = (j for j in some if self.kind[j] == self.kind[self.model[x[2]]])
                 some.remove(j := next(alike, some[0]))
-                yield x, j
+                yield v, x, j
 
-    def _further(self, before: Sequence[int], cell: Sequence[int]) -> list[int]:
+    def _further(self, before: Index, cell: Index) -> Index:
         """Variables as far from those of a cell, in numbers, as these from those of the cell before; empty: they are
         not of the same kinds."""
-        found = [2 * v - u for u, v in zip(before, cell, strict=True)]
-        known = min(found) >= 0 and max(found) < len(self.kind) and len(set(found)) == len(found)
-        return found if known and all(self.kind[v] == self.kind[w] for v, w in zip(found, cell, strict=True)) else []
+        found = 2 * cell - before
+        known = found.min() >= 0 and found.max() < self.kind.size and np.array_equal(self.kind[found], self.kind[cell])
+        return found if known and np.diff(np.sort(found)).min(initial=1) > 0 else found[:0]
 
-    def _around(self, place: int, variable: int) -> list[int] | None:
+    def _around(self, place: int, variable: int) -> Index | None:
         """The variables that steps lead to from one at that place; None: not to all places."""
-        kind, near, model = self.kind, self.near, self.model
-        if kind[variable] != kind[model[place]]:
+        if self.kind[variable] != self.kind[self.model[place]]:
             return None
-        cell, taken = [-1] * len(model), {variable}
-        cell[place] = variable
-        tables, twins = self.problem.tables, deque[tuple[int, int]]()
-        heap = [(-tables[k].size, place, k) for k, _ in self.inner[place]]
-        while heap or twins:  # large tables first: the smaller ones may lead to another layer
-            sure = bool(heap)
-            _, p, k = heapq.heappop(heap) if sure else (0, *twins.popleft())
-            places: dict[int, list[int]] = {}
-            for k_, q in self.inner[p]:
-                if k_ == k and cell[q] < 0:
-                    places.setdefault(kind[model[q]], []).append(q)
-            for looks, some in places.items():
-                others = [j for j, k_ in near[cell[p]].items() if k_ == k and j not in taken and kind[j] == looks]
-                if len(others) != len(some):
-                    continue
-                if len(some) > 1 and sure:  # unless they are told apart from elsewhere
-                    twins.append((p, k))
-                    continue
-                for q, j in zip(sorted(some, key=model.__getitem__), sorted(others), strict=True):
-                    cell[q] = j
-                    for k_, further in self.inner[q]:
-                        if cell[further] < 0:
-                            heapq.heappush(heap, (-tables[k_].size, q, k_))
-                taken.update(others)
-        return cell if len(taken) == len(cell) else None
+        near = self.near
+        cell = _follow(self._steps, near.start, near.other, near.table, self.kind, place, variable)
+        return cell if cell.min() >= 0 else None
 
-    def _missing(self, cell: Sequence[int]) -> set[Pair]:
+    def _tables(self, cell: Index) -> Index:
+        """A number for each table of the variables: of its place, of that which it leads to, if any, and of the
+        table."""
+        edges, which = self.near.edges_of(cell)
+        self._place[cell] = np.arange(cell.size)
+        to = self._place[self.near.other[edges]]
+        self._place[cell] = cell.size
+        numbers = (which * (cell.size + 1) + to) * len(self.problem.tables) + self.near.table[edges]
+        return np.sort(numbers, kind="stable")  # which is quick where they nearly are
+
+    def _missing(self, cell: Index) -> set[Pair]:
         """Places in the model between which there are tables that this one has not."""
-        return {
-            (min(p, q), max(p, q))
-            for p, some in enumerate(self.inner) for k, q in some if self.near[cell[p]].get(cell[q]) != k
-        }  # fmt: skip
+        model, tables = self._model_tables, self._tables(cell)
+        gone = tables[np.searchsorted(tables, model).clip(max=tables.size - 1)] != model
+        pairs = (divmod(number // len(self.problem.tables), cell.size + 1) for number in model[gone].tolist())
+        return {(min(p, q), max(p, q)) for p, q in pairs if q < cell.size}
 
-    def _is_like(self, cell: Sequence[int] | None) -> bool:
+    def _is_like(self, cell: Index) -> bool:
         """Whether it has the costs of the model, and the tables at the same places."""
-        if cell is None:
-            return False
-        place = {v: p for p, v in enumerate(cell)}
-        for p, (v, w) in enumerate(zip(cell, self.model, strict=True)):
-            if self.problem.own[v] is not self.problem.own[w] or len(self.near[v]) != len(self.near[w]):
-                return False
-            outside: list[int] = []
-            for j, k in self.near[v].items():
-                if j not in place:
-                    outside.append(k)
-                elif self.near[w].get(self.model[place[j]]) != k:
-                    return False
-            if sorted(outside) != [k for k, _ in self.outside[p]]:
-                return False
-        return True
+        costs = self.problem.costs
+        return np.array_equal(costs[cell], costs[self.model]) and np.array_equal(self._tables(cell), self._model_tables)
 
 
-def _cut_well(chain: Chain, free: Container[Pair]) -> list[int] | None:
+def _cut_well(chain: Chain, free: Container[Pair]) -> Index | None:
     """A cell of the same places, some from cells further on or before, with the least between it and others. Tables
     between places that are `free` hardly count.
 
     Minimises the sum over tables of their entries times |offset of one variable - offset of the other - cells between
     them|: a linear program whose solutions are whole numbers.
     """
-    middle, problem = len(chain.cells) // 2, chain.problem
-    where = {v: (c, p) for c, cell in enumerate(chain.cells) for p, v in enumerate(cell)}
-    found: list[tuple[int, int, int, int]] = []
-    for p, v in enumerate(chain.cells[middle]):
-        for j, k in problem.near[v].items():
-            if j not in where:
-                return None
-            c, q = where[j]
-            if c > middle or (c == middle and q > p):
-                found.append((p, q, c - middle, 1 if (min(p, q), max(p, q)) in free else problem.tables[k].size))
-    if not found:
+    middle, near, tables = len(chain.cells) // 2, chain.problem.near, chain.problem.tables
+    edges, first = near.edges_of(chain.cells[middle])
+    between, second = chain.cell[near.other[edges]] - middle, chain.place[near.other[edges]]
+    if second.min(initial=0) < 0:
         return None
-    first, second, between, weight = np.asarray(found).T
-    count, size = len(found), len(chain.cells[0])
+    some = np.flatnonzero((between > 0) | ((between == 0) & (second > first)))
+    if not some.size:
+        return None
+    first, second, between = first[some], second[some], between[some]
+    weight = np.asarray([
+        1 if (min(p, q), max(p, q)) in free else tables[k].size
+        for p, q, k in zip(first.tolist(), second.tolist(), near.table[edges[some]].tolist(), strict=True)
+    ])  # fmt: skip
+    count, size = some.size, chain.cells.shape[1]
     row, one = np.arange(count), np.ones(count)
     entries = np.concatenate((one, -one, -one, one))
     columns = np.concatenate((second, first, size + row, size + count + row))
@@ -324,4 +360,4 @@ def _cut_well(chain: Chain, free: Container[Pair]) -> list[int] | None:
     offsets += middle - (offsets.min() + offsets.max()) // 2
     if offsets.min() < 0 or offsets.max() >= len(chain.cells):
         return None
-    return [chain.cells[c][p] for p, c in enumerate(offsets)]
+    return chain.cells[offsets, np.arange(size)]

@@ -9,17 +9,20 @@ cell as often as there are others, add up to a lower bound, and what attains the
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardc.solver.costs import by_identity, ends_of
 from shardc.solver.dual import Dual
+from shardc.solver.near import Near
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.tables import Given, Pair, Table
+from shardc.solver.tables import Given, Index, Pair, Table
 
 log = logging.getLogger("shardc")
 
@@ -39,8 +42,7 @@ class Numbered:
 
     Attributes:
       own: costs of the variables' values.
-      near: for each variable its neighbours of more than one value and the numbers of the tables, its values being the
-        rows.
+      near: the neighbours of more than one value, and the numbers of the tables.
       tables: by number; turned, a table has the number beside, of which the lower one is even.
       fixed: the value of each variable that has but one, or need not have another.
       constant: what these cost.
@@ -48,48 +50,71 @@ class Numbered:
 
     def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given], ops: Operations) -> None:
         self.ops = ops
-        self.own = [ops.clean(u) for u in unary]
-        self.near: list[dict[int, int]] = [{} for _ in unary]
+        groups = by_identity(unary)
+        clean = {id(u): ops.clean(u) for u, _ in groups}
+        self.own = [clean[id(u)] for u in unary]
         self.tables: list[Given] = []
-        numbers: dict[int, int] = {}
-        for (i, j), given in pairwise.items():
-            table = ops.given(given)
-            k = numbers.setdefault(id(table), len(self.tables))
-            if k == len(self.tables):
-                self.tables += [table, table.T]
-            self.near[i][j], self.near[j][i] = k, k + 1
+        self.near = Near.between(len(unary), *self._edges(pairwise))
         self.constant = 0.0
         self.fixed: dict[int, int] = {}
-        for v, u in enumerate(unary):
-            if u.size == 1:
-                self._fix(v, 0)
-        for v, near in enumerate(self.near):
-            if len(near) >= HUB:
-                needed = ops.needed(self.own[v], [ops.whole(self.tables[k]) for k in near.values()], [])
+        for v in sorted(v for u, of in groups if u.size == 1 for v in of.tolist()):
+            self._fix(v, 0)
+        for v in np.flatnonzero(self.near.degree >= HUB).tolist():
+            tables = [self.tables[k] for j, k in self.near.of(v) if j not in self.fixed]
+            if v not in self.fixed and len(tables) >= HUB:
+                needed = ops.needed(self.own[v], [ops.whole(t) for t in tables], [])
                 if needed is not None and needed.size == 1:
                     self._fix(v, int(needed[0]))
+        self.near = self.near.without(self.is_fixed)
+
+    def _edges(self, pairwise: Mapping[Pair, Given]) -> tuple[Index, Index, Index]:
+        """The variable at either end of each table, the other one, and the number of the table."""
+        numbers, found = np.empty(len(pairwise), np.intp), dict[int, int]()
+        for given, of in by_identity(list(pairwise.values())):
+            table = self.ops.given(given)
+            numbers[of] = k = found.setdefault(id(table), len(self.tables))
+            if k == len(self.tables):
+                self.tables += [table, table.T]
+        first, second = ends_of(pairwise)
+        source, other = np.stack((first, second), 1), np.stack((second, first), 1)
+        return source.reshape(-1), other.reshape(-1), np.stack((numbers, numbers + 1), 1).reshape(-1)
 
     def _fix(self, v: int, value: int) -> None:
         self.fixed[v] = value
         self.constant += float(self.own[v][value])
-        for j, k in self.near[v].items():
-            own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.ops.whole(self.tables[k])[value]))
-            self.own[j] = self.ops.sum(own, row)
-            del self.near[j][v]
-        self.near[v] = {}
+        for j, k in self.near.of(v):
+            if j not in self.fixed:
+                own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.ops.whole(self.tables[k])[value]))
+                self.own[j] = self.ops.sum(own, row)
+
+    @cached_property
+    def is_fixed(self) -> NDArray[np.bool_]:
+        """Whether each variable is."""
+        found = np.zeros(len(self.own), np.bool_)
+        found[list(self.fixed)] = True
+        return found
+
+    @cached_property
+    def costs(self) -> Index:
+        """For each variable a number of its costs."""
+        found = np.empty(len(self.own), np.intp)
+        for k, (_, of) in enumerate(by_identity(self.own)):
+            found[of] = k
+        return found
 
     def edge(self, i: int, j: int, k: int) -> tuple[Pair, Given]:
         """Two variables and table k of them, the way it was given."""
         return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
 
-    def part(self, variables: Sequence[int], own: Sequence[Table]) -> Part:
-        """The problem of some of the variables, with these costs of all."""
-        number = {v: k for k, v in enumerate(variables)}
-        edges = (
-            self.edge(number[v], number[j], k)
-            for v in variables for j, k in self.near[v].items() if v < j and j in number
-        )  # fmt: skip
-        return Part(list(variables), [own[v] for v in variables], dict(edges))
+    def part(self, variables: Index, own: Sequence[Table]) -> Part:
+        """The problem of some of the variables, in their order, with these costs of all."""
+        number = np.full(len(own), -1)
+        number[variables] = np.arange(variables.size)
+        source, other = self.near.source, self.near.other
+        inside = np.flatnonzero((source < other) & (number[source] >= 0) & (number[other] >= 0))
+        ends = (number[source[inside]].tolist(), number[other[inside]].tolist(), self.near.table[inside].tolist())
+        some = variables.tolist()
+        return Part(some, [own[v] for v in some], dict(map(self.edge, *ends)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +125,11 @@ class Part:
     unary: list[Table]
     pairwise: dict[Pair, Given]
 
+    def some(self, values: Sequence[int], variables: Index) -> list[int]:
+        """Of its values those of some variables, by the numbers that they have in the other."""
+        number = {v: k for k, v in enumerate(self.variables)}
+        return [values[number[v]] for v in variables.tolist()]
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -107,36 +137,55 @@ class Chain:
 
     Attributes:
       problem: whose they are.
-      cells: the variables of each, those at one place in one order; neighbours along most links in a row.
+      cells: (cells, places) the variables of each; neighbours along most links in a row.
       links: both ends of each. Every cell has each end once.
       across: the variable at the other side, for a variable of a cell and its end of a link.
     """
 
     problem: Numbered
-    cells: list[list[int]]
+    cells: Index
     links: list[tuple[End, End]]
     across: Mapping[tuple[int, End], int]
 
     @property
     def part(self) -> float:
         """What part the variables of a ring, a cell and the ends are of all."""
-        size, all_ = len(self.cells[0]), len(self.problem.own) - len(self.problem.fixed)
-        return 1 - (len(self.cells) - 4) * size / all_
+        count, size = self.cells.shape
+        return 1 - (count - 4) * size / (len(self.problem.own) - len(self.problem.fixed))
 
     @property
-    def middle(self) -> list[list[int]]:
+    def middle(self) -> Index:
         """All cells but the outermost."""
         return self.cells[1:-1]
 
     @cached_property
+    def place(self) -> Index:
+        """Of each variable in its cell; -1: it is in none."""
+        return self._of_cells(np.arange(self.cells.shape[1]))
+
+    @cached_property
+    def cell(self) -> Index:
+        """Of each variable the cell that it is in; -1: it is in none."""
+        return self._of_cells(np.arange(len(self.cells))[:, None])
+
+    def _of_cells(self, values: Index) -> Index:
+        found = np.full(len(self.problem.own), -1)
+        found[self.cells] = values
+        return found
+
+    @cached_property
     def _inner(self) -> list[tuple[int, int, int]]:
         """Pairs of places that are neighbours within a cell, and the number of the table."""
-        place, near = {v: p for p, v in enumerate(self.cells[0])}, self.problem.near
-        return [(p, place[j], k) for v, p in place.items() for j, k in near[v].items() if p < place.get(j, -1)]
+        near, cell, place = self.problem.near, self.cells[0], self.place
+        edges, which = near.edges_of(cell)
+        other = near.other[edges]
+        to = np.where(self.cell[other] == 0, place[other], -1)
+        some = which < to
+        return list(zip(which[some].tolist(), to[some].tolist(), near.table[edges[some]].tolist(), strict=True))
 
     def ring(self) -> Part:
         """A cell that is its own neighbour; or three in a ring, if one would be linked to itself twice in one place."""
-        edge, cell = self.problem.edge, self.cells[0]
+        edge, cell = self.problem.edge, self.cells[0].tolist()
         pairs = [{p, q} for p, q, _ in self._inner] + [{x[0], x[2]} for x, _ in self.links]
         copies = 1 if all(len(pair) == 2 for pair in pairs) and len(set(map(frozenset, pairs))) == len(pairs) else 3
         edges = [edge(c * len(cell) + p, c * len(cell) + q, k) for c in range(copies) for p, q, k in self._inner]
@@ -146,7 +195,7 @@ class Chain:
     def _joined(self, end: End, c: int, copies: int) -> Pair:
         """The variables of a link from cell c of a ring."""
         k, size = len(self.cells) // 2, len(self.cells[0])
-        step = 1 if self.across[self.cells[k][end[0]], end] in self.cells[k + 1] else -1
+        step = 1 if self.cell[self.across[int(self.cells[k, end[0]]), end]] == k + 1 else -1
         return c * size + end[0], (c + step) % copies * size + end[2]
 
     def shares(self, ring: Part, tight: float) -> dict[End, Table] | None:
@@ -188,10 +237,11 @@ class Chain:
 
     def one(self, shares: Mapping[End, Table]) -> Part:
         """A cell, with its shares of the links."""
-        own = [self.problem.own[v] for v in self.cells[0]]
+        cell = self.cells[0].tolist()
+        own = [self.problem.own[v] for v in cell]
         for (p, _, _), share in shares.items():
             own[p] = own[p] + share
-        return Part(self.cells[0], own, dict(self.problem.edge(*inner) for inner in self._inner))
+        return Part(cell, own, dict(self.problem.edge(*inner) for inner in self._inner))
 
     def ends(self, shares: Mapping[End, Table], wanted: Sequence[int], less: float) -> Part:
         """What is in no cell and the outermost cells, with their shares of what links them to other cells.
@@ -201,73 +251,63 @@ class Chain:
           less: so much, to tell them from others that are as good.
         """
         own, other = list(self.problem.own), {x: y for a, b in self.links for x, y in ((a, b), (b, a))}
-        gone = {v for cell in self.middle for v in cell}
-        kept = {v for cell in (self.cells[0], self.cells[-1]) for v in cell}
+        cell, last = self.cell.tolist(), len(self.cells) - 1
         for (v, end), j in self.across.items():
-            if v in kept and j in gone:
+            if cell[v] in (0, last) and 0 < cell[j] < last:
                 own[v] = own[v] + shares[end]
                 own[v][wanted[end[0]]] -= less
-            elif v in gone and j not in gone and j not in kept:
+            elif 0 < cell[v] < last and cell[j] < 0:
                 own[j] = own[j] + shares[other[end]]
-        return self.problem.part(self._without(gone), own)
-
-    @cached_property
-    def place(self) -> Mapping[int, int]:
-        """Of each variable of a cell."""
-        return {v: p for cell in self.cells for p, v in enumerate(cell)}
+        return self.problem.part(self._without(self.middle), own)
 
     def between(self, part: Part, wanted: Sequence[int]) -> Part:
         """What is in no cell of a part, where the cells have these values."""
-        ops, place, own = self.problem.ops, self.place, list(part.unary)
-        free = {k: n for n, k in enumerate(k for k, v in enumerate(part.variables) if v not in place)}
+        ops, place, own = self.problem.ops, self.place[part.variables].tolist(), list(part.unary)
+        free = {k: n for n, k in enumerate(k for k, p in enumerate(place) if p < 0)}
         inner = dict[Pair, Given]()
         for (i, j), table in part.pairwise.items():
             if i in free and j in free:
                 inner[free[i], free[j]] = table
             elif i in free:
-                value = wanted[place[part.variables[j]]]
+                value = wanted[place[j]]
                 own[i] = ops.sum(own[i], ops.one(np.ascontiguousarray(ops.whole(table)[:, value])))
             elif j in free:
-                value = wanted[place[part.variables[i]]]
+                value = wanted[place[i]]
                 own[j] = ops.sum(own[j], ops.one(ops.whole(table)[value]))
         return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
 
     def shorter(self) -> Part | None:
         """The problem with one cell between the outermost ones; None: it would not be
         like the whole one."""
-        problem, gone = self.problem, {v: (cell, p) for cell in self.middle[1:] for p, v in enumerate(cell)}
+        problem, near, last = self.problem, self.problem.near, len(self.cells) - 1
         through: dict[Pair, list[End]] = {}  # who holds such a table of a place goes on from one of these ends
         for end in (end for link in self.links for end in link):
             through.setdefault(end[1:], []).append(end)
-        part = problem.part(self._without(gone), problem.own)
+        part = problem.part(self._without(self.middle[1:]), problem.own)
         number = {v: k for k, v in enumerate(part.variables)}
-        place = self.place
-        for v in part.variables:
-            for first, k in problem.near[v].items():
-                j = first
-                while j in gone:
-                    cell, q = gone[j]
-                    ends = [end for end in through[k, q] if end[0] == place.get(v, end[0])]
-                    if len(ends) > 1:
-                        return None
-                    j = self.across[cell[ends[0][0]], ends[0]]
-                if j != first:
-                    pair, table = problem.edge(number[v], number[j], k)
-                    if v == j or part.pairwise.setdefault(pair, table) is not table or pair[::-1] in part.pairwise:
-                        return None
+        gone = (self.cell > 1) & (self.cell < last)
+        for e in np.flatnonzero(gone[near.other] & ~gone[near.source]):
+            v, j, k = int(near.source[e]), int(near.other[e]), int(near.table[e])
+            while gone[j]:
+                ends = [end for end in through[k, int(self.place[j])] if self.place[v] in (-1, end[0])]
+                if len(ends) > 1:
+                    return None
+                j = self.across[int(self.cells[self.cell[j], ends[0][0]]), ends[0]]
+            pair, table = problem.edge(number[v], number[j], k)
+            if v == j or part.pairwise.setdefault(pair, table) is not table or pair[::-1] in part.pairwise:
+                return None
         return part
 
     def whole(self, part: Part, values: Sequence[int], cell: Sequence[int]) -> list[int]:
         """The assignment of the whole problem that has those values of a part, and in all other cells these."""
-        found = [0] * len(self.problem.own)
-        for v, value in self.problem.fixed.items():
-            found[v] = value
-        for some in self.middle:
-            for v, value in zip(some, cell, strict=True):
-                found[v] = value
-        for v, value in zip(part.variables, values, strict=True):
-            found[v] = value
-        return found
+        found = np.zeros(len(self.problem.own), np.intp)
+        found[list(self.problem.fixed)] = list(self.problem.fixed.values())
+        found[self.middle] = cell
+        found[part.variables] = values
+        return found.tolist()
 
-    def _without(self, gone: Container[int]) -> list[int]:
-        return [v for v in range(len(self.problem.own)) if v not in gone and v not in self.problem.fixed]
+    def _without(self, cells: Index) -> Index:
+        """The variables that are neither in these cells nor fixed."""
+        kept = ~self.problem.is_fixed
+        kept[cells] = False
+        return np.flatnonzero(kept)

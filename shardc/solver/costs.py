@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -14,9 +15,9 @@ _T = TypeVar("_T")
 
 class Costs:
     def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given]) -> None:
-        self._own = _alike(list(unary))
-        self._pairs = _alike(list(pairwise.values()))
-        self._ends = np.asarray(list(pairwise), np.intp).reshape(-1, 2).T
+        self._own = by_identity(unary)
+        self._pairs = by_identity(list(pairwise.values()))
+        self._ends = ends_of(pairwise)
 
     def cost(self, values: Sequence[int]) -> float:
         """Infinite where something is not allowed."""
@@ -28,9 +29,15 @@ class Costs:
         return float(found.sum()) if found.max() < FORBIDDEN else np.inf
 
 
-def _alike(tables: Sequence[_T]) -> list[tuple[_T, Index]]:
-    """Each table once, and the numbers of those that are it."""
-    of: dict[int, list[int]] = {}
-    for k, table in enumerate(tables):
-        of.setdefault(id(table), []).append(k)
-    return [(tables[numbers[0]], np.asarray(numbers, np.intp)) for numbers in of.values()]
+def ends_of(pairs: Collection[Pair]) -> tuple[Index, Index]:
+    """The first variables of pairs, and the second ones."""
+    found = np.fromiter(itertools.chain.from_iterable(pairs), np.intp, 2 * len(pairs))
+    return found[::2], found[1::2]
+
+
+def by_identity(some: Sequence[_T]) -> list[tuple[_T, Index]]:
+    """Each object once, in the order in which they come, and the places where it is."""
+    names = np.fromiter(map(id, some), np.intp, len(some))
+    order = np.argsort(names, kind="stable")
+    places = np.split(order, np.flatnonzero(np.diff(names[order])) + 1) if some else []
+    return [(some[of[0]], of) for of in sorted(places, key=lambda of: of[0])]

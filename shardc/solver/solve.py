@@ -251,7 +251,9 @@ class _SolvePart(Protocol):
 
 def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim: float, enough: float) -> bool:
     """Whether one of a chain's cells, solved for all of them, and what is at its ends give a bound and an assignment
-    that are close enough. The search has both. What is at the ends begins with the cell's values there."""
+    that are close enough. The search has both. What is at the ends begins with the cell's values there; where it then
+    has others in the outermost cells, which may be as good in a cell and better at the ends, all cells may have them.
+    """
     ring, many = chain.ring(), len(chain.middle)
     shares = chain.shares(ring, aim * TIGHT)
     if shares is None:
@@ -266,12 +268,14 @@ def _settled_by_cells(chain: Chain, search: Search, solve_part: _SolvePart, aim:
     begin = [known[v] if v in known else values[chain.place[v]] for v in part.variables]
     ends = solve_part(part, begin, close)
     search.bound = chain.problem.constant + ends.bound + many * one.bound
-    search.offer(chain.whole(part, ends.values, values))
+    for cell in (values, *(part.some(ends.values, outer) for outer in chain.cells[[0, -1]])):
+        search.offer(chain.whole(part, ends.values, cell))
+        if search.within(enough):
+            break
     log.debug("%d cells: bound %.9g, cost %.9g", len(chain.cells), search.bound, search.cost)
     if not search.within(enough) and (part := chain.shorter()) is not None:
         found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
-        number = {v: k for k, v in enumerate(part.variables)}
-        search.offer(chain.whole(part, found.values, [found.values[number[v]] for v in chain.middle[0]]))
+        search.offer(chain.whole(part, found.values, part.some(found.values, chain.middle[0])))
         log.debug("one cell between the ends: cost %.9g", search.cost)
     return search.within(enough)
 

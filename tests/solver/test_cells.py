@@ -73,8 +73,7 @@ def test_cells_are_the_layers(seed):
     for cell in chain.cells:
         assert all(unary[v] is unary[w] for v, w in zip(cell, chain.cells[0], strict=True))
     for (v, end), j in chain.across.items():
-        k = chain.problem.near[v][j]
-        assert k == end[1]
+        assert (j, end[1]) in chain.problem.near.of(v)
         assert any(cell[end[0]] == v for cell in chain.cells)
     steps = {abs(a[0] // SIZE - b[0] // SIZE) for a, b in itertools.pairwise(chain.cells)}
     assert steps == {1}
@@ -142,6 +141,22 @@ def test_a_variable_that_all_layers_read_may_have_one_value_that_is_as_good_as_a
         assert (hub in problem.fixed) == found
         assert (find_chain(problem) is not None) == found
         assert problem.constant == (1.0 if found else 0.0)
+
+
+@pytest.mark.parametrize("better", range(3))
+def test_what_is_as_good_in_a_cell_is_decided_at_the_ends(better, caplog):
+    """Without another problem for it: all cells have what the outermost ones have there."""
+    caplog.set_level(logging.DEBUG, logger="shardc")
+    layers, own = 40, np.zeros(3)
+    apart = [np.where(np.eye(3, dtype=bool), 0.0, 7.0 + k + np.arange(9.0).reshape(3, 3)) for k in range(SIZE)]
+    pairwise = {(v, v + 1): apart[v % SIZE] for v in range(layers * SIZE - 1)}
+    dear = np.where(np.arange(3) == better, 1.0, 2.0)
+    unary = [dear, *[own] * (layers * SIZE - 2), dear]
+    found = minimize(unary, pairwise)
+    assert found.cost == found.bound == least(unary, pairwise) == 2.0
+    assert set(found.values) == {better}
+    assert " cells: bound" in caplog.text
+    assert "one cell between the ends" not in caplog.text
 
 
 def test_the_same_on_every_run():
