@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.costs import by_identity, ends_of
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Pair, Table
 
@@ -116,11 +117,14 @@ class Reduction:
     def of(
         cls, unary: Sequence[Table], pairwise: Mapping[Pair, Given], uses: Sequence[Sequence[Use]], ops: Operations
     ) -> Reduction:
-        own = [ops.clean(u) for u in unary]
-        for (i, j), table in pairwise.items():
-            if i == j:
-                raise ValueError(f"variable {i} in a table with itself")
-            if table.shape != (own[i].size, own[j].size):
+        clean = {id(u): ops.clean(u) for u, _ in by_identity(unary)}
+        own = [clean[id(u)] for u in unary]
+        sizes, (first, second) = np.asarray([u.size for u in own], np.intp), ends_of(pairwise)
+        for i in first[first == second].tolist():
+            raise ValueError(f"variable {i} in a table with itself")
+        for table, of in by_identity(list(pairwise.values())):
+            wrong = (sizes[first[of]] != table.shape[0]) | (sizes[second[of]] != table.shape[1])
+            for i, j in zip(first[of][wrong].tolist(), second[of][wrong].tolist(), strict=True):
                 raise ValueError(f"table of variables {i}, {j}: {table.shape}, not {(own[i].size, own[j].size)}")
         found = cls(ops, own, [{} for _ in own], [list(u) for u in uses] if uses else [[] for _ in own])
         found._given = pairwise
