@@ -44,10 +44,11 @@ def reads_of(starts: Mapping[Var, int], maker: Mapping[Var, Eqn]) -> dict[Var, l
     """
     found: dict[Var, list[Var]] = {}
     for v in starts:
+        aval, size = v.aval, compat.size_of(v.aval)
         todo, seen, read = [v], {v}, list[Var]()
         while todo:
-            for a in compat.variables(maker[todo.pop()].invars):
-                if a in seen or a.aval.size != v.aval.size:
+            for a in maker[todo.pop()].invars:
+                if compat.is_literal(a) or a in seen or not (a.aval is aval or compat.size_of(a.aval) == size):
                     continue
                 seen.add(a)
                 inside = a in maker and a not in starts and kind_of(maker[a]) in IN_LOOPS
@@ -70,23 +71,40 @@ def joined_loops(
     over: dict[tuple[Var, int, int], list[Var]] = defaultdict(list)
     for v in sorted(reads, key=starts.__getitem__):
         for a in reads[v]:
-            over[a, home[v], v.aval.size].append(v)
+            over[a, home[v], compat.size_of(v.aval)].append(v)
+    pairs = dict.fromkeys(pair for loops in over.values() for pair in pairwise(loops))
+    far: dict[Var, int] = {}
+    for v, later in reversed(pairs):  # the innermost of a forward and a backward pass first: others follow from these
+        pairs[v, later] = _follows(later, v, maker, made, far)
     found: dict[Var, dict[Var, int]] = defaultdict(dict)
     for (a, *_), loops in over.items():
         for v, later in pairwise(loops):
-            if not _follows(later, v, maker, made):
+            if not pairs[v, later]:
                 found[v][a] = starts[later] + 1
     return found
 
 
-def _follows(later: Var, v: Var, maker: Mapping[Var, Eqn], made: Mapping[Var, int]) -> bool:
-    """Whether a value is computed from another, as far as `LOOK`."""
-    todo, seen = [later], {later}
-    while todo and len(seen) < LOOK:
-        for a in compat.variables(maker[todo.pop()].invars):
+def _follows(
+    later: Var, v: Var, maker: Mapping[Var, Eqn], made: Mapping[Var, int], far: dict[Var, int]
+) -> bool:
+    """Whether a value is computed from another, or from at least `LOOK` values made since, itself one of them.
+
+    Args:
+      far: points since when values are known to be computed from so many.
+    """
+    todo, seen, start = [later], {later}, made[v]
+    while todo:
+        if len(seen) >= LOOK:
+            far[later] = max(start, far.get(later, start))
+            return True
+        for a in maker[todo.pop()].invars:
             if a is v:
                 return True
-            if a not in seen and made.get(a, -1) > made[v]:
-                seen.add(a)
-                todo.append(a)
-    return bool(todo)
+            if compat.is_literal(a) or a in seen or made.get(a, -1) <= start:
+                continue
+            if far.get(a, -1) >= start:
+                far[later] = max(start, far.get(later, start))
+                return True
+            seen.add(a)
+            todo.append(a)
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Final
 
 from shardc.compat import Eqn
@@ -25,6 +26,7 @@ class Kind(Enum):
     MADE: all else. It reads memory, and its result is in memory.
     """
 
+    __hash__ = object.__hash__  # an enum's own hashes its name, in Python: kinds are looked up for each equation
     VIEW = auto()
     CHEAP = auto()
     COSTLY = auto()
@@ -84,6 +86,7 @@ def kind_of(eqn: Eqn) -> Kind:
     return _boxing(eqn.params["src"], eqn.params["dst"]) if name == "box" else _KINDS.get(name, Kind.MADE)
 
 
+@lru_cache(maxsize=4096)
 def _boxing(src: Placement, dst: Placement) -> Kind:
     """A boxing that takes a part of what is there, or fills up, is computed where it is read; others move."""
     local = all(a not in src or src.get(a) == dst.get(a) or a in dst.partial_axes for a in {*src, *dst})
