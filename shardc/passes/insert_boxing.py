@@ -175,7 +175,8 @@ class _Inserter:
                 eqns.append(eqn)
                 if node.rule is not None and not runs_once(eqn):
                     self.rules[id(eqn)] = node.rule
-                self.placements.update(zip(eqn.outvars, ports[split:], strict=True))
+                for var, placement in zip(eqn.outvars, ports[split:], strict=True):
+                    self.placements[var] = placement
             self.now += 1
         outvars = [read(a, p) for a, p in zip(scope.jaxpr.outvars, returns, strict=True)]
         return compat.new_jaxpr(scope.jaxpr.invars, outvars, eqns, scope.jaxpr)

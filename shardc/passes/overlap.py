@@ -44,13 +44,15 @@ def hidden_seconds(
     found = [eqn for eqn in jaxpr.eqns if reducing.get(id(eqn)) and all(v in late for v in eqn.outvars)]
     if not found:
         return 0.0
-    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    operands = {v for eqn in found for v in compat.variables(eqn.invars)}
+    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars if v in operands}
     ready = [0.0] * (len(jaxpr.eqns) + 1)
     for eqn in found:
-        behind = max((made.get(v, -1) for v in eqn.invars if not compat.is_literal(v)), default=-1)
+        behind = max((made.get(v, -1) for v in compat.variables(eqn.invars)), default=-1)
         ready[1 + behind] += reducing[id(eqn)]
     waiting, hidden = ready[0], 0.0
     for eqn, more in zip(jaxpr.eqns, ready[1:], strict=True):
-        sent = min(waiting, computing.get(id(eqn), 0.0))
-        hidden, waiting = hidden + sent, waiting - sent + more
+        if more or id(eqn) in computing:
+            sent = min(waiting, computing.get(id(eqn), 0.0))
+            hidden, waiting = hidden + sent, waiting - sent + more
     return hidden

@@ -125,13 +125,15 @@ class _Held(dict[Var, int]):
     def __init__(self, placements: Mapping[Var, Placement], sizes: AxisSizes) -> None:
         super().__init__()
         self._placements, self._sizes = placements, sizes
-        self._alike: dict[tuple[Any, Placement], int] = {}
+        self._alike: dict[tuple[Any, int], int] = {}
 
     def __missing__(self, var: Var) -> int:
-        alike = var.aval, self._placements[var]
-        if alike not in self._alike:
-            self._alike[alike] = local_bytes(var, alike[1], self._sizes)
-        found = self[var] = self._alike[alike]
+        placement = self._placements[var]
+        alike = var.aval, id(placement)
+        found = self._alike.get(alike)
+        if found is None:
+            found = self._alike[alike] = local_bytes(var, placement, self._sizes)
+        self[var] = found
         return found
 
 
