@@ -23,7 +23,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +46,7 @@ from shardc.passes.fusion import (
     UPDATES,
     Habits,
     Kind,
+    Step,
     kind_of,
 )
 from shardc.passes.problem import REMAT, itemsize_of
@@ -130,22 +133,22 @@ def lifetimes(
 
 def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
     """The point at which each value of a program is made, nested bodies included."""
-    return _Forward(jaxpr).made
+    return {v: step.at for v, step in _Forward(jaxpr).maker.items()}
 
 
 def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
     """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is,
     and how often each runs."""
-    span, found, trips = _Forward(jaxpr).span, list[tuple[Jaxpr, int, int]](), 1
+    steps, found, trips = _Forward(jaxpr).steps, list[tuple[Jaxpr, int, int]](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
-        here = [n for n, e in enumerate(scope.eqns) if span[id(e)][0] <= point <= span[id(e)][1]]
+        here = [n for n, s in enumerate(steps[id(scope)]) if s.start <= point <= s.at]
         if not here:
             break
         found.append((scope, here[0], trips))
         inside = scope.eqns[here[0]]
         inner, trips = bodies_of(inside), trips * (inside.params["length"] if inside.primitive.name == "scan" else 1)
-        scope = next((b for b in inner if b.eqns and span[id(b.eqns[0])][0] <= point <= span[id(b.eqns[-1])][1]), None)
+        scope = next((b for b in inner if b.eqns and steps[id(b)][0].start <= point <= steps[id(b)][-1].at), None)
     return found
 
 
@@ -153,10 +156,10 @@ class _Forward:
     """The first walk: equations get their points of time, values what they are computed from.
 
     Attributes:
-      made: the point at which the program makes a value.
-      span: of an equation, by id: the points from before its bodies to behind them.
-      readers: how many equations read a value.
+      now: how many points there are.
+      steps: the equations of each body, by its id.
       maker: the equation that makes a value.
+      readers: how many equations read a value.
       joins: what is computed in loops from several values as large as itself.
       source: of what is computed in loops the one value as large that a loop has to read for it; None if there is none.
         A value not in here is its own.
@@ -165,47 +168,53 @@ class _Forward:
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr, self.now = jaxpr, 0
-        self.made: dict[Var, int] = {}
-        self.span: dict[int, tuple[int, int]] = {}
+        self.steps: dict[int, list[Step]] = {}
+        self.maker: dict[Var, Step] = {}
         self.readers = Counter[Var]()
-        self.maker: dict[Var, Eqn] = {}
         self.source: dict[Var, Var | None] = {}
         self.joins: set[Var] = set()
-        self.products: list[Eqn] = []
+        self.products: list[Step] = []
         self.lookups: list[Eqn] = []
         self.body(jaxpr)
 
     def body(self, body: Jaxpr) -> None:
-        self.readers.update([a for e in body.eqns for a in e.invars if not compat.is_literal(a)])
+        eqns, home = body.eqns, id(body)
+        operands = [[a for a in e.invars if not compat.is_literal(a)] for e in eqns]
+        self.readers.update(chain.from_iterable(operands))
         self.readers.update([a for a in body.outvars if not compat.is_literal(a)])
-        for eqn in body.eqns:
+        steps = self.steps[home] = list[Step]()
+        for eqn, mine in zip(eqns, operands, strict=True):
             start, kind, name = self.now, kind_of(eqn), eqn.primitive.name
             for inner in bodies_of(eqn) if name in NESTED else ():
                 self.now += 1
                 self.body(inner)
-            self.span[id(eqn)] = start, self.now
-            if name in PRODUCTS:
-                self.products.append(eqn)
+            step = Step(eqn, kind, mine, start, self.now, home)
+            steps.append(step)
+            for v in eqn.outvars:
+                self.maker[v] = step
+            if kind in IN_LOOPS:
+                self.find_source(step, eqn.outvars[0])
+            elif name in PRODUCTS:
+                self.products.append(step)
             elif name in LOOKUPS:
                 self.lookups.append(eqn)
-            for v in eqn.outvars:
-                self.maker[v] = eqn
-                self.made[v] = self.now
             self.now += 1
-            if kind in IN_LOOPS:
-                self.find_source(eqn, eqn.outvars[0], kind)
 
-    def find_source(self, eqn: Eqn, v: Var, kind: Kind) -> None:
-        aval, size, sources = v.aval, compat.size_of(v.aval), set[Var]()
-        for a in eqn.invars if size else ():
-            if not compat.is_literal(a) and (a.aval is aval or compat.size_of(a.aval) >= size):
+    def find_source(self, step: Step, v: Var) -> None:
+        aval, size = v.aval, compat.size_of(v.aval)
+        found: Var | None = None
+        for a in step.operands if size else ():
+            if a.aval is aval or compat.size_of(a.aval) >= size:
                 source = self.source.get(a, a)
-                if source is not None:
-                    sources.add(source)
-        if len(sources) > 1:
-            self.joins.add(v)
-        kept = len(sources) > 1 or (kind is Kind.COSTLY and self.readers[v] > 1)
-        self.source[v] = v if kept else next(iter(sources), None)
+                if found is None:
+                    found = source
+                elif source is not None and source is not found:
+                    self.joins.add(v)
+                    found = v
+                    break
+        if step.kind is Kind.COSTLY and self.readers[v] > 1:
+            found = v
+        self.source[v] = found
 
 
 class _Backward:
@@ -216,7 +225,7 @@ class _Backward:
 
     def __init__(self, ahead: _Forward, ties: Mapping[int, int], habits: Habits) -> None:
         self.ahead, self.ties, self.habits = ahead, ties, habits
-        self.made = ahead.made
+        self.maker = ahead.maker
         self.early = find_ready(ahead.jaxpr) if habits.eager else Ready()
         self.whole: dict[Var, int] = {}
         self.first: dict[Var, int] = {}
@@ -225,7 +234,6 @@ class _Backward:
         self.taker: dict[Var, Var] = {}
         self.taken: dict[Var, Var] = {}
         self.starts: dict[Var, int] = {}
-        self.home: dict[Var, int] = {}
         self.spread: dict[tuple[Var, tuple[int, ...]], tuple[Var, int, int]] = {}
         self.lives: list[tuple[Var, int, int]] = []
         self.overwritten: dict[Var, int] = {}
@@ -246,32 +254,31 @@ class _Backward:
         values = tuple(r[0] for r in rows)
         return Lifetimes(end, values, begin, until, len(arguments), products, *self.waits_and_tables(over))
 
-    def product(self, eqn: Eqn) -> Product:
-        v = eqn.outvars[0]
-        return Product(eqn, self.made[v], self.early.operands.get(id(eqn), ()), self.overwritten.get(v))
+    def product(self, step: Step) -> Product:
+        ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
+        return Product(step.eqn, step.at, ready, over)
 
     def waits_and_tables(self, over: Collection[Var]) -> tuple[tuple[Wait, ...], tuple[Table, ...]]:
         """As `Lifetimes` has them; `over`: results that are in the place of arguments."""
         if not self.habits.joins_loops and not self.habits.tiles:
             return (), ()
-        maker = self.ahead.maker
-        reads = reads_of(self.starts, maker)
+        reads = reads_of(self.starts, self.maker)
         waits = self.waits(reads, over) if self.habits.joins_loops else ()
         if not self.habits.tiles:
             return waits, ()
-        return waits, find_tables(self.ahead.lookups, self.starts, reads, maker, self.made, self.last, over)
+        return waits, find_tables(self.ahead.lookups, self.starts, reads, self.maker, self.last, over)
 
     def waits(self, reads: Mapping[Var, list[Var]], over: Collection[Var]) -> tuple[Wait, ...]:
         """What stays until a later loop runs. Results that are in the place of arguments stay anyway."""
         gone = {v: end for v, _, end in self.lives if v not in over}
-        joined = joined_loops(self.starts, reads, self.ahead.maker, self.home, self.made)
+        joined = joined_loops(self.starts, reads, self.maker)
         return tuple(Wait(v, gone[v], ends) for v, ends in joined.items() if v in gone)
 
     def writes_over(self, v: Atom, argument: Var) -> bool:
         """Whether a result can be put in the place of an argument when it is made."""
-        if compat.is_literal(v) or v not in self.made:
+        if compat.is_literal(v) or v not in self.maker:
             return False
-        return self.last(argument, 0) <= max(self.made[v], self.starts.get(v, 0))
+        return self.last(argument, 0) <= max(self.maker[v].at, self.starts.get(v, 0))
 
     # --- who reads ----------------------------------------------------------------------------------------------------
 
@@ -282,17 +289,15 @@ class _Backward:
             self.whole[a] = max(self.whole.get(a, t), t)
             self.first[a] = min(self.first.get(a, t), t)
 
-    def fuse(self, a: Atom, t: int, taker: Var | None = None, loops: int = 1) -> None:
+    def fuse(self, a: Var, t: int, taker: Var | None = None, loops: int = 1) -> None:
         """Read, or computed, in so many loops, of which the last is at `t` and may write `taker` over it."""
-        if compat.is_literal(a):
-            return
         self.loops[a] = self.loops.get(a, 0) + loops
         if t > self.fused.get(a, -1):
             self.fused[a] = t
-            if taker is None:
-                self.taker.pop(a, None)
-            else:
+            if taker is not None:
                 self.taker[a] = taker
+            elif a in self.taker:
+                del self.taker[a]
 
     def last(self, v: Var, t: int) -> int:
         """The last point at which it is read, `t` if it is not."""
@@ -313,11 +318,11 @@ class _Backward:
 
     def live(self, v: Var, begin: int, stays: bool = False) -> None:
         """In memory from `begin` to the last reader, or until it is written over: not by a loop, if it stays."""
-        made = self.made[v]
+        made = self.maker[v].at
         whole, fused = self.whole.get(v, made), self.fused.get(v, made)
         end, taker = max(whole, fused) + 1, self.taker.get(v)
-        by_loop = taker is not None and kind_of(self.ahead.maker[taker]) in IN_LOOPS
-        overwritten = taker is not None and self.starts.get(taker, self.made[taker]) == fused >= whole
+        by_loop = taker is not None and self.maker[taker].kind in IN_LOOPS
+        overwritten = taker is not None and self.starts.get(taker, self.maker[taker].at) == fused >= whole
         if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
             end = max(fused, made + 1)
             if by_loop:
@@ -327,34 +332,34 @@ class _Backward:
     # --- equations ----------------------------------------------------------------------------------------------------
 
     def body(self, body: Jaxpr) -> None:
-        home = id(body)
-        for eqn in reversed(body.eqns):
-            kind = kind_of(eqn)
+        for step in reversed(self.ahead.steps[id(body)]):
+            eqn, kind = step.eqn, step.kind
             if kind is Kind.CHEAP or kind is Kind.COSTLY:
-                self.computed(eqn, eqn.outvars[0], kind, home)
+                self.computed(step, eqn.outvars[0])
             elif kind is Kind.VIEW:
                 self.pass_on(eqn.outvars[0], eqn.invars[0])
             elif kind is Kind.MOVED:
-                self.moved(eqn, eqn.outvars[0], eqn.invars[0])
+                self.moved(step, eqn.outvars[0], eqn.invars[0])
             elif eqn.primitive.name in NESTED:
-                self.nested(eqn)
+                self.nested(step)
             else:
-                self.made_in_memory(eqn, kind)
+                self.made_in_memory(step)
 
-    def computed(self, eqn: Eqn, v: Var, kind: Kind, home: int) -> None:
+    def computed(self, step: Step, v: Var) -> None:
         """In each loop that reads it, unless that is too much work; and in memory for the rest.
 
         What follows from what a step begins with, as a residual that is computed again, may begin with the step.
         """
-        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (kind is Kind.COSTLY and self.is_kept(eqn)))
+        eqn, costly = step.eqn, step.kind is Kind.COSTLY
+        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (costly and self.is_kept(eqn)))
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
             t, loops = self.fused[v], self.loops[v] - (v in self.whole)
             taker = self.taker.get(v) if in_place else None
-            for a in eqn.invars:
-                self.fuse(a, t, taker if taker is not None and _alike(a, v) else None, loops)
+            for a in step.operands:
+                self.fuse(a, t, taker if taker is not None and _alike(a.aval, v.aval) else None, loops)
         if once:
-            t, ready = self.made[v], self.early.at.get(v)
+            t, ready = step.at, self.early.at.get(v)
             self.live(v, ready if ready in self.steps else t)
         elif v in self.whole:
             t = self.early.at[v] if self.habits.eager else self.first[v]
@@ -362,18 +367,19 @@ class _Backward:
             self.lives.append((v, t, self.whole[v] + (not taken)))
         else:
             return
-        self.starts[v], self.home[v] = t, home
+        self.starts[v] = t
         in_place = in_place and (once or v not in self.fused)
-        for a in eqn.invars:
-            self.fuse(a, t, v if in_place and _alike(a, v) else None)
+        for a in step.operands:
+            self.fuse(a, t, v if in_place and _alike(a.aval, v.aval) else None)
 
     def is_kept(self, eqn: Eqn) -> bool:
         """Whether what is costly is kept for several loops: of many numbers divided by one each loop does it again."""
         by_one = eqn.primitive.name == "div" and compat.size_of(eqn.invars[1].aval) == 1
         return not (by_one and self.habits.joins_loops and compat.size_of(eqn.outvars[0].aval) > 1)
 
-    def moved(self, eqn: Eqn, v: Var, a: Atom) -> None:
-        t = done = self.made[v]
+    def moved(self, step: Step, v: Var, a: Atom) -> None:
+        eqn, t = step.eqn, step.at
+        done = t
         if v in self.early.together:
             done = self.early.together[v]
             self.whole[v] = max(self.whole.get(v, t), done)
@@ -389,17 +395,17 @@ class _Backward:
         uses = [at for at in (self.first.get(v), self.fused.get(v)) if at is not None]
         self.read(a, max(done, min(uses, default=t)))
 
-    def made_in_memory(self, eqn: Eqn, kind: Kind) -> None:
-        name, t = eqn.primitive.name, self.ahead.span[id(eqn)][1]
+    def made_in_memory(self, step: Step) -> None:
+        eqn, name, t = step.eqn, step.eqn.primitive.name, step.at
         for v in eqn.outvars:
             self.live(v, t, self.habits.pieces_stay and name in UPDATES)
         for i, a in enumerate(eqn.invars):
             taker = eqn.outvars[0] if i == 0 and name in UPDATES else None
             if compat.is_literal(a):
                 continue
-            if kind is Kind.REDUCED and self.habits.sums_read_memory:
+            if step.kind is Kind.REDUCED and self.habits.sums_read_memory:
                 self.summed(a, t)
-            elif kind in (Kind.WRITTEN, Kind.REDUCED):
+            elif step.kind in (Kind.WRITTEN, Kind.REDUCED):
                 self.fuse(a, t, taker)
             else:
                 self.read(self.straight(a) if name in PRODUCTS else a, t)
@@ -410,13 +416,13 @@ class _Backward:
 
     def straight(self, a: Var) -> Atom:
         """A product reads a matrix as well by columns as by rows."""
-        eqn = self.ahead.maker.get(a)
+        eqn = self.maker[a].eqn if a in self.maker else None
         turned = eqn is not None and eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0)
         return eqn.invars[0] if eqn is not None and turned else a
 
     def summed(self, a: Var, t: int) -> None:
         """The factors of a product stand in memory, each at the product's size."""
-        eqn = self.ahead.maker.get(a)
+        eqn = self.maker[a].eqn if a in self.maker else None
         if eqn is None or self.ahead.readers[a] > 1 or eqn.primitive.name not in ("mul", "square"):
             self.read(a, t)
             return
@@ -424,15 +430,15 @@ class _Backward:
             if compat.is_literal(x) or x.aval.size == a.aval.size:
                 self.read(x, t)
             else:
-                begin = self.made.get(x, 0)
+                begin = self.maker[x].at if x in self.maker else 0
                 self.read(x, begin)
                 _, begin, end = self.spread.get((x, a.aval.shape), (a, begin, t))
                 self.spread[x, a.aval.shape] = a, begin, max(end, t + 1)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
-    def nested(self, eqn: Eqn) -> None:
-        name, (start, _) = eqn.primitive.name, self.ahead.span[id(eqn)]
+    def nested(self, step: Step) -> None:
+        eqn, name, start = step.eqn, step.eqn.primitive.name, step.start
         if name == "optimization_barrier":
             for v, a in zip(eqn.outvars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid=True)
@@ -454,16 +460,17 @@ class _Backward:
                     self.pass_on(v, a, solid=True)
             self.read(eqn.invars[0], start)
         else:
-            self.loop(eqn)
+            self.loop(step)
 
     def returned(self, atoms: Iterable[Atom], start: int) -> None:
         """Written where the equation's result is, as soon as it is made."""
         for a in atoms:
             if not compat.is_literal(a):
-                self.fuse(a, self.made.get(a, start))
+                self.fuse(a, self.maker[a].at if a in self.maker else start)
 
-    def loop(self, eqn: Eqn) -> None:
-        p, (start, end) = eqn.params, self.ahead.span[id(eqn)]
+    def loop(self, step: Step) -> None:
+        eqn, start, end = step.eqn, step.start, step.at
+        p = eqn.params
         if eqn.primitive.name == "scan":
             body: Jaxpr = p["jaxpr"].jaxpr
             first, consts, carries = p["num_consts"], p["num_consts"], p["num_carry"]
@@ -476,9 +483,11 @@ class _Backward:
             self.lives.append((v, start, self.last(v, end) + 1))
         self.returned(body.outvars, start)
         for old, new in zip(body.invars[first : first + carries], body.outvars, strict=False):
-            reads = [self.ahead.span[id(e)][1] for e in body.eqns if old in e.invars]
-            if not compat.is_literal(new) and new in self.made and max(reads, default=0) > self.made[new]:
-                self.lives.append((new, self.made[new], end))
+            if not compat.is_literal(new) and new in self.maker:
+                made = self.maker[new].at
+                reads = [s.at for s in self.ahead.steps[id(body)] if old in s.operands]
+                if max(reads, default=0) > made:
+                    self.lives.append((new, made, end))
         if self.habits.eager:
             self.steps.update(self.early.at[v] for v, _ in rows)
         for b in reversed(bodies_of(eqn)):
@@ -490,14 +499,13 @@ class _Backward:
         for a in eqn.invars[:consts]:
             self.read(a, end)
         for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
-            self.read(a, start)
-            self.fuse(a, start, v)
+            if not compat.is_literal(a):
+                self.read(a, start)
+                self.fuse(a, start, v)
 
 
-def _alike(a: Atom, v: Var) -> bool:
-    if compat.is_literal(a):
-        return False
-    x, y = a.aval, v.aval
+def _alike(x: Any, y: Any) -> bool:
+    """Whether values of these avals take as much memory, in the same shape."""
     return x is y or (x.shape == y.shape and itemsize_of(x) == itemsize_of(y))
 
 

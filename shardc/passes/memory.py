@@ -201,15 +201,16 @@ def profile_memory(
       ties: for results the number of the donated argument whose buffer each takes.
       habits: of the device.
     """
-    known: dict[tuple[Any, Placement], int] = {}
+    known: dict[tuple[Any, int], int] = {}
 
     def size(var: Var) -> int:
         if var in aside:
             return 0
-        key = aval, placement = var.aval, placements[var]
-        if key not in known:
-            known[key] = piece_bytes(aval, placement, sizes, habits)
-        return known[key]
+        placement = placements[var]
+        alike = var.aval, id(placement)
+        if alike not in known:
+            known[alike] = piece_bytes(var.aval, placement, sizes, habits)
+        return known[alike]
 
     found = lifetimes(jaxpr, ties, habits)
     held = np.fromiter(map(size, found.values), np.int64, len(found.values))
