@@ -30,13 +30,22 @@ Atom: TypeAlias = Any
 Tracer = _core.Tracer
 
 
+_Literal: Final = jex.Literal
+
+
 def is_literal(atom: Atom) -> bool:
-    return isinstance(atom, jex.Literal)
+    return isinstance(atom, _Literal)
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Those that are no literals, each once."""
     return list(dict.fromkeys(a for a in atoms if not is_literal(a)))
+
+
+@functools.lru_cache(maxsize=4096)
+def size_of(aval: Any) -> int:
+    """Number of elements. JAX counts them anew each time it is asked."""
+    return aval.size
 
 
 def fresh_var(aval: Any) -> Var:

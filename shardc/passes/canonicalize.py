@@ -47,6 +47,15 @@ NESTED: Final = {
 """Primitives that are planned where they stand, operand by operand, and the parameters that hold their bodies."""
 
 
+def bodies_of(eqn: Eqn) -> list[Jaxpr]:
+    """The nested jaxprs of an equation."""
+    found: list[Jaxpr] = []
+    for key in NESTED.get(eqn.primitive.name, ()):
+        body = eqn.params[key]
+        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
+    return found
+
+
 class _Inliner:
     """`marks`: those of pipelines stay. `untyped`: the body of a unit, without the types of what differs."""
 

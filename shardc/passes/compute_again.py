@@ -130,6 +130,8 @@ def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> t
       choice: of its values.
       named: the same program with nothing in front of it, whose operations count for names.
     """
+    if not choice and not choice.instead:
+        return jaxpr, Repeated()
     names = names_of(named or jaxpr, choice)
     jaxpr, stacks = drop_residuals(jaxpr, choice.stacks, choice.instead)
     left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()

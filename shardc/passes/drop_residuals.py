@@ -57,12 +57,15 @@ class Residual:
 
 def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
     """The residuals of a jaxpr and of its nested bodies."""
+    nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in NESTED]
+    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[eqn.params["num_carry"] :]}
     readers: dict[Var, list[Eqn]] = {}
-    for eqn in jaxpr.eqns:
-        for v in dict.fromkeys(a for a in eqn.invars if not compat.is_literal(a)):
-            readers.setdefault(v, []).append(eqn)
+    for eqn in jaxpr.eqns if stacks else ():
+        for v in compat.variables(eqn.invars):
+            if v in stacks:
+                readers.setdefault(v, []).append(eqn)
     results = {a for a in jaxpr.outvars if not compat.is_literal(a)}
-    for eqn in jaxpr.eqns:
+    for eqn in nested:
         inside = trips * eqn.params["length"] if eqn.primitive.name == "scan" else trips
         for body in bodies_of(eqn):
             yield from find_residuals(body, inside)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Eqn, Var
-from shardc.passes.fusion import Kind, kind_of
+from shardc.passes.fusion import Kind, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class Table:
 
 
 def find_tables(
-    lookups: Iterable[Eqn], starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, Eqn],
-    made: Mapping[Var, int], last: Callable[[Var, int], int], replacing: Collection[Var],
+    lookups: Iterable[Eqn], starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, Step],
+    last: Callable[[Var, int], int], replacing: Collection[Var],
 ) -> tuple[Table, ...]:  # fmt: skip
     """All that lies row by row, and when.
 
     Args:
       lookups: gathers and scatters of the program.
       starts, reads: what loops make in memory, when, and what they read there (`find_loops`).
-      maker, made: the equation that makes a value, and the point.
+      maker: of each value the equation that makes it.
       last: the last point at which a value is read; the one given, if it is not.
       replacing: results that are put in the place of arguments.
     """
@@ -50,10 +50,10 @@ def find_tables(
     copies: dict[Var, int] = {}
     scattered: list[Var] = []
     for eqn in filter(_takes_rows, lookups):
-        table, rows, t = _viewed(eqn.invars[0], maker), eqn.outvars[0], made[eqn.outvars[0]]
+        table, rows, t = _viewed(eqn.invars[0], maker), eqn.outvars[0], maker[eqn.outvars[0]].at
         if eqn.primitive.name == "gather":
             if table in maker:
-                found.append(Table(table, made[table], last(table, t) + 1, gathered=True, copied=False))
+                found.append(Table(table, maker[table].at, last(table, t) + 1, gathered=True, copied=False))
             else:
                 copies[table] = min(t, copies.get(table, t))
         else:
@@ -69,7 +69,7 @@ def find_tables(
 
 
 def _updated(
-    scattered: Sequence[Var], starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, Eqn]
+    scattered: Sequence[Var], starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, Step]
 ) -> dict[Var, int]:
     """The arguments that loops read together with what rows were scattered to, or with what follows from that. All
     are there when the last of the loops that read it itself runs."""
@@ -84,10 +84,10 @@ def _updated(
     return {a: at[source] for a, source in found.items()}
 
 
-def _viewed(a: Var, maker: Mapping[Var, Eqn]) -> Var:
+def _viewed(a: Var, maker: Mapping[Var, Step]) -> Var:
     """What a value is another view of."""
-    while a in maker and kind_of(maker[a]) is Kind.VIEW and (of := compat.variables(maker[a].invars)):
-        a = of[0]
+    while a in maker and maker[a].kind is Kind.VIEW and maker[a].operands:
+        a = maker[a].operands[0]
     return a
 
 

@@ -5,11 +5,13 @@ Tables of primitives, and what XLA does its own way on each kind of device; `pas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
-from shardc.compat import Eqn
+from shardc.compat import Eqn, Var
 from shardc.sbp.placement import Placement
 
 
@@ -25,6 +27,7 @@ class Kind(Enum):
     MADE: all else. It reads memory, and its result is in memory.
     """
 
+    __hash__ = object.__hash__  # an enum's own hashes its name, in Python: kinds are looked up for each equation
     VIEW = auto()
     CHEAP = auto()
     COSTLY = auto()
@@ -84,10 +87,28 @@ def kind_of(eqn: Eqn) -> Kind:
     return _boxing(eqn.params["src"], eqn.params["dst"]) if name == "box" else _KINDS.get(name, Kind.MADE)
 
 
+@lru_cache(maxsize=4096)
 def _boxing(src: Placement, dst: Placement) -> Kind:
     """A boxing that takes a part of what is there, or fills up, is computed where it is read; others move."""
     local = all(a not in src or src.get(a) == dst.get(a) or a in dst.partial_axes for a in {*src, *dst})
     return Kind.CHEAP if local else Kind.MOVED
+
+
+class Step(NamedTuple):
+    """An equation, where it stands in a program, and what is asked for again and again of it.
+
+    Attributes:
+      operands: without literals.
+      start, at: points of the program: from before its bodies to behind them.
+      home: id of the jaxpr that it is in.
+    """
+
+    eqn: Eqn
+    kind: Kind
+    operands: Sequence[Var]
+    start: int
+    at: int
+    home: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
+from shardc.passes.canonicalize import NESTED
 from shardc.passes.place import Placed
 from shardc.passes.problem import Nested, Node, Problem, Scope, itemsize_of
 from shardc.passes.run_once import runs_once
@@ -69,6 +70,37 @@ class _Held:
             self.again.add(p)
 
 
+class Sources:
+    """The line of the user's that made each value of a jaxpr. What an equation without a line makes has that of its
+    first operand.
+
+    Args:
+      jaxpr: canonical.
+      inputs: what its inputs have.
+
+    Attributes:
+      maker: of each value the equation that makes it.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[str]) -> None:
+        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def __call__(self, v: Var) -> str:
+        without: list[Var] = []
+        while v not in self._known:
+            eqn = self.maker[v]
+            line = compat.source_line(eqn)
+            first = None if line or eqn.primitive.name in NESTED else next(iter(compat.variables(eqn.invars)), None)
+            if first is None:
+                self._known[v] = line
+            else:
+                without.append(v)
+                v = first
+        self._known |= dict.fromkeys(without, self._known[v])
+        return self._known[v]
+
+
 @dataclass
 class _Inserter:
     problem: Problem
@@ -78,22 +110,36 @@ class _Inserter:
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
     rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
     now: int = 0
+    _boxings: dict[tuple[Any, Placement, Placement], Boxing] = field(
+        default_factory=dict[tuple[Any, Placement, Placement], Boxing]
+    )
 
     def scope(
         self, scope: Scope, inputs: Sequence[Placement], sources: Sequence[str], returns: Sequence[Placement]
     ) -> Jaxpr:
         """The jaxpr of a scope with boxings; its inputs come and its outputs leave at the given placements."""
-        env: dict[Var, _Held] = {}
+        elsewhere: dict[Var, _Held] = {}  # what is read where it is not born: few are
+        source_of = Sources(scope.jaxpr, sources)
         eqns: list[Eqn] = []
 
-        def define(var: Var, placement: Placement, value: Any, source: str, eqn: Eqn | None) -> None:
-            self.placements[var] = placement
-            hold = self.problem.holds.get(id(value)) if value is not None else None
-            held = self._in_order(var, placement, self.placed.ports[hold]) if hold else ()
-            env[var] = _Held({placement: var}, source, eqn, held)
+        def is_there(atom: Atom, want: Placement) -> bool:
+            """Whether a value is born where it is read."""
+            at = REPLICATED if compat.is_literal(atom) else self.placements[atom]
+            return at is want or at == want
+
+        def held_of(atom: Atom) -> _Held:
+            if compat.is_literal(atom):
+                return _Held({REPLICATED: atom}, "", None, ())
+            if atom not in elsewhere:
+                born, hold = self.placements[atom], self.problem.holds.get(id(self.problem.values[atom]))
+                places = self._in_order(atom, born, self.placed.ports[hold]) if hold else ()
+                elsewhere[atom] = _Held({born: atom}, source_of(atom), source_of.maker.get(atom), places)
+            return elsewhere[atom]
 
         def read(atom: Atom, want: Placement) -> Atom:
-            held = _Held({REPLICATED: atom}, "", None, ()) if compat.is_literal(atom) else env[atom]
+            if is_there(atom, want):
+                return atom
+            held = held_of(atom)
             held.part(bisect.bisect_right(self.partings, self.now))
             return reach(atom, held, want, held.holds)
 
@@ -115,26 +161,22 @@ class _Inserter:
             self.placements[var] = want
             return var
 
-        for var, placement, value, source in zip(scope.jaxpr.invars, inputs, scope.inputs, sources, strict=True):
-            define(var, placement, value, source, None)
+        self.placements.update(zip(scope.jaxpr.invars, inputs, strict=True))
         for eqn, node in zip(scope.jaxpr.eqns, scope.nodes, strict=True):
             if isinstance(node, Nested):
                 entered = [read(a, self._port(n, 0)) for a, n in zip(eqn.invars, node.entries, strict=True)]
-                source = compat.source_line(eqn)
-                eqns.append(eqn.replace(invars=entered, params=self._nested(eqn, node, source)))
-                for var, n in zip(eqn.outvars, node.exits, strict=True):
-                    define(var, self._port(n, -1), n.results[-1], source, eqn)
+                params = self._nested(eqn, node, compat.source_line(eqn))
+                eqns.append(eqn.replace(invars=entered, params=params))
+                self.placements.update(zip(eqn.outvars, [self._port(n, -1) for n in node.exits], strict=True))
             else:
-                ports = self.placed.ports[node]
-                split = len(node.operands)
-                invars = [read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)]
-                eqns.append(eqn.replace(invars=invars))
+                ports, split = self.placed.ports[node], len(node.operands)
+                if not all(map(is_there, eqn.invars, ports)):
+                    eqn = eqn.replace(invars=[read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)])
+                eqns.append(eqn)
                 if node.rule is not None and not runs_once(eqn):
-                    self.rules[id(eqns[-1])] = node.rule
-                known = (env[a].source for a in eqn.invars if not compat.is_literal(a))
-                source = compat.source_line(eqn) or next(known, "")
-                for var, p, value in zip(eqn.outvars, ports[split:], node.results, strict=True):
-                    define(var, p, value, source, eqn)
+                    self.rules[id(eqn)] = node.rule
+                for var, placement in zip(eqn.outvars, ports[split:], strict=True):
+                    self.placements[var] = placement
             self.now += 1
         outvars = [read(a, p) for a, p in zip(scope.jaxpr.outvars, returns, strict=True)]
         return compat.new_jaxpr(scope.jaxpr.invars, outvars, eqns, scope.jaxpr)
@@ -165,7 +207,10 @@ class _Inserter:
         return places if len(places) < 2 else min(itertools.permutations(places), key=cost)
 
     def _boxing(self, atom: Atom, src: Placement, dst: Placement) -> Boxing:
-        return find_boxing(tuple(atom.aval.shape), itemsize_of(atom.aval), src, dst, self.mesh)
+        alike = aval, *_ = atom.aval, src, dst
+        if alike not in self._boxings:
+            self._boxings[alike] = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, self.mesh)
+        return self._boxings[alike]
 
 
 def latest(eqns: Sequence[Eqn]) -> list[Var]:

@@ -20,17 +20,21 @@ Where devices differ, `Habits` has it. The order is that of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.find_loops import Wait, joined_loops, reads_of
+from shardc.passes.find_ready import Ready, find_ready
 from shardc.passes.find_tables import Table, find_tables
 from shardc.passes.fusion import (
     CONVOLUTIONS,
@@ -42,6 +46,7 @@ from shardc.passes.fusion import (
     UPDATES,
     Habits,
     Kind,
+    Step,
     kind_of,
 )
 from shardc.passes.problem import REMAT, itemsize_of
@@ -52,7 +57,7 @@ class Product:
     """A product, and the point at which it runs.
 
     Attributes:
-      ready: that at which each operand could be there (`_Forward`).
+      ready: that at which each operand could be there, on devices that are eager (`find_ready`).
       over: that at which a loop writes over its result, which is counted until before it; None if none does.
     """
 
@@ -123,139 +128,93 @@ def lifetimes(
       >>> found.live(lambda v: 4 * v.aval.size)  # x, w, the result, and x @ w, or the tanh that is written over it
       array([108, 108, 108, 108,  84])
     """
-    return _Backward(_Forward(jaxpr).run(), ties, habits).run()
+    return _Backward(_Forward(jaxpr), ties, habits).run()
 
 
 def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
     """The point at which each value of a program is made, nested bodies included."""
-    return _Forward(jaxpr).run().made
+    return {v: step.at for v, step in _Forward(jaxpr).maker.items()}
 
 
 def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
     """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is,
     and how often each runs."""
-    span, found, trips = _Forward(jaxpr).run().span, list[tuple[Jaxpr, int, int]](), 1
+    steps, found, trips = _Forward(jaxpr).steps, list[tuple[Jaxpr, int, int]](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
-        here = [n for n, e in enumerate(scope.eqns) if span[id(e)][0] <= point <= span[id(e)][1]]
+        here = [n for n, s in enumerate(steps[id(scope)]) if s.start <= point <= s.at]
         if not here:
             break
         found.append((scope, here[0], trips))
         inside = scope.eqns[here[0]]
-        inner, trips = _bodies(inside), trips * (inside.params["length"] if inside.primitive.name == "scan" else 1)
-        scope = next((b for b in inner if b.eqns and span[id(b.eqns[0])][0] <= point <= span[id(b.eqns[-1])][1]), None)
+        inner, trips = bodies_of(inside), trips * (inside.params["length"] if inside.primitive.name == "scan" else 1)
+        scope = next((b for b in inner if b.eqns and steps[id(b)][0].start <= point <= steps[id(b)][-1].at), None)
     return found
 
 
-@dataclass
 class _Forward:
     """The first walk: equations get their points of time, values what they are computed from.
 
     Attributes:
-      made: the point at which the program makes a value.
-      ready: the first at which it could be there, if all collectives and what is computed in loops began when they can.
-      span: of an equation, by id: the points from before its bodies to behind them.
+      now: how many points there are.
+      steps: the equations of each body, by its id.
+      maker: the equation that makes a value.
       readers: how many equations read a value.
-      maker: the equation that makes a value, and `home` the body in which that is, by id.
       joins: what is computed in loops from several values as large as itself.
       source: of what is computed in loops the one value as large that a loop has to read for it; None if there is none.
         A value not in here is its own.
-      together: of the result of a reduction over the mesh, the point at which the last of those is made that wait for
-        none of their results.
+      products, lookups: equations of these kinds (`fusion`).
     """
 
-    jaxpr: Jaxpr
-    now: int = 0
-    made: dict[Var, int] = field(default_factory=dict[Var, int])
-    ready: dict[Var, int] = field(default_factory=dict[Var, int])
-    span: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-    readers: dict[Var, int] = field(default_factory=dict[Var, int])
-    maker: dict[Var, Eqn] = field(default_factory=dict[Var, Eqn])
-    home: dict[Var, int] = field(default_factory=dict[Var, int])
-    source: dict[Var, Any] = field(default_factory=dict[Var, Any])
-    joins: set[Var] = field(default_factory=set[Var])
-    products: list[Product] = field(default_factory=list[Product])
-    lookups: list[Eqn] = field(default_factory=list[Eqn])
-    _round: dict[Var, int] = field(default_factory=dict[Var, int])
-    _group: dict[Var, tuple[int, int]] = field(default_factory=dict[Var, tuple[int, int]])
-    _last: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    _latest: dict[int, int] = field(default_factory=dict[int, int])
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr, self.now = jaxpr, 0
+        self.steps: dict[int, list[Step]] = {}
+        self.maker: dict[Var, Step] = {}
+        self.readers = Counter[Var]()
+        self.source: dict[Var, Var | None] = {}
+        self.joins: set[Var] = set()
+        self.products: list[Step] = []
+        self.lookups: list[Eqn] = []
+        self.body(jaxpr)
 
-    def run(self) -> _Forward:
-        self.body(self.jaxpr, 0)
-        return self
-
-    @property
-    def together(self) -> dict[Var, int]:
-        return {v: self._last[group] for v, group in self._group.items()}
-
-    def body(self, body: Jaxpr, scope: int) -> None:
-        """`scope`: the loop or branch in which it is."""
-        for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
-            if not compat.is_literal(a):
-                self.readers[a] = self.readers.get(a, 0) + 1
-        for eqn in body.eqns:
-            start, kind = self.now, kind_of(eqn)
-            ready = [0 if compat.is_literal(a) else self.ready.get(a, 0) for a in eqn.invars]
-            for inner in _bodies(eqn):
+    def body(self, body: Jaxpr) -> None:
+        eqns, home = body.eqns, id(body)
+        operands = [[a for a in e.invars if not compat.is_literal(a)] for e in eqns]
+        self.readers.update(chain.from_iterable(operands))
+        self.readers.update([a for a in body.outvars if not compat.is_literal(a)])
+        steps = self.steps[home] = list[Step]()
+        for eqn, mine in zip(eqns, operands, strict=True):
+            start, kind, name = self.now, kind_of(eqn), eqn.primitive.name
+            for inner in bodies_of(eqn) if name in NESTED else ():
                 self.now += 1
-                self.ready |= dict(zip(inner.invars, self.entered(eqn, inner, ready), strict=True))
-                if eqn.primitive.name in REMAT:
-                    self._round |= {v: self.round(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
-                self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
-            early = kind in IN_LOOPS or kind is Kind.MOVED
-            self.span[id(eqn)] = start, self.now
-            if eqn.primitive.name in PRODUCTS:
-                self.products.append(Product(eqn, self.now, tuple(ready)))
-            if eqn.primitive.name in LOOKUPS:
-                self.lookups.append(eqn)
+                self.body(inner)
+            step = Step(eqn, kind, mine, start, self.now, home)
+            steps.append(step)
             for v in eqn.outvars:
-                self.maker[v], self.home[v] = eqn, id(body)
-                self.made[v], self.ready[v] = self.now, max(ready, default=0) if early else self.now + 1
-            self.rounds(eqn, scope)
-            self.now += 1
+                self.maker[v] = step
             if kind in IN_LOOPS:
-                self.find_source(eqn, eqn.outvars[0], kind)
+                self.find_source(step, eqn.outvars[0])
+            elif name in PRODUCTS:
+                self.products.append(step)
+            elif name in LOOKUPS:
+                self.lookups.append(eqn)
+            self.now += 1
 
-    def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
-        """When the inputs of a body are there: what a loop does not change is there before it."""
-        match eqn.primitive.name:
-            case "scan":
-                consts = eqn.params["num_consts"]
-                return [*ready[:consts], *[self.now] * (len(ready) - consts)]
-            case "while":
-                nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-                consts = ready[:nc] if body is eqn.params["cond_jaxpr"].jaxpr else ready[nc : nc + nb]
-                return [*consts, *[self.now] * (len(ready) - nc - nb)]
-            case "cond":
-                return ready[1:]
-            case _:
-                return ready
-
-    def round(self, a: Atom) -> int:
-        return 0 if compat.is_literal(a) else self._round.get(a, 0)
-
-    def rounds(self, eqn: Eqn, scope: int) -> None:
-        """How many groups of reductions over the mesh are behind each result."""
-        if eqn.primitive.name in REMAT:
-            self._round |= {v: self.round(a) for v, a in zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)}
-            return
-        turn = max(map(self.round, eqn.invars), default=0)
-        if eqn.primitive.name == "box" and eqn.params["src"].partial_axes:
-            turn = self._latest[scope] = max(self._latest.get(scope, 0), turn)
-            self._group[eqn.outvars[0]] = scope, turn
-            self._last[scope, turn] = self.now
-            turn += 1
-        self._round |= dict.fromkeys(eqn.outvars, turn)
-
-    def find_source(self, eqn: Eqn, v: Var, kind: Kind) -> None:
-        large = [a for a in eqn.invars if not compat.is_literal(a) and a.aval.size >= v.aval.size > 0]
-        sources = dict.fromkeys(s for a in large if (s := self.source.get(a, a)) is not None)
-        costly = kind is Kind.COSTLY
-        if len(sources) > 1:
-            self.joins.add(v)
-        kept = len(sources) > 1 or (costly and self.readers.get(v, 0) > 1)
-        self.source[v] = v if kept else next(iter(sources), None)
+    def find_source(self, step: Step, v: Var) -> None:
+        aval, size = v.aval, compat.size_of(v.aval)
+        found: Var | None = None
+        for a in step.operands if size else ():
+            if a.aval is aval or compat.size_of(a.aval) >= size:
+                source = self.source.get(a, a)
+                if found is None:
+                    found = source
+                elif source is not None and source is not found:
+                    self.joins.add(v)
+                    found = v
+                    break
+        if step.kind is Kind.COSTLY and self.readers[v] > 1:
+            found = v
+        self.source[v] = found
 
 
 class _Backward:
@@ -266,8 +225,8 @@ class _Backward:
 
     def __init__(self, ahead: _Forward, ties: Mapping[int, int], habits: Habits) -> None:
         self.ahead, self.ties, self.habits = ahead, ties, habits
-        self.made, self.ready = ahead.made, ahead.ready
-        self.together = ahead.together if habits.eager else {}
+        self.maker = ahead.maker
+        self.early = find_ready(ahead.jaxpr) if habits.eager else Ready()
         self.whole: dict[Var, int] = {}
         self.first: dict[Var, int] = {}
         self.fused: dict[Var, int] = {}
@@ -291,32 +250,35 @@ class _Backward:
         rows = [(v, 0, end) for v in arguments]
         rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
-        products = tuple(replace(p, over=self.overwritten.get(p.eqn.outvars[0])) for p in self.ahead.products)
+        products = tuple(map(self.product, self.ahead.products))
         values = tuple(r[0] for r in rows)
         return Lifetimes(end, values, begin, until, len(arguments), products, *self.waits_and_tables(over))
+
+    def product(self, step: Step) -> Product:
+        ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
+        return Product(step.eqn, step.at, ready, over)
 
     def waits_and_tables(self, over: Collection[Var]) -> tuple[tuple[Wait, ...], tuple[Table, ...]]:
         """As `Lifetimes` has them; `over`: results that are in the place of arguments."""
         if not self.habits.joins_loops and not self.habits.tiles:
             return (), ()
-        maker = self.ahead.maker
-        reads = reads_of(self.starts, maker)
+        reads = reads_of(self.starts, self.maker)
         waits = self.waits(reads, over) if self.habits.joins_loops else ()
         if not self.habits.tiles:
             return waits, ()
-        return waits, find_tables(self.ahead.lookups, self.starts, reads, maker, self.made, self.last, over)
+        return waits, find_tables(self.ahead.lookups, self.starts, reads, self.maker, self.last, over)
 
     def waits(self, reads: Mapping[Var, list[Var]], over: Collection[Var]) -> tuple[Wait, ...]:
         """What stays until a later loop runs. Results that are in the place of arguments stay anyway."""
         gone = {v: end for v, _, end in self.lives if v not in over}
-        joined = joined_loops(self.starts, reads, self.ahead.maker, self.ahead.home, self.made)
+        joined = joined_loops(self.starts, reads, self.maker)
         return tuple(Wait(v, gone[v], ends) for v, ends in joined.items() if v in gone)
 
     def writes_over(self, v: Atom, argument: Var) -> bool:
         """Whether a result can be put in the place of an argument when it is made."""
-        if compat.is_literal(v) or v not in self.made:
+        if compat.is_literal(v) or v not in self.maker:
             return False
-        return self.last(argument, 0) <= max(self.made[v], self.starts.get(v, 0))
+        return self.last(argument, 0) <= max(self.maker[v].at, self.starts.get(v, 0))
 
     # --- who reads ----------------------------------------------------------------------------------------------------
 
@@ -327,17 +289,15 @@ class _Backward:
             self.whole[a] = max(self.whole.get(a, t), t)
             self.first[a] = min(self.first.get(a, t), t)
 
-    def fuse(self, a: Atom, t: int, taker: Var | None = None, loops: int = 1) -> None:
+    def fuse(self, a: Var, t: int, taker: Var | None = None, loops: int = 1) -> None:
         """Read, or computed, in so many loops, of which the last is at `t` and may write `taker` over it."""
-        if compat.is_literal(a):
-            return
         self.loops[a] = self.loops.get(a, 0) + loops
         if t > self.fused.get(a, -1):
             self.fused[a] = t
-            if taker is None:
-                self.taker.pop(a, None)
-            else:
+            if taker is not None:
                 self.taker[a] = taker
+            elif a in self.taker:
+                del self.taker[a]
 
     def last(self, v: Var, t: int) -> int:
         """The last point at which it is read, `t` if it is not."""
@@ -358,11 +318,11 @@ class _Backward:
 
     def live(self, v: Var, begin: int, stays: bool = False) -> None:
         """In memory from `begin` to the last reader, or until it is written over: not by a loop, if it stays."""
-        made = self.made[v]
+        made = self.maker[v].at
         whole, fused = self.whole.get(v, made), self.fused.get(v, made)
         end, taker = max(whole, fused) + 1, self.taker.get(v)
-        by_loop = taker is not None and kind_of(self.ahead.maker[taker]) in IN_LOOPS
-        overwritten = taker is not None and self.starts.get(taker, self.made[taker]) == fused >= whole
+        by_loop = taker is not None and self.maker[taker].kind in IN_LOOPS
+        overwritten = taker is not None and self.starts.get(taker, self.maker[taker].at) == fused >= whole
         if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
             end = max(fused, made + 1)
             if by_loop:
@@ -372,51 +332,58 @@ class _Backward:
     # --- equations ----------------------------------------------------------------------------------------------------
 
     def body(self, body: Jaxpr) -> None:
-        for eqn in reversed(body.eqns):
-            kind = kind_of(eqn)
-            if eqn.primitive.name in _BODIES:
-                self.nested(eqn)
+        for step in reversed(self.ahead.steps[id(body)]):
+            eqn, kind = step.eqn, step.kind
+            if kind is Kind.CHEAP or kind is Kind.COSTLY:
+                self.computed(step, eqn.outvars[0])
             elif kind is Kind.VIEW:
                 self.pass_on(eqn.outvars[0], eqn.invars[0])
-            elif kind in (Kind.CHEAP, Kind.COSTLY):
-                self.computed(eqn, eqn.outvars[0], kind)
             elif kind is Kind.MOVED:
-                self.moved(eqn, eqn.outvars[0], eqn.invars[0])
+                self.moved(step, eqn.outvars[0], eqn.invars[0])
+            elif eqn.primitive.name in NESTED:
+                self.nested(step)
             else:
-                self.made_in_memory(eqn, kind)
+                self.made_in_memory(step)
 
-    def computed(self, eqn: Eqn, v: Var, kind: Kind) -> None:
+    def computed(self, step: Step, v: Var) -> None:
         """In each loop that reads it, unless that is too much work; and in memory for the rest.
 
         What follows from what a step begins with, as a residual that is computed again, may begin with the step.
         """
-        again = self.habits.joins_loops and _by_number(eqn)
-        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (kind is Kind.COSTLY and not again))
+        eqn, costly = step.eqn, step.kind is Kind.COSTLY
+        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (costly and self.is_kept(eqn)))
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
+            t, loops = self.fused[v], self.loops[v] - (v in self.whole)
             taker = self.taker.get(v) if in_place else None
-            for a in eqn.invars:
-                self.fuse(a, self.fused[v], taker if _alike(a, v) else None, self.loops[v] - (v in self.whole))
+            for a in step.operands:
+                self.fuse(a, t, taker if taker is not None and _alike(a.aval, v.aval) else None, loops)
         if once:
-            t = self.made[v]
-            self.live(v, self.ready[v] if self.ready[v] in self.steps else t)
+            t, ready = step.at, self.early.at.get(v)
+            self.live(v, ready if ready in self.steps else t)
         elif v in self.whole:
-            t = self.ready[v] if self.habits.eager else self.first[v]
+            t = self.early.at[v] if self.habits.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
             self.lives.append((v, t, self.whole[v] + (not taken)))
         else:
             return
         self.starts[v] = t
         in_place = in_place and (once or v not in self.fused)
-        for a in eqn.invars:
-            self.fuse(a, t, v if in_place and _alike(a, v) else None)
+        for a in step.operands:
+            self.fuse(a, t, v if in_place and _alike(a.aval, v.aval) else None)
 
-    def moved(self, eqn: Eqn, v: Var, a: Atom) -> None:
-        t = done = self.made[v]
-        if v in self.together:
-            done = self.together[v]
+    def is_kept(self, eqn: Eqn) -> bool:
+        """Whether what is costly is kept for several loops: of many numbers divided by one each loop does it again."""
+        by_one = eqn.primitive.name == "div" and compat.size_of(eqn.invars[1].aval) == 1
+        return not (by_one and self.habits.joins_loops and compat.size_of(eqn.outvars[0].aval) > 1)
+
+    def moved(self, step: Step, v: Var, a: Atom) -> None:
+        eqn, t = step.eqn, step.at
+        done = t
+        if v in self.early.together:
+            done = self.early.together[v]
             self.whole[v] = max(self.whole.get(v, t), done)
-        begin = self.ready[v] if self.habits.eager else t
+        begin = self.early.at[v] if self.habits.eager else t
         if self.habits.one_layout and _turns(eqn):
             if eqn.params["dst"].items() <= eqn.params["src"].items():  # gathered, then copied
                 again = self.ahead.readers.get(v, 0) > 1
@@ -428,17 +395,17 @@ class _Backward:
         uses = [at for at in (self.first.get(v), self.fused.get(v)) if at is not None]
         self.read(a, max(done, min(uses, default=t)))
 
-    def made_in_memory(self, eqn: Eqn, kind: Kind) -> None:
-        name, t = eqn.primitive.name, self.ahead.span[id(eqn)][1]
+    def made_in_memory(self, step: Step) -> None:
+        eqn, name, t = step.eqn, step.eqn.primitive.name, step.at
         for v in eqn.outvars:
             self.live(v, t, self.habits.pieces_stay and name in UPDATES)
         for i, a in enumerate(eqn.invars):
             taker = eqn.outvars[0] if i == 0 and name in UPDATES else None
             if compat.is_literal(a):
                 continue
-            if kind is Kind.REDUCED and self.habits.sums_read_memory:
+            if step.kind is Kind.REDUCED and self.habits.sums_read_memory:
                 self.summed(a, t)
-            elif kind in (Kind.WRITTEN, Kind.REDUCED):
+            elif step.kind in (Kind.WRITTEN, Kind.REDUCED):
                 self.fuse(a, t, taker)
             else:
                 self.read(self.straight(a) if name in PRODUCTS else a, t)
@@ -449,13 +416,13 @@ class _Backward:
 
     def straight(self, a: Var) -> Atom:
         """A product reads a matrix as well by columns as by rows."""
-        eqn = self.ahead.maker.get(a)
+        eqn = self.maker[a].eqn if a in self.maker else None
         turned = eqn is not None and eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0)
         return eqn.invars[0] if eqn is not None and turned else a
 
     def summed(self, a: Var, t: int) -> None:
         """The factors of a product stand in memory, each at the product's size."""
-        eqn = self.ahead.maker.get(a)
+        eqn = self.maker[a].eqn if a in self.maker else None
         if eqn is None or self.ahead.readers[a] > 1 or eqn.primitive.name not in ("mul", "square"):
             self.read(a, t)
             return
@@ -463,15 +430,15 @@ class _Backward:
             if compat.is_literal(x) or x.aval.size == a.aval.size:
                 self.read(x, t)
             else:
-                begin = self.made.get(x, 0)
+                begin = self.maker[x].at if x in self.maker else 0
                 self.read(x, begin)
                 _, begin, end = self.spread.get((x, a.aval.shape), (a, begin, t))
                 self.spread[x, a.aval.shape] = a, begin, max(end, t + 1)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 
-    def nested(self, eqn: Eqn) -> None:
-        name, (start, _) = eqn.primitive.name, self.ahead.span[id(eqn)]
+    def nested(self, step: Step) -> None:
+        eqn, name, start = step.eqn, step.eqn.primitive.name, step.start
         if name == "optimization_barrier":
             for v, a in zip(eqn.outvars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid=True)
@@ -486,23 +453,24 @@ class _Backward:
         elif name == "cond":
             for v in eqn.outvars:
                 self.live(v, start, self.habits.pieces_stay)
-            for body in _bodies(eqn):
+            for body in bodies_of(eqn):
                 self.returned(body.outvars, start)
                 self.body(body)
                 for v, a in zip(body.invars, eqn.invars[1:], strict=True):
                     self.pass_on(v, a, solid=True)
             self.read(eqn.invars[0], start)
         else:
-            self.loop(eqn)
+            self.loop(step)
 
     def returned(self, atoms: Iterable[Atom], start: int) -> None:
         """Written where the equation's result is, as soon as it is made."""
         for a in atoms:
             if not compat.is_literal(a):
-                self.fuse(a, self.made.get(a, start))
+                self.fuse(a, self.maker[a].at if a in self.maker else start)
 
-    def loop(self, eqn: Eqn) -> None:
-        p, (start, end) = eqn.params, self.ahead.span[id(eqn)]
+    def loop(self, step: Step) -> None:
+        eqn, start, end = step.eqn, step.start, step.at
+        p = eqn.params
         if eqn.primitive.name == "scan":
             body: Jaxpr = p["jaxpr"].jaxpr
             first, consts, carries = p["num_consts"], p["num_consts"], p["num_carry"]
@@ -515,12 +483,14 @@ class _Backward:
             self.lives.append((v, start, self.last(v, end) + 1))
         self.returned(body.outvars, start)
         for old, new in zip(body.invars[first : first + carries], body.outvars, strict=False):
-            reads = [self.ahead.span[id(e)][1] for e in body.eqns if old in e.invars]
-            if not compat.is_literal(new) and new in self.made and max(reads, default=0) > self.made[new]:
-                self.lives.append((new, self.made[new], end))
+            if not compat.is_literal(new) and new in self.maker:
+                made = self.maker[new].at
+                reads = [s.at for s in self.ahead.steps[id(body)] if old in s.operands]
+                if max(reads, default=0) > made:
+                    self.lives.append((new, made, end))
         if self.habits.eager:
-            self.steps.update(self.ready[v] for v, _ in rows)
-        for b in reversed(_bodies(eqn)):
+            self.steps.update(self.early.at[v] for v, _ in rows)
+        for b in reversed(bodies_of(eqn)):
             self.body(b)
         for row, stack in rows:
             self.read(stack, end)
@@ -529,34 +499,17 @@ class _Backward:
         for a in eqn.invars[:consts]:
             self.read(a, end)
         for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
-            self.read(a, start)
-            self.fuse(a, start, v)
+            if not compat.is_literal(a):
+                self.read(a, start)
+                self.fuse(a, start, v)
 
 
-def _alike(a: Atom, v: Var) -> bool:
-    return not compat.is_literal(a) and a.aval.shape == v.aval.shape and itemsize_of(a.aval) == itemsize_of(v.aval)
-
-
-def _by_number(eqn: Eqn) -> bool:
-    """Whether it divides many by one."""
-    return eqn.primitive.name == "div" and eqn.invars[1].aval.size == 1 < eqn.outvars[0].aval.size
+def _alike(x: Any, y: Any) -> bool:
+    """Whether values of these avals take as much memory, in the same shape."""
+    return x is y or (x.shape == y.shape and itemsize_of(x) == itemsize_of(y))
 
 
 def _turns(eqn: Eqn) -> bool:
     """Whether a boxing splits, or joins, another dimension than the first."""
     src, dst = eqn.params["src"], eqn.params["dst"]
     return any(src.axes_of(d) != dst.axes_of(d) for d in range(1, len(eqn.outvars[0].aval.shape)))
-
-
-def _bodies(eqn: Eqn) -> list[Jaxpr]:
-    found = _BODIES.get(eqn.primitive.name)
-    return [] if found is None else [getattr(b, "jaxpr", b) for b in found(eqn.params)]
-
-
-_BODIES: Final[Mapping[str, Callable[[Mapping[str, Any]], Iterable[Any]]]] = {
-    "scan": lambda p: (p["jaxpr"],),
-    "while": lambda p: (p["cond_jaxpr"], p["body_jaxpr"]),
-    "cond": lambda p: p["branches"],
-    "optimization_barrier": lambda p: (),
-    **dict.fromkeys(REMAT, lambda p: (p["jaxpr"],)),
-}

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Jaxpr, Var
-from shardc.passes.canonicalize import NESTED
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.passes.canonicalize import bodies_of
 from shardc.passes.find_tables import Table
 from shardc.passes.fusion import GPU, TPU, Habits
 from shardc.passes.lifetimes import Lifetimes, Product, lifetimes
@@ -120,21 +120,44 @@ def _allotted(shape: Sequence[int], itemsize: int, habits: Habits) -> int:
     return tiled_bytes(shape, itemsize) if habits.tiles else math.prod(shape) * itemsize
 
 
-def ring_bytes(
-    product: Product, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits
-) -> tuple[int, int, bool]:
-    """Bytes that a device holds for a product besides its operands and its result, if its pieces go around; the
-    point from which on it does: devices that are eager send pieces as soon as these are there; and whether the result
-    is put together from blocks."""
-    rule, setting = find_rule(operation_of(product.eqn)), setting_of(product.eqn, placements, sizes)
+class Around(NamedTuple):
+    """What a product whose pieces go around holds besides its operands and its result.
+
+    Attributes:
+      bytes: on a device.
+      operand: of which the pieces go around; None: those of the result.
+      in_blocks: whether the result is put together from blocks.
+    """
+
+    bytes: int
+    operand: int | None
+    in_blocks: bool
+
+
+def around(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits) -> Around | None:
+    """What a product holds besides, if its pieces go around."""
+    rule, setting = find_rule(operation_of(eqn)), setting_of(eqn, placements, sizes)
     ring = ring_of(rule, setting)
     if ring is None:
-        return 0, product.at, False
+        return None
     held = ring_buffers(ring, rule, setting, habits.eager)
-    begin = max(product.ready) if ring.operand is None else product.ready[ring.operand]
     bytes_ = sum(b.number * _allotted(b.shape, b.dtype.itemsize, habits) for b in held)
-    in_blocks = ring.operand is not None and ring.factor in rule.results[0]
-    return bytes_, min(begin, product.at) if habits.eager else product.at, in_blocks
+    return Around(bytes_, ring.operand, ring.operand is not None and ring.factor in rule.results[0])
+
+
+def _arounds(
+    products: Iterable[Product], placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits
+) -> Iterator[tuple[Product, Around]]:
+    """The products whose pieces go around. Those of layers are alike, and looked at once."""
+    known: dict[Hashable, Around | None] = {}
+    for product in products:
+        eqn = product.eqn
+        lie = tuple(None if compat.is_literal(a) else placements[a] for a in (*eqn.invars, *eqn.outvars))
+        alike = eqn.primitive, tuple(eqn.params.items()), tuple(a.aval for a in eqn.invars), lie
+        if alike not in known:
+            known[alike] = around(eqn, placements, sizes, habits)
+        if (found := known[alike]) is not None:
+            yield product, found
 
 
 @dataclass(frozen=True)
@@ -178,16 +201,16 @@ def profile_memory(
       ties: for results the number of the donated argument whose buffer each takes.
       habits: of the device.
     """
-    known: dict[tuple[Any, Any, Placement], int] = {}
+    known: dict[tuple[Any, int], int] = {}
 
     def size(var: Var) -> int:
         if var in aside:
             return 0
-        aval, placement = var.aval, placements[var]
-        key = aval.shape, aval.dtype, placement
-        if key not in known:
-            known[key] = piece_bytes(aval, placement, sizes, habits)
-        return known[key]
+        placement = placements[var]
+        alike = var.aval, id(placement)
+        if alike not in known:
+            known[alike] = piece_bytes(var.aval, placement, sizes, habits)
+        return known[alike]
 
     found = lifetimes(jaxpr, ties, habits)
     held = np.fromiter(map(size, found.values), np.int64, len(found.values))
@@ -207,10 +230,12 @@ def _besides(
     """What is there besides values, or of them when they would be gone: from which point until before which, and how
     many bytes."""
     blocks = set[Var]()
-    for product in found.products:
-        held_around, begin, in_blocks = ring_bytes(product, placements, sizes, habits)
-        yield begin, product.at + 1, held_around
-        if in_blocks and habits.pieces_stay:
+    for product, ring in _arounds(found.products, placements, sizes, habits):
+        begin = product.at
+        if habits.eager:  # pieces are sent as soon as they are there
+            begin = min(max(product.ready) if ring.operand is None else product.ready[ring.operand], begin)
+        yield begin, product.at + 1, ring.bytes
+        if ring.in_blocks and habits.pieces_stay:
             blocks.add(product.eqn.outvars[0])
             if product.over is not None:
                 yield product.over, product.over + 1, size(product.eqn.outvars[0])
@@ -234,15 +259,6 @@ def working_bytes(eqn: compat.Eqn) -> int:
     whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
     inside = max((estimate_memory(body, whole, {}, habits=GPU).temporaries for body in bodies_of(eqn)), default=0)
     return sum(bytes_of(v) for v in eqn.outvars) + inside
-
-
-def bodies_of(eqn: compat.Eqn) -> list[Jaxpr]:
-    """The nested jaxprs of an equation."""
-    found: list[Jaxpr] = []
-    for key in NESTED.get(eqn.primitive.name, ()):
-        body = eqn.params[key]
-        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
-    return found
 
 
 def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
-from shardc.passes.domain import Domains
+from shardc.passes.domain import Domain, Domains
 from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
@@ -191,8 +191,13 @@ class Placer:
         self.tables = Tables.of(problem, self.domains)
 
     def placed(self, found: Assignment) -> Placed:
-        """The placements that choices mean."""
-        ports = {n: self.domains.placements(n, found.values[n.number]) for n in self.problem.nodes}
+        """The placements that choices mean; nodes that share a domain and a choice share these, too."""
+        ports: dict[Node, tuple[Placement, ...]] = {}
+        known: dict[tuple[Domain, int], tuple[Placement, ...]] = {}
+        for n, domain, choice in zip(self.problem.nodes, self.domains.of, found.values, strict=True):
+            if (key := (domain, choice)) not in known:
+                known[key] = self.domains.placements(n, choice)
+            ports[n] = known[key]
         return Placed(ports, found.cost, found.gap)
 
 

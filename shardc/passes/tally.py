@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
 from shardc import compat
@@ -29,7 +29,7 @@ from shardc.passes.unit import is_unit, unit_moves
 from shardc.sbp.boxing import Boxing, find_boxing
 from shardc.sbp.cost import RingTime, compute_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
-from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, shared_by
 
@@ -119,41 +119,89 @@ def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mes
     return tally(replace(boxed, jaxpr=alone), mesh).time.total
 
 
-@dataclass
+class _Held(dict[Var, int]):
+    """Bytes that a device holds of each value; counted once for all that are alike, when they are first asked for."""
+
+    def __init__(self, placements: Mapping[Var, Placement], sizes: AxisSizes) -> None:
+        super().__init__()
+        self._placements, self._sizes = placements, sizes
+        self._alike: dict[tuple[Any, int], int] = {}
+
+    def __missing__(self, var: Var) -> int:
+        placement = self._placements[var]
+        alike = var.aval, id(placement)
+        found = self._alike.get(alike)
+        if found is None:
+            found = self._alike[alike] = local_bytes(var, placement, self._sizes)
+        self[var] = found
+        return found
+
+
+@dataclass(frozen=True)
+class _Price:
+    """What one execution of an equation takes, which is the same for all that are alike.
+
+    Attributes:
+      moves: its collectives, without a source.
+      time: where its time goes, but for what light operations read and write.
+      added: seconds, one after the other as the search adds them up.
+    """
+
+    moves: Sequence[Collective]
+    time: Time
+    added: tuple[float, ...]
+
+    @classmethod
+    def of(cls, moves: Moves) -> _Price:
+        time = Time(**moves.seconds)
+        return cls(moves.collectives, time, (time.moving,))
+
+
 class _Tallier:
-    boxed: Boxed
-    mesh: MeshView
-    collectives: list[Collective] = field(default_factory=list[Collective])
-    heavy: dict[int, bool] = field(default_factory=dict[int, bool])
-    """By id of an equation whether it is heavy."""
-    rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
-    boxings: dict[int, Boxing] = field(default_factory=dict[int, Boxing])
-    """Of operations and of boxings, by id of the equation."""
-    sizes: dict[Var, int] = field(default_factory=dict[Var, int])
-    """Bytes that a device holds of a value."""
-    added: float = 0.0
+    """Adds up what a program takes.
+
+    Attributes:
+      held: bytes that a device holds of a value.
+      heavy: by id of an equation whether it is heavy.
+      rules: of operations, by id of the equation.
+      boxings: by the value's aval and both placements.
+      prices: of operations and of boxings, by what they follow from.
+    """
+
+    def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
+        self.boxed, self.mesh, self.placements = boxed, mesh, boxed.placements
+        self.collectives: list[Collective] = []
+        self.added = 0.0
+        self.held = _Held(boxed.placements, mesh.sizes)
+        self.heavy: dict[int, bool] = {}
+        self.rules: dict[int, Rule] = {}
+        self.boxings: dict[tuple[Any, Placement, Placement], Boxing] = {}
+        self.prices: dict[Hashable, _Price] = {}
 
     def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
-        late = late_values(jaxpr, late_results, self.is_heavy)
-        times = [self.equation(eqn, trips, late) for eqn in jaxpr.eqns]
-        of = {id(eqn): t for eqn, t in zip(jaxpr.eqns, times, strict=True)}
+        plain = {id(eqn) for eqn in jaxpr.eqns if self.is_plain(eqn)}
+        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in plain]
+        late = late_values(jaxpr, late_results, {id(eqn) for eqn in others if self.is_heavy(eqn)})
+        times: dict[int, Time] = {}
+        for eqn in jaxpr.eqns:
+            if id(eqn) in plain:
+                self.added += compute_seconds(0.0, self.touched(eqn), self.mesh) * trips
+            else:
+                times[id(eqn)] = self.equation(eqn, trips, late)
         hidden = hidden_seconds(
             jaxpr, late,
-            lambda eqn: of[id(eqn)].moving if self.is_reducing(eqn) else 0.0,
-            lambda eqn: of[id(eqn)].computing - (0.0 if eqn.primitive.name in NESTED else of[id(eqn)].hidden),
+            {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)},
+            {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others},
         )  # fmt: skip
-        light = fused_bytes(jaxpr, self.is_light, _is_same, self.held)
-        return sum(times, Time(memory=memory_seconds(light, self.mesh), hidden=hidden))
+        light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
+        moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
+        return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), hidden=hidden))
 
-    @property
-    def placements(self) -> Mapping[Var, Placement]:
-        return self.boxed.placements
-
-    def held(self, var: Var) -> int:
-        if var not in self.sizes:
-            self.sizes[var] = local_bytes(var, self.placements[var], self.mesh.sizes)
-        return self.sizes[var]
+    def touched(self, eqn: Eqn) -> int:
+        """Bytes that an operation reads and writes."""
+        held = self.held
+        return sum([held[a] for a in eqn.invars if not compat.is_literal(a)]) + sum([held[v] for v in eqn.outvars])
 
     def rule(self, eqn: Eqn) -> Rule:
         if id(eqn) not in self.rules:
@@ -161,16 +209,22 @@ class _Tallier:
         return self.rules[id(eqn)]
 
     def boxing(self, eqn: Eqn) -> Boxing:
-        if id(eqn) not in self.boxings:
-            aval, params = eqn.invars[0].aval, eqn.params
-            found = find_boxing(tuple(aval.shape), itemsize_of(aval), params["src"], params["dst"], self.mesh)
-            self.boxings[id(eqn)] = found
-        return self.boxings[id(eqn)]
+        alike = aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
+        if alike not in self.boxings:
+            self.boxings[alike] = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, self.mesh)
+        return self.boxings[alike]
 
     def is_reducing(self, eqn: Eqn) -> bool:
         return eqn.primitive is box_p and any(
             s.is_collective and s.src.partial_axes != s.dst.partial_axes for s in self.boxing(eqn).steps
         )
+
+    def is_plain(self, eqn: Eqn) -> bool:
+        """Whether it is a light operation that sends nothing: all that it takes is the memory that it touches."""
+        if eqn.primitive.name in _PARTICULAR:
+            return False
+        rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
+        return not (rule.flops or rule.windows or rule.told or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
         if id(eqn) not in self.heavy:
@@ -192,43 +246,61 @@ class _Tallier:
         if eqn.primitive.name in NESTED:
             return self.nested(eqn, trips, [v in late for v in eqn.outvars])
         if eqn.primitive is box_p:
-            return self.add(_moves(eqn, self.boxing(eqn), trips), trips)
+            return self.take(self.price(eqn), eqn.params["source"], trips)
         if is_unit(eqn):
             return self.unit(eqn.params["jaxpr"], trips)
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
-        rule, inside = self.rule(eqn), Time()
+        return self.take(self.price(eqn), compat.source_line(eqn), trips)
+
+    def take(self, price: _Price, source: str, trips: int) -> Time:
+        """Adds up what an equation takes that runs `trips` times."""
+        self.collectives += [
+            replace(m, bytes=m.bytes * trips, count=m.count * trips, source=source) for m in price.moves
+        ]
+        for seconds in price.added:
+            self.added += seconds * trips
+        return price.time
+
+    def price(self, eqn: Eqn) -> _Price:
+        """Of an operation or a boxing."""
+        rule = None if eqn.primitive is box_p else id(self.rule(eqn))
+        atoms = (*eqn.invars, *eqn.outvars)
+        lie = tuple(None if compat.is_literal(a) else self.placements[a] for a in atoms)
+        alike = rule, eqn.primitive, tuple(a.aval for a in atoms), lie
+        if alike not in self.prices:
+            boxes = rule is None
+            self.prices[alike] = _Price.of(_moves(eqn, self.boxing(eqn))) if boxes else self.operation(eqn)
+        return self.prices[alike]
+
+    def operation(self, eqn: Eqn) -> _Price:
+        rule, inside = self.rule(eqn), _Price((), Time(), ())
         if rule.terms is not None or rule.crossing:
             setting = setting_of(eqn, self.placements, self.mesh.sizes)
             if (ring := ring_of(rule, setting)) is not None:
-                return self.around(eqn, ring, setting, trips)
-            inside = self.add(_inside(eqn, rule, setting, trips, self.mesh), trips)
-        memory = sum(self.held(a) for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a))
+                return self.around(eqn, ring, setting)
+            inside = _Price.of(_inside(rule, setting, self.mesh))
+        memory = self.touched(eqn)
         seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
-        self.added += seconds * trips
-        if not self.is_heavy(eqn):
+        inside = replace(inside, added=(*inside.added, seconds))
+        if not rule.flops:
             return inside
-        reading = memory_seconds(memory, self.mesh)
-        return inside + (Time(memory=seconds) if seconds <= reading else Time(compute=seconds))
+        bound = seconds <= memory_seconds(memory, self.mesh)
+        return replace(inside, time=inside.time + (Time(memory=seconds) if bound else Time(compute=seconds)))
 
-    def around(self, eqn: Eqn, ring: Ring, setting: Setting, trips: int) -> Time:
-        """The time of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
+    def around(self, eqn: Eqn, ring: Ring, setting: Setting) -> _Price:
+        """Of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
         rule = self.rule(eqn)
         port, steps = ring.port(rule), internal_steps(rule, setting)
         each = sent_cost(steps[0], self.mesh).bytes
         src, dst = str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"
         if ring.operand is None:
             src, dst = dst, src
-        count = len(steps) * trips
-        self.collectives.append(
-            Collective(
-                "permute", (ring.axis,), each * count, count, compat.source_line(eqn),
-                short_aval(setting.port(port)[0]), src, dst,
-            )
-        )  # fmt: skip
+        value, count = short_aval(setting.port(port)[0]), len(steps)
+        moves = Collective("permute", (ring.axis,), each * count, count, "", value, src, dst)
         time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
-        self.added += time.total * trips
-        return Time(compute=time.computing, permute=time.moving, hidden=time.computing + time.moving - time.total)
+        hidden = time.computing + time.moving - time.total
+        return _Price((moves,), Time(compute=time.computing, permute=time.moving, hidden=hidden), (time.total,))
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
@@ -271,6 +343,17 @@ class _Tallier:
         return time
 
 
+def _own_computing(eqn: Eqn, time: Time) -> float:
+    """Seconds of an equation's computing behind which something else can hide: of a ring its permutes do."""
+    return time.computing - (0.0 if eqn.primitive.name in NESTED else time.hidden)
+
+
+_PARTICULAR: Final = frozenset((
+    "box", "constrain", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
+))  # fmt: skip
+"""Primitives of which there is more to say than what a rule does."""
+
+
 def _is_same(eqn: Eqn) -> bool:
     return pin_of(eqn) is not None
 
@@ -286,7 +369,7 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
             yield eqn, trips
 
 
-def _moves(eqn: Eqn, boxing: Boxing, trips: int) -> Moves:
+def _moves(eqn: Eqn, boxing: Boxing) -> Moves:
     """The collectives of one boxing, and the seconds of one execution."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
     seconds: dict[Kind, float] = {}
@@ -295,16 +378,11 @@ def _moves(eqn: Eqn, boxing: Boxing, trips: int) -> Moves:
         if step.is_collective and price.bytes:  # an empty value is not sent
             kind = cast(Kind, step.kind)
             seconds[kind] = seconds.get(kind, 0.0) + price.seconds
-            found.append(
-                Collective(
-                    kind, step.axes, price.bytes * trips, trips, eqn.params["source"], short_aval(aval), str(src),
-                    str(dst),
-                )
-            )
-    return Moves(found, seconds)  # fmt: skip
+            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
+    return Moves(found, seconds)
 
 
-def _inside(eqn: Eqn, rule: Rule, setting: Setting, trips: int, mesh: MeshView) -> Moves:
+def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
     """The collectives that an operation needs itself, and the seconds of one execution."""
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
@@ -315,8 +393,7 @@ def _inside(eqn: Eqn, rule: Rule, setting: Setting, trips: int, mesh: MeshView) 
             seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds
             found.append(
                 Collective(
-                    s.kind, s.axes, cost.bytes * trips, trips, compat.source_line(eqn),
-                    compat.short_text(s.shape, s.dtype),
+                    s.kind, s.axes, cost.bytes, 1, "", compat.short_text(s.shape, s.dtype),
                     f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
                     "one another" if s.operand is None else f"{op.name}'s window",
                 )

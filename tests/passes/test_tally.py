@@ -31,8 +31,10 @@ X = jax.ShapeDtypeStruct((N, N), jnp.float32)
 def traffic(f: Any, *args: Any) -> int:
     """Bytes, on one device; products are heavy."""
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
-    light = lambda eqn: eqn.primitive.name != "dot_general"  # noqa: E731
-    return fused_bytes(jaxpr, light, lambda eqn: eqn.primitive.name == "copy", lambda v: 4 * v.aval.size)
+    light = {id(e) for e in jaxpr.eqns if e.primitive.name != "dot_general"}
+    same = {id(e) for e in jaxpr.eqns if e.primitive.name == "copy"}
+    held = {v: 4 * v.aval.size for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))}
+    return fused_bytes(jaxpr, light, same, held)
 
 
 def gradient_of_two(w: Any, x: Any) -> Any:
@@ -63,8 +65,8 @@ def chain(f: Any, *args: Any) -> Any:
     return jax.make_jaxpr(f)(*args).jaxpr
 
 
-def is_product(eqn: Any) -> bool:
-    return eqn.primitive.name == "dot_general"
+def products(jaxpr: Any) -> set[int]:
+    return {id(e) for e in jaxpr.eqns if e.primitive.name == "dot_general"}
 
 
 def test_late_is_what_no_product_depends_on() -> None:
@@ -76,8 +78,9 @@ def test_late_is_what_no_product_depends_on() -> None:
 
     jaxpr = chain(f, X, X)
     names = {v: e.primitive.name for e in jaxpr.eqns for v in e.outvars}
-    assert sorted(names[v] for v in late_values(jaxpr, [True], is_product)) == ["add", "cos", "dot_general", "tan"]
-    assert late_values(jaxpr, [False], is_product) == set()
+    heavy = products(jaxpr)
+    assert sorted(names[v] for v in late_values(jaxpr, [True], heavy)) == ["add", "cos", "dot_general", "tan"]
+    assert late_values(jaxpr, [False], heavy) == set()
 
 
 def hidden(seconds: float, results: list[bool] | None = None) -> float:
@@ -90,10 +93,9 @@ def hidden(seconds: float, results: list[bool] | None = None) -> float:
         return jnp.cos(a), b
 
     jaxpr = chain(f, X, X)
-    late = late_values(jaxpr, results or [True, True], is_product)
-    return hidden_seconds(
-        jaxpr, late, lambda e: seconds if e.primitive.name == "cos" else 0.0, lambda e: 1.0 if is_product(e) else 0.0
-    )
+    late = late_values(jaxpr, results or [True, True], products(jaxpr))
+    reducing = {id(e): seconds for e in jaxpr.eqns if e.primitive.name == "cos"}
+    return hidden_seconds(jaxpr, late, reducing, dict.fromkeys(products(jaxpr), 1.0))
 
 
 def test_a_reduction_hides_behind_what_follows_its_operand() -> None:
@@ -109,8 +111,9 @@ def test_reductions_share_the_links_and_what_comes_before_hides_nothing() -> Non
         return jnp.cos(b), jnp.sin(w)
 
     jaxpr = chain(f, X, X)
-    late = late_values(jaxpr, [True, True], is_product)
-    found = hidden_seconds(jaxpr, late, lambda e: 0.0 if is_product(e) else 1.5, lambda e: float(is_product(e)))
+    heavy = products(jaxpr)
+    reducing = {id(e): 1.5 for e in jaxpr.eqns if id(e) not in heavy}
+    found = hidden_seconds(jaxpr, late_values(jaxpr, [True, True], heavy), reducing, dict.fromkeys(heavy, 1.0))
     assert found == 1.5  # that of w, which is there at once; that of b comes after all products
 
 
