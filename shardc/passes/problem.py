@@ -46,7 +46,7 @@ def itemsize_of(aval: Any) -> int:
         return int(dtype.itemsize)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """One value of the program. `op` is what P means for it."""
 
@@ -79,7 +79,7 @@ class Reader:
     small: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """Something that relates the placements of values.
 
