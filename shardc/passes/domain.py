@@ -216,11 +216,11 @@ class Domains:
 
     def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """For each factor the number of devices that split it at each choice."""
-        found: dict[str, NDArray[np.int64]] = {}
-        for factor in dict.fromkeys(s.split for s in signatures if s.split):
-            mine = np.asarray([s.split == factor for s in signatures])
-            found[factor] = np.where(mine[options], self.sizes, 1).prod(-1, dtype=np.int64)
-        return found
+        numbers = {factor: k for k, factor in enumerate(dict.fromkeys(s.split for s in signatures))}
+        by = np.asarray([numbers[s.split] for s in signatures])[options]
+        return {
+            factor: np.where(by == k, self.sizes, 1).prod(-1, dtype=np.int64) for factor, k in numbers.items() if factor
+        }
 
     def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
         """For each row of a value's table: whether a jax.Array can be placed so."""

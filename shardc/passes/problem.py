@@ -588,29 +588,32 @@ def digit_of(sbp: object) -> int:
 
 
 def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
-    """Of rows of small numbers that are alike in all columns the first, in the order that they come in."""
-    code, codes = columns[0], int(columns[0].max(initial=0)) + 1
-    for column in columns[1:]:
-        count = int(column.max(initial=0)) + 1
-        if codes * count > np.iinfo(np.int64).max:
-            code = np.unique(code, return_inverse=True)[1]
-            codes = len(code)
-        code, codes = code * count + column, codes * count
-    return _first_of_each(code)
+    """Of rows of numbers that are alike in all columns the first, in the order that they come in."""
+    return _first_of_alike(np.asarray(columns))
 
 
 @compiled
-def _first_of_each(code: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Where each number stands for the first time."""
-    size = 4
-    while size < 2 * code.size:
+def _first_of_alike(columns: NDArray[np.int64]) -> NDArray[np.intp]:
+    count, size, kept = columns.shape[1], 4, 0
+    while size < 2 * count:
         size *= 2
-    table, found, count = np.full(size, -1, np.intp), np.empty(code.size, np.intp), 0
-    for i in range(code.size):
-        place = (code[i] * 0x9E3779B97F4A7C1 >> 20) & (size - 1)
-        while table[place] >= 0 and code[table[place]] != code[i]:
+    table, found = np.full(size, -1, np.intp), np.empty(count, np.intp)
+    for i in range(count):
+        place = 0
+        for column in columns:
+            place = (place * 31 + column[i]) * 0x9E3779B97F4A7C1
+        place = (place >> 20) & (size - 1)
+        while table[place] >= 0 and not _alike(columns, table[place], i):
             place = (place + 1) & (size - 1)
         if table[place] < 0:
-            table[place] = found[count] = i
-            count += 1
-    return found[:count]
+            table[place] = found[kept] = i
+            kept += 1
+    return found[:kept]
+
+
+@compiled
+def _alike(columns: NDArray[np.int64], i: Any, j: Any) -> bool:
+    same = True
+    for column in columns:
+        same = same and column[i] == column[j]
+    return same

@@ -25,6 +25,8 @@ from shardc.sbp.cost import (
     FEMTO,
     LOCAL_STEPS,
     LONGEST,
+    STEP_KINDS,
+    Group,
     StepKind,
     StepPrice,
     group_of,
@@ -218,6 +220,37 @@ def _steps(rank: int, axes: tuple[tuple[str, int], ...], ops: tuple[ReduceOp, ..
     )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """What steps over groups of devices cost, for each kind and group.
+
+    Attributes:
+      together: whether it is done as such.
+      kind: its number in STEP_KINDS.
+      n, wire, latency: of its collective, as `Group` has them; of a local step 0.
+    """
+
+    together: NDArray[np.bool_]
+    kind: NDArray[np.int64]
+    n: NDArray[np.int64]
+    wire: NDArray[np.int64]
+    latency: NDArray[np.int64]
+
+    def of(self, groups: NDArray[np.int64], kind: StepKind) -> Group:
+        """Those of one kind, in arrays."""
+        return Group(self.n[groups], {kind: self.wire[groups]}, {kind: self.latency[groups]})
+
+
+@lru_cache(maxsize=256)
+def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshView) -> _Costs:
+    devices = [(kind, group_of(mesh, axes)) for kind, axes in groups]
+    return _Costs(
+        np.asarray([mesh.goes_together(*g) for g in groups]), np.asarray([STEP_KINDS.index(k) for k, _ in groups]),
+        np.asarray([g.n for _, g in devices]), np.asarray([min(g.wire.get(k, 0), LONGEST) for k, g in devices]),
+        np.asarray([g.latency.get(k, 0) for k, g in devices]),
+    )  # fmt: skip
+
+
 class _Graph:
     """The placements of a shape, and the steps between them with what they cost.
 
@@ -241,9 +274,9 @@ class _Graph:
         groups = [*steps.groups, *(("permute", group) for group in regrouped)]
         group = np.concatenate([steps.group, len(steps.groups) + masks])
         src = np.concatenate([steps.src, away])
-        goes = np.asarray([mesh.goes_together(*g) for g in groups])
+        costs = _costs_of(tuple(groups), mesh)
         order = np.argsort(src, kind="stable")
-        order = order[goes[group[order]]]
+        order = order[costs.together[group[order]]]
         self._names = (*steps.names, *groups[len(steps.groups) :])
         self._name = np.concatenate([steps.name, len(steps.names) + masks])[order]
         self.src, self.dst = src[order], np.concatenate([steps.dst, to])[order]
@@ -251,9 +284,10 @@ class _Graph:
         reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
         self.wire, self.rest = np.empty((2, len(order)), np.int64)
         memory = memory_cost(mesh.topology)
-        for k in np.unique(group[order]).tolist():
-            at = np.flatnonzero(group[order] == k)
-            kind, devices = groups[k][0], group_of(mesh, groups[k][1])
+        kinds = costs.kind[group[order]]
+        for k, kind in enumerate(STEP_KINDS):
+            at = np.flatnonzero(kinds == k)
+            devices = costs.of(group[order[at]], kind)
             i, j = self.src[at], self.dst[at]
             before, after = self.held[i], self.held[j]
             smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize

@@ -42,6 +42,7 @@ COLLECTIVES: Final[tuple[CollectiveKind, ...]] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"
 )  # fmt: skip
 LOCAL_STEPS: Final = frozenset(("slice", "keep", "fill"))
+STEP_KINDS: Final[tuple[StepKind, ...]] = (*COLLECTIVES, "slice", "keep", "fill")
 
 FEMTO: Final = 10**15
 """Femtoseconds in a second."""
@@ -62,7 +63,7 @@ _FUSED: Final = round(1 / LIGHT)
 
 @dataclass(frozen=True)
 class Group:
-    """What collectives over a group of devices cost.
+    """What collectives over a group of devices cost; or, in arrays, over some.
 
     Attributes:
       n: devices.
@@ -72,9 +73,9 @@ class Group:
       latency: by kind, femtoseconds before the last byte moves: the start, and hops that wait for each other.
     """
 
-    n: int
-    wire: Mapping[str, int]
-    latency: Mapping[str, int]
+    n: Any
+    wire: Mapping[str, Any]
+    latency: Mapping[str, Any]
 
 
 def group_of(mesh: MeshView, axes: Sequence[str]) -> Group:
@@ -251,12 +252,12 @@ def wire_cost(kind: StepKind, piece: Any, touched: Any, group: Group, memory: in
     return (max(sent, least) if isinstance(piece, int) else np.maximum(sent, least)) * (touched > 0)
 
 
-def _times(held: Any, cost: int) -> Any:
+def _times(held: Any, cost: Any) -> Any:
     """`held * cost`, at most LONGEST."""
     if isinstance(held, int):
         return min(held * cost, LONGEST)
-    cost = min(cost, LONGEST)
-    return np.where(held * float(cost) < LONGEST, held * np.int64(cost), LONGEST)
+    cost = np.minimum(cost, LONGEST)
+    return np.where(held * cost.astype(np.float64) < LONGEST, held * cost, LONGEST)
 
 
 def rest_cost(kind: StepKind, after: Any, idle: Any, group: Group, memory: int) -> Any:

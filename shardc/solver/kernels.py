@@ -97,7 +97,9 @@ def least_sums(table: Table, here: Table, out: Table) -> None:
 @compiled
 def _costs(g: Graph, own: Table, messages: Table, v: Int, costs: Table) -> None:
     """Of the values of a variable, with all messages to it."""
-    costs[:] = own[g.first[v] : g.first[v + 1]]
+    k = g.first[v]
+    for a in range(costs.size):
+        costs[a] = own[k + a]
     for e in range(g.start[v], g.start[v + 1]):
         k = g.at[g.twin[e]]
         for a in range(costs.size):
@@ -125,7 +127,8 @@ def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, value
         ahead = (g.split[v], g.start[v + 1]) if forward else (g.start[v], g.split[v])
         if read:
             behind = (g.start[v], g.split[v]) if forward else (g.split[v], g.start[v + 1])
-            given[:] = costs
+            for a in range(size):
+                given[a] = costs[a]
             for e in range(behind[0], behind[1]):
                 k = g.at[g.twin[e]]
                 for a in range(size):
@@ -134,7 +137,8 @@ def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, value
             values[v] = given.argmin()
         if not forward:
             bound += g.left[v] * costs.min()
-        costs *= g.share[v]
+        for a in range(size):
+            costs[a] *= g.share[v]
         for e in range(ahead[0], ahead[1]):
             k = g.at[g.twin[e]]
             for a in range(size):
@@ -144,7 +148,8 @@ def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, value
             least = message.min()
             if not forward:
                 bound += least
-            message -= least
+            for b in range(message.size):
+                message[b] -= least
     return bound
 
 
@@ -160,7 +165,8 @@ def handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
             k = g.at[g.twin[e]]
             for a in range(costs.size):
                 given[k + a] = costs[a] * g.share[v] - messages[k + a]
-        costs *= g.left[v]
+        for a in range(costs.size):
+            costs[a] *= g.left[v]
     return left, given
 
 
@@ -170,23 +176,33 @@ def excess(g: Graph, own: Table, messages: Table) -> Table:
     left, given = handed(g, own, messages)
     found = np.empty(own.size)
     for v in range(g.order.size):
-        some = slice(g.first[v], g.first[v + 1])
-        found[some] = left[some] - left[some].min()
+        _over_least(left[g.first[v] : g.first[v + 1]], found[g.first[v] : g.first[v + 1]], False)
+    all_here, all_there, all_given = np.empty(own.size), np.empty(own.size), np.empty(own.size)
     for v in range(g.order.size):
         for e in range(g.start[v], g.split[v]):
             j, back = g.other[e], g.twin[e]
             mine = given[g.at[back] : g.at[back] + _size(g, v)]
             theirs = messages[g.at[e] : g.at[e] + _size(g, j)]
-            here, there = np.empty(mine.size), np.empty(theirs.size)
-            least_sums(_table(g, back), -theirs, here)
+            here, there, handed_back = all_here[: mine.size], all_there[: theirs.size], all_given[: theirs.size]
+            for b in range(theirs.size):
+                handed_back[b] = -theirs[b]
+            least_sums(_table(g, back), handed_back, here)
             least_sums(_table(g, e), mine, there)
-            here += mine
-            there -= theirs
-            here -= here.min()
-            there -= there.min()
-            found[g.first[v] : g.first[v + 1]] += here
-            found[g.first[j] : g.first[j + 1]] += there
+            for a in range(mine.size):
+                here[a] += mine[a]
+            for b in range(theirs.size):
+                there[b] -= theirs[b]
+            _over_least(here, found[g.first[v] : g.first[v + 1]], True)
+            _over_least(there, found[g.first[j] : g.first[j + 1]], True)
     return found
+
+
+@compiled
+def _over_least(costs: Table, out: Table, add: bool) -> None:
+    """By how much each is above the least of them: written, or added."""
+    least = costs.min()
+    for a in range(costs.size):
+        out[a] = (out[a] if add else 0.0) + (costs[a] - least)
 
 
 @compiled
@@ -205,8 +221,9 @@ def improve(g: Graph, own: Table, values: Index, passes: int) -> None:
     for _ in range(passes):
         changed = False
         for v in g.order:
-            costs = space[: _size(g, v)]
-            costs[:] = own[g.first[v] : g.first[v + 1]]
+            costs, first = space[: _size(g, v)], g.first[v]
+            for a in range(costs.size):
+                costs[a] = own[first + a]
             for e in range(g.start[v], g.start[v + 1]):
                 _add_column(g, e, values[g.other[e]], costs)
             best = costs.argmin()
