@@ -1,6 +1,8 @@
 """Compiled loops, against numpy; and messages, against all assignments."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -179,3 +181,16 @@ def test_where_nothing_can_be_kept_it_is_compiled_anew():
     space = {}
     exec("def twice(x):\n    return 2 * x", space)  # of no file
     assert compiled(space["twice"])(21) == 42
+
+
+def test_a_first_call_imports_nothing_more_of_numba():
+    program = """
+import sys
+import numpy as np
+import shardc.solver.kernels as kernels
+before = set(sys.modules)
+kernels.least_product(np.zeros((2, 2)), np.zeros((2, 2)))
+print(sorted(m for m in set(sys.modules) - before if m.startswith("numba")))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
