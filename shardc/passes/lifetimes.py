@@ -13,7 +13,8 @@ XLA keeps far fewer values than a program has. What decides how much lives at on
 - A collective may run as late as its result is read: its operand stays until then.
 - The carries of a loop are one buffer each, and a second one where a step still reads the old after it has made the
   new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
-- A result has its memory from the beginning, unless it takes that of a donated argument.
+- A result has its memory from the beginning, unless it takes that of a donated argument: then it is there from when it
+  is made, besides the argument if that is read later, as it is copied there in the end.
 
 Where devices differ, `Habits` has it. The order is that of the program.
 """
@@ -70,7 +71,7 @@ class Lifetimes:
       points: how many points of time there are: one for each equation, those of nested bodies inside theirs.
       values: whose placements say how many bytes; one value may stand here several times.
       begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
-        the time; a result that takes a donated argument's buffer is not counted.
+        the time; a result that takes a donated argument's buffer as it is made is not counted.
       arguments: how many of `values`, the first ones, are arguments.
       products: all of them. Whether one holds more than values (`ring_buffers`), its placements say.
       waits: what may stay longer, as loops are one. That they are, placements say: no loop is one with another where a
@@ -287,9 +288,10 @@ class _Backward:
             self.read(v, end - 1)
         self.body(jaxpr)
         over = {jaxpr.outvars[k] for k, i in self.ties.items() if self.writes_over(jaxpr.outvars[k], jaxpr.invars[i])}
+        own = results.keys() - {jaxpr.outvars[k] for k in self.ties}
         arguments = [*jaxpr.constvars, *jaxpr.invars]
         rows = [(v, 0, end) for v in arguments]
-        rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
+        rows += [(v, 0 if v in own else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
         products = tuple(replace(p, over=self.overwritten.get(p.eqn.outvars[0])) for p in self.ahead.products)
         values = tuple(r[0] for r in rows)
