@@ -15,6 +15,7 @@ XLA keeps far fewer values than a program has. What decides how much lives at on
   new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
 - A result has its memory from the beginning, unless it takes that of a donated argument: then it is there from when it
   is made, besides the argument if that is read later, as it is copied there in the end.
+- Of a softmax in float32 either the scores or the exponentials are kept, or both (`find_scores.py`).
 
 Where devices differ, `Habits` has it. The order is that of the program.
 """
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.find_loops import Wait, joined_loops, reads_of
+from shardc.passes.find_scores import AGAIN, Again, Scores, find_scores
 from shardc.passes.find_tables import Table, find_tables
 from shardc.passes.fusion import (
     CONVOLUTIONS,
@@ -77,6 +79,7 @@ class Lifetimes:
       waits: what may stay longer, as loops are one. That they are, placements say: no loop is one with another where a
         product computes what it reads, but none computes what it reads from a product whose pieces go around.
       tables: what lies row by row, where devices keep it so.
+      again: exponentials that are in memory only where the pieces of a product go around.
     """
 
     points: int
@@ -87,6 +90,7 @@ class Lifetimes:
     products: tuple[Product, ...] = ()
     waits: tuple[Wait, ...] = ()
     tables: tuple[Table, ...] = ()
+    again: tuple[Again, ...] = ()
 
     def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
         """(points,) bytes at each point, `size` being those of a value on one device."""
@@ -280,6 +284,8 @@ class _Backward:
         self.lives: list[tuple[Var, int, int]] = []
         self.overwritten: dict[Var, int] = {}
         self.steps: set[int] = set()
+        self.written: set[Var] = set()
+        self.again: list[Again] = []
 
     def run(self) -> Lifetimes:
         jaxpr, end = self.ahead.jaxpr, self.ahead.now + 1
@@ -295,7 +301,8 @@ class _Backward:
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
         products = tuple(replace(p, over=self.overwritten.get(p.eqn.outvars[0])) for p in self.ahead.products)
         values = tuple(r[0] for r in rows)
-        return Lifetimes(end, values, begin, until, len(arguments), products, *self.waits_and_tables(over))
+        waits, tables = self.waits_and_tables(over)
+        return Lifetimes(end, values, begin, until, len(arguments), products, waits, tables, tuple(self.again))
 
     def waits_and_tables(self, over: Collection[Var]) -> tuple[tuple[Wait, ...], tuple[Table, ...]]:
         """As `Lifetimes` has them; `over`: results that are in the place of arguments."""
@@ -394,6 +401,10 @@ class _Backward:
         """
         again = self.habits.joins_loops and _by_number(eqn)
         once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (kind is Kind.COSTLY and not again))
+        scores = find_scores(eqn, self.ahead.maker) if self.habits.writes_scores else None
+        if once and scores is not None:
+            once = self.keeps(v, scores)
+        once |= v in self.written
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
             taker = self.taker.get(v) if in_place else None
@@ -401,7 +412,7 @@ class _Backward:
                 self.fuse(a, self.fused[v], taker if _alike(a, v) else None, self.loops[v] - (v in self.whole))
         if once:
             t = self.made[v]
-            self.live(v, self.ready[v] if self.ready[v] in self.steps else t)
+            self.live(v, self.ready[v] if self.ready[v] in self.steps else t, stays=v in self.written)
         elif v in self.whole:
             t = self.ready[v] if self.habits.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
@@ -412,6 +423,16 @@ class _Backward:
         in_place = in_place and (once or v not in self.fused)
         for a in eqn.invars:
             self.fuse(a, t, v if in_place and _alike(a, v) else None)
+
+    def keeps(self, v: Var, scores: Scores) -> bool:
+        """Whether exponentials that several loops read are in memory, what they are computed from noted."""
+        alone = v not in self.whole and self.ahead.readers[scores.product] == 1
+        if scores.turned and alone and self.loops[v] >= AGAIN:
+            self.again.append(Again(v, scores, self.made[v], self.fused[v]))
+            return False
+        if scores.written:
+            self.written.add(scores.rows)
+        return True
 
     def moved(self, eqn: Eqn, v: Var, a: Atom) -> None:
         t = done = self.made[v]
