@@ -129,6 +129,8 @@ class Habits:
         product whose pieces go around.
       joins_loops: loops over the same memory, of which none waits for another, are one. So what only loops read that
         is no more than divided by one number, as gradients that are clipped, is computed in them.
+      writes_scores: the rows of a softmax that come from products of a smaller type are in memory or are not as
+        `find_scores` says.
     """
 
     sums_read_memory: bool
@@ -137,25 +139,29 @@ class Habits:
     tiles: bool
     pieces_stay: bool
     joins_loops: bool
+    writes_scores: bool
 
 
 CPU: Final = Habits(
-    sums_read_memory=True, eager=True, one_layout=True, tiles=False, pieces_stay=False, joins_loops=False
-)
+    sums_read_memory=True, eager=True, one_layout=True, tiles=False, pieces_stay=False, joins_loops=False,
+    writes_scores=False,
+)  # fmt: skip
 """Seen in the scheduled HLO of the zoo: `ynn_fusion` reads arrays, `wrapped_copy` follows `all_gather`, one
 `all-reduce` has all gradients, and `wrapped_broadcast` and `all_gather` stand first in the schedule."""
 
 TPU: Final = Habits(
-    sums_read_memory=False, eager=False, one_layout=False, tiles=True, pieces_stay=True, joins_loops=True
-)
+    sums_read_memory=False, eager=False, one_layout=False, tiles=True, pieces_stay=True, joins_loops=True,
+    writes_scores=True,
+)  # fmt: skip
 """Seen in the HLO of GPT-2 for v5p: `multiply_reduce_fusion`; arrays of layout `T(8,128)`. Small products compute what
 they read (`convolution_add_fusion`); large ones read it from memory, and `divide_convert_fusion` keeps what a softmax
 gives them, so that this is what is counted. In that of T5 and DLRM: `aliasing_operands` of a fusion are none where an
 operand is of updates in its place, and `broadcast_maximum_fusion`, `select_select_fusion` have several results."""
 
 GPU: Final = Habits(
-    sums_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, joins_loops=False
-)
+    sums_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, joins_loops=False,
+    writes_scores=False,
+)  # fmt: skip
 """Not measured: products are library calls, which read memory; loops and reductions fuse."""
 
 

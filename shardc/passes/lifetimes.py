@@ -13,7 +13,9 @@ XLA keeps far fewer values than a program has. What decides how much lives at on
 - A collective may run as late as its result is read: its operand stays until then.
 - The carries of a loop are one buffer each, and a second one where a step still reads the old after it has made the
   new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
-- A result has its memory from the beginning, unless it takes that of a donated argument.
+- A result has its memory from the beginning, unless it takes that of a donated argument: then it is there from when it
+  is made, besides the argument if that is read later, as it is copied there in the end.
+- Of a softmax in float32 either the scores or the exponentials are kept, or both (`find_scores.py`).
 
 Where devices differ, `Habits` has it. The order is that of the program.
 """
@@ -35,6 +37,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.find_loops import Wait, joined_loops, reads_of
 from shardc.passes.find_ready import Ready, find_ready
+from shardc.passes.find_scores import AGAIN, Again, Scores, find_scores
 from shardc.passes.find_tables import Table, find_tables
 from shardc.passes.fusion import (
     CONVOLUTIONS,
@@ -75,12 +78,13 @@ class Lifetimes:
       points: how many points of time there are: one for each equation, those of nested bodies inside theirs.
       values: whose placements say how many bytes; one value may stand here several times.
       begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
-        the time; a result that takes a donated argument's buffer is not counted.
+        the time; a result that takes a donated argument's buffer as it is made is not counted.
       arguments: how many of `values`, the first ones, are arguments.
       products: all of them. Whether one holds more than values (`ring_buffers`), its placements say.
       waits: what may stay longer, as loops are one. That they are, placements say: no loop is one with another where a
         product computes what it reads, but none computes what it reads from a product whose pieces go around.
       tables: what lies row by row, where devices keep it so.
+      again: exponentials that are in memory only where the pieces of a product go around.
     """
 
     points: int
@@ -91,6 +95,7 @@ class Lifetimes:
     products: tuple[Product, ...] = ()
     waits: tuple[Wait, ...] = ()
     tables: tuple[Table, ...] = ()
+    again: tuple[Again, ...] = ()
 
     def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
         """(points,) bytes at each point, `size` being those of a value on one device."""
@@ -238,6 +243,8 @@ class _Backward:
         self.lives: list[tuple[Var, int, int]] = []
         self.overwritten: dict[Var, int] = {}
         self.steps: set[int] = set()
+        self.written: set[Var] = set()
+        self.again: list[Again] = []
 
     def run(self) -> Lifetimes:
         jaxpr, end = self.ahead.jaxpr, self.ahead.now + 1
@@ -246,13 +253,15 @@ class _Backward:
             self.read(v, end - 1)
         self.body(jaxpr)
         over = {jaxpr.outvars[k] for k, i in self.ties.items() if self.writes_over(jaxpr.outvars[k], jaxpr.invars[i])}
+        own = results.keys() - {jaxpr.outvars[k] for k in self.ties}
         arguments = [*jaxpr.constvars, *jaxpr.invars]
         rows = [(v, 0, end) for v in arguments]
-        rows += [(v, 0 if v in results else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
+        rows += [(v, 0 if v in own else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
         products = tuple(map(self.product, self.ahead.products))
         values = tuple(r[0] for r in rows)
-        return Lifetimes(end, values, begin, until, len(arguments), products, *self.waits_and_tables(over))
+        waits, tables = self.waits_and_tables(over)
+        return Lifetimes(end, values, begin, until, len(arguments), products, waits, tables, tuple(self.again))
 
     def product(self, step: Step) -> Product:
         ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
@@ -352,6 +361,10 @@ class _Backward:
         """
         eqn, costly = step.eqn, step.kind is Kind.COSTLY
         once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (costly and self.is_kept(eqn)))
+        scores = find_scores(step, self.maker) if once and self.habits.writes_scores else None
+        if scores is not None:
+            once = self.keeps(step, v, scores)
+        once |= v in self.written
         in_place = eqn.primitive.name not in ELSEWHERE
         if not once and v in self.fused:
             t, loops = self.fused[v], self.loops[v] - (v in self.whole)
@@ -360,7 +373,7 @@ class _Backward:
                 self.fuse(a, t, taker if taker is not None and _alike(a.aval, v.aval) else None, loops)
         if once:
             t, ready = step.at, self.early.at.get(v)
-            self.live(v, ready if ready in self.steps else t)
+            self.live(v, ready if ready in self.steps else t, stays=v in self.written)
         elif v in self.whole:
             t = self.early.at[v] if self.habits.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
@@ -376,6 +389,16 @@ class _Backward:
         """Whether what is costly is kept for several loops: of many numbers divided by one each loop does it again."""
         by_one = eqn.primitive.name == "div" and compat.size_of(eqn.invars[1].aval) == 1
         return not (by_one and self.habits.joins_loops and compat.size_of(eqn.outvars[0].aval) > 1)
+
+    def keeps(self, step: Step, v: Var, scores: Scores) -> bool:
+        """Whether exponentials that several loops read are in memory, what they are computed from noted."""
+        alone = v not in self.whole and self.ahead.readers[scores.product] == 1
+        if scores.turned and alone and self.loops[v] >= AGAIN:
+            self.again.append(Again(v, scores, step.at, self.fused[v]))
+            return False
+        if scores.written:
+            self.written.add(scores.rows)
+        return True
 
     def moved(self, step: Step, v: Var, a: Atom) -> None:
         eqn, t = step.eqn, step.at

@@ -242,6 +242,14 @@ def _besides(
     for wait in found.waits:
         ends = [end for over, end in wait.ends.items() if over in blocks]
         yield wait.begin, max(ends, default=0), size(wait.value)
+    for again in found.again:
+        product = size(again.scores.product)
+        if again.scores.product not in blocks:
+            yield again.last, again.last + 1, product  # the softmax, if it is multiplied after that loop
+            continue
+        yield again.begin, again.last + 1, size(again.value) - product
+        if again.scores.written:
+            yield again.begin, again.begin + 1, size(again.scores.rows)
     for table in found.tables:
         yield table.begin, table.end, table_bytes(table, placements[table.value], sizes)
 
