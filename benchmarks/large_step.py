@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -20,29 +19,26 @@ from benchmarks.measure import moved, report
 from benchmarks.xla_seconds import cycle_seconds, xla_seconds
 from shardc.errors import MemoryLimitError
 from shardc.mesh import AnyMesh, view
-from shardc.passes.trace import Arguments, trace
 
 
 def measure(case: str, compiled: bool, layers: int | None = None, text: Path | None = None) -> None:
     name, plan_name = case.split("/")
     large = LARGE[name] if layers is None else LARGE[name].truncated(layers)
     args, mesh = large.arguments(), (compiled_for if compiled else planned_for)(large)
-    arguments = Arguments(large.step, ())
-    jax.make_jaxpr(large.step)(*args)  # what JAX keeps of a first trace serves the two that follow
-    tracing, _ = processor_seconds(lambda: trace(arguments, arguments.take_apart(args, {})))
     ours = shardc.function(mesh=mesh, **pins_of(name, plan_name))(large.step)
+    tracing, _ = processor_seconds(lambda: ours.look(*args))
     known: dict[str, Any] = {
         "case": case, "mesh": ",".join(f"{a}={n}" for a, n in large.mesh.items()), "devices": large.devices,
         "params": size_of(args[0]), "tracing": tracing, "hbm": view(mesh).limit,
     }  # fmt: skip
     try:
-        both, plan = processor_seconds(lambda: ours.plan(*args))
+        planning, plan = processor_seconds(lambda: ours.plan(*args))  # what was traced is not traced again
     except MemoryLimitError as error:
         report(**known, misfit=str(error))
         return
     work = large.work(large.config, args[0]) * large.rows / large.devices
     known |= {
-        "planning": both - tracing, "gap": plan.gap, "seconds": plan.seconds, "parts": vars(plan.time),
+        "planning": planning, "gap": plan.gap, "seconds": plan.seconds, "parts": vars(plan.time),
         "memory": plan.memory.peak, "bytes": plan.bytes_per_device, "by_kind": by_kind(plan),
         "utilization": work / (view(mesh).topology.flops * plan.seconds),
         "unlimited": plan.unlimited and vars(plan.unlimited),

@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 import shardc
@@ -22,7 +21,6 @@ from benchmarks.large_step import processor_seconds
 from benchmarks.measure import fake_cpu, report
 from benchmarks.planning import count
 from benchmarks.tables import Rows, new_table, start
-from shardc.passes.trace import Arguments, trace
 
 MESHES = ({"data": 64, "model": 8}, {"data": 2, "fsdp": 32, "model": 8})
 LAYERS = (1, 3, 12, 48, 96)
@@ -33,14 +31,12 @@ def measure(layers: int, axes: int, scanned: bool) -> None:
     large = replace(large, config=replace(large.config, scan_layers=scanned))
     mesh = shardc.make_mesh(topology=large.topology, hbm="1000TB", **next(m for m in MESHES if len(m) == axes))
     args = large.arguments()
-    arguments = Arguments(large.step, ())
-    jax.make_jaxpr(large.step)(*args)  # what JAX keeps of a first trace serves the two that follow
-    tracing, program = processor_seconds(lambda: trace(arguments, arguments.take_apart(args, {})))
     ours = shardc.function(mesh=mesh, **pins_of("gpt3", "batch"))(large.step)
-    both, plan = processor_seconds(lambda: ours.plan(*args))
+    tracing, (program, _) = processor_seconds(lambda: ours.look(*args))
+    planning, plan = processor_seconds(lambda: ours.plan(*args))  # what was traced is not traced again
     equations = count(program.jaxpr)
     report(
-        layers=layers, axes=axes, scanned=scanned, equations=equations, tracing=tracing, planning=both - tracing,
+        layers=layers, axes=axes, scanned=scanned, equations=equations, tracing=tracing, planning=planning,
         gap=plan.gap,
     )  # fmt: skip
 
