@@ -18,8 +18,9 @@ from benchmarks.large_models import LARGE, pins_of
 from benchmarks.tables import new_table
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.passes.canonicalize import bodies_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.memory import bodies_of, local_bytes
+from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Plan
 from shardc.passes.problem import REMAT
 from shardc.passes.tally import tally

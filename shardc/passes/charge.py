@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.compat import Jaxpr
+from shardc.passes.canonicalize import bodies_of
 from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import Lifetimes, lifetimes
-from shardc.passes.memory import GAPS, bodies_of, piece_bytes
+from shardc.passes.memory import GAPS, piece_bytes
 from shardc.passes.place import Tables
 from shardc.passes.problem import Nested, Node, Problem, Reader, Scope, Value
 from shardc.sbp.boxing import BoxingTable

@@ -16,7 +16,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
-from shardc.passes.memory import all_eqns, bodies_of
+from shardc.passes.canonicalize import bodies_of
+from shardc.passes.memory import all_eqns
 from shardc.passes.problem import REMAT
 from shardc.passes.program import Program
 from shardc.passes.reassociate import LINEAR, reassociate

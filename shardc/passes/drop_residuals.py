@@ -21,9 +21,8 @@ from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED, with_own_bodies
+from shardc.passes.canonicalize import NESTED, bodies_of, with_own_bodies
 from shardc.passes.insert_boxing import with_bodies
-from shardc.passes.memory import bodies_of
 
 KEPT: Final = frozenset((
     "constrain", "microbatches", "receive", "send", "sharding_constraint", "shard_map", "stage_boundary", *NESTED,

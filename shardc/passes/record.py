@@ -17,10 +17,10 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED
+from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.compute_again import Recomputed
 from shardc.passes.insert_boxing import box_p
-from shardc.passes.memory import all_eqns, bodies_of
+from shardc.passes.memory import all_eqns
 from shardc.passes.pins import Rules
 from shardc.passes.plan import Plan, moves, without_entries
 from shardc.sbp.placement import REPLICATED, Placement

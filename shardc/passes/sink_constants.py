@@ -15,12 +15,12 @@ from typing import Final
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED
+from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.choose_residuals import FUSED
 from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Kind, kind_of
 from shardc.passes.insert_boxing import with_bodies
-from shardc.passes.memory import bodies_of, bytes_of
+from shardc.passes.memory import bytes_of
 from shardc.passes.problem import REMAT
 from shardc.passes.traffic import PARTLY_READ
 

@@ -16,11 +16,11 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED
+from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
-from shardc.passes.memory import all_eqns, bodies_of, bytes_of, local_bytes
+from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
 from shardc.passes.problem import itemsize_of, operation_of, setting_of, work_dtype
 from shardc.passes.traffic import fused_bytes

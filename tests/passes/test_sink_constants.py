@@ -12,8 +12,8 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 import shardc
 from examples import gpt2
 from shardc import S, compat
-from shardc.passes.canonicalize import canonicalize
-from shardc.passes.memory import all_eqns, bodies_of, bytes_of
+from shardc.passes.canonicalize import bodies_of, canonicalize
+from shardc.passes.memory import all_eqns, bytes_of
 from shardc.passes.sink_constants import sink_constants
 from tests.pipelines import on_host
 
