@@ -5,7 +5,6 @@ The internal steps of a signature are the last two: `internal_steps` says what t
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.sbp.cost import send_price
-from shardc.sbp.placement import local_shape
+from shardc.sbp.placement import extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import Rule, Setting, Site, Window, neutral_value
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Begin and length of a range, for each device along the axes that split a dimension."""
+Index: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,51 +133,50 @@ def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
     )
     numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
     return _reading(
-        axes, dim, *numbers, count, block, setting.extents(w.operand, dim), setting.extents(w.by, by_dim)
+        axes, dim, *numbers, count, block, setting.cut(w.operand, dim), setting.cut(w.by, by_dim)
     )
 
 
 @lru_cache(maxsize=65536)
 def _reading(
     axes: tuple[str, ...], dim: int, start: int, step: int, width: int, dilation: int, count: int, block: int,
-    held: Ranges, pieces: Ranges,
+    operand: tuple[int, tuple[int, ...]], by: tuple[int, tuple[int, ...]],
 ) -> Reading:  # fmt: skip
+    offsets, valid = np.asarray(extents(*by)).T
     span = (count - 1) * abs(step) + width if count else 0
     ahead = max(-step, 0)  # where positions fall, the last element reads the first of the window
-    starts = [offset * step + start - ahead * (count - 1) for offset, _ in pieces]
-    ends = [(o if ahead else o + n - 1) * step + start + width for o, n in pieces]
-    firsts = [-(-lo // dilation) for lo in starts]
-    wanted = [
-        (first, -(-end // dilation) if valid else first)
-        for first, end, (_, valid) in zip(firsts, ends, pieces, strict=True)
-    ]
-    phases = tuple(first * dilation - lo for first, lo in zip(firsts, starts, strict=True))
-    length = max(max(-(-(span - phase) // dilation) for phase in phases), 0)
-    return Reading(axes, dim, length, span, phases, _shifts(held, block, wanted))
+    starts = offsets * step + start - ahead * (count - 1)
+    ends = (offsets if ahead else offsets + valid - 1) * step + start + width
+    low = -(-starts // dilation)
+    high = np.where(valid > 0, -(-ends // dilation), low)
+    phases = low * dilation - starts
+    length = max(int((-(-(span - phases) // dilation)).max()), 0)
+    return Reading(axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, low, high))
 
 
-def _shifts(held: Ranges, block: int, wanted: Sequence[tuple[int, int]]) -> tuple[Shift, ...]:
-    """Who sends what: overlaps of what is held and what is wanted, by the distance between the devices."""
-    n = len(held)
-    owners = [k for k, (_, valid) in enumerate(held) if valid]
-    begins = [held[k][0] for k in owners]
-    overlaps: dict[int, list[tuple[int, int, int, int]]] = {}  # by distance
-    for target, (low, high) in enumerate(wanted):
-        i = max(bisect.bisect_right(begins, low) - 1, 0)
-        while i < len(owners) and begins[i] < high:
-            source = owners[i]
-            begin, end = max(low, held[source][0]), min(high, sum(held[source]))
-            if begin < end:
-                overlaps.setdefault((target - source) % n, []).append((source, target, begin, end))
-            i += 1
-    pieces, windows = tuple(begin for begin, _ in held), tuple(low for low, _ in wanted)
+def _shifts(held: Sequence[tuple[int, int]], block: int, low: Index, high: Index) -> tuple[Shift, ...]:
+    """Who sends what: overlaps of what is held (begin and length) and what is wanted (begin and end), by the distance
+    between the devices."""
+    offsets, valid = np.asarray(held).T
+    owners = np.flatnonzero(valid)
+    begins = offsets[owners]
+    first = np.maximum(np.searchsorted(begins, low, "right") - 1, 0)
+    some = np.maximum(np.searchsorted(begins, high, "left") - first, 0)  # owners that each target may get from
+    target = np.repeat(np.arange(low.size), some)
+    source = owners[np.arange(target.size) - np.repeat(np.cumsum(some) - some - first, some)]
+    begin, end = np.maximum(low[target], offsets[source]), np.minimum(high[target], (offsets + valid)[source])
+    overlaps = np.stack([source, target, begin, end], 1)[begin < end]
+    distance = (overlaps[:, 1] - overlaps[:, 0]) % low.size
+    overlaps = overlaps[np.argsort(distance, kind="stable")]
+    distances, first = np.unique(np.sort(distance), return_index=True)
+    longest = np.maximum.reduceat(overlaps[:, 3] - overlaps[:, 2], first) if first.size else first
+    rows, pieces, windows = list(map(tuple, overlaps.tolist())), tuple(offsets.tolist()), tuple(low.tolist())
     return tuple(
-        Shift(
-            distance > 0, max(end - begin for *_, begin, end in parts) if distance else block, block, tuple(parts),
-            pieces, windows,
+        Shift(d > 0, length if d else block, block, tuple(rows[at:until]), pieces, windows)
+        for d, length, at, until in zip(
+            distances.tolist(), longest.tolist(), first.tolist(), [*first[1:].tolist(), len(rows)], strict=True
         )
-        for distance, parts in sorted(overlaps.items())
-    )  # fmt: skip
+    )
 
 
 def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:

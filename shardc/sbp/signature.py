@@ -87,8 +87,12 @@ class Setting:
 
     def extents(self, port: int, dim: int) -> tuple[tuple[int, int], ...]:
         """Offset and number of valid elements of each piece of a dimension, in the order of its axes."""
+        return extents(*self.cut(port, dim))
+
+    def cut(self, port: int, dim: int) -> tuple[int, tuple[int, ...]]:
+        """Size of a dimension, and the sizes of the axes that split it, in their order."""
         aval, placement = self.port(port)
-        return extents(aval.shape[dim], tuple(self.sizes[a] for a in placement.axes_of(dim)))
+        return aval.shape[dim], tuple(self.sizes[a] for a in placement.axes_of(dim))
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from shardc.solver import kernels
-from shardc.solver.kernels import Graph
-from shardc.solver.tables import Index, Pair, Table
+from shardc.solver.kernels import Graph, Single
+from shardc.solver.tables import Index, Pair, Table, double
 
 CALL: Final = 1 << 18
 STEP: Final = 1 << 8
@@ -43,13 +43,15 @@ def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
     return found
 
 
-def graph_of(sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: Sequence[int]) -> Graph:
-    """The graph of a problem whose variables are visited in that order."""
+def graph_of(
+    sizes: Sequence[int], near: Sequence[Mapping[int, Table]], single: Mapping[int, Single], order: Sequence[int]
+) -> Graph:
+    """The graph of a problem whose variables are visited in that order; `single`: its tables, by their `id`s."""
     place = np.empty(len(order), np.intp)
     place[order] = np.arange(len(order))
     where = place.tolist()
-    addresses = {id(t): t.ctypes.data for t in {id(t): t for n in near for t in n.values()}.values()}
-    start, split, other, table = [0], list[int](), list[int](), list[int]()
+    addresses = {id(t): (t.ctypes.data, single[id(t)].ctypes.data) for n in near for t in n.values()}
+    start, split, other, tables = [0], list[int](), list[int](), list[tuple[int, int]]()
     number: dict[tuple[int, int], int] = {}
     for v, some in enumerate(near):
         ends = sorted(some, key=lambda j: where[j] > where[v])
@@ -57,7 +59,7 @@ def graph_of(sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: S
         for j in ends:
             number[v, j] = len(other)
             other.append(j)
-            table.append(addresses[id(some[j])])
+            tables.append(addresses[id(some[j])])
         start.append(len(other))
     twin = np.asarray([number[j, v] for v, j in number], np.intp)
     first = np.cumsum([0, *sizes])
@@ -67,11 +69,24 @@ def graph_of(sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: S
     at = np.empty(len(other), np.intp)
     at[twin] = np.cumsum(lengths) - lengths
     behind = splits - starts[:-1]
+    table, single_table = np.asarray(tables, np.intp).reshape(-1, 2).T.copy()
     share = 1.0 / np.maximum(np.maximum(behind, degree - behind), 1)
     return Graph(
-        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, np.asarray(table, np.intp),
+        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, table, single_table,
         at, share, 1.0 - behind * share,
     )  # fmt: skip
+
+
+def _single(tables: Sequence[Table]) -> dict[int, Single]:
+    """The tables' entries in single precision by the tables' `id`s, one after the other in memory."""
+    different = {id(t): t for t in tables}
+    entries = np.empty(sum(t.size for t in different.values()), np.float32)
+    found, at = dict[int, Single](), 0
+    for name, table in different.items():
+        found[name] = part = entries[at : at + table.size]
+        part[:] = table.reshape(-1)
+        at += table.size
+    return found
 
 
 class Dual:
@@ -92,50 +107,54 @@ class Dual:
           own: for each variable the costs of its values.
           near: its neighbours and the tables, its values being the rows.
         """
-        self.near = [{j: np.ascontiguousarray(t, np.float64) for j, t in some.items()} for some in near]
+        self.near = [{j: np.ascontiguousarray(double(t)) for j, t in some.items()} for some in near]
         self.bound = -np.inf
         self.values: Index = np.zeros(len(own), np.intp)
         self.readings: list[Index] = []
-        self.graph = graph_of([u.size for u in own], self.near, outwards(near))
+        order = outwards(near)
+        self._single = _single([t for v in order for t in self.near[v].values()])
+        self.graph = graph_of([u.size for u in own], self.near, self._single, order)
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
-        self._begin = self.messages.copy()  # of the next sweep
+        self._begin = self.messages  # of the next sweep; no sweep changes it
         self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
         self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
 
     def set_own(self, own: Table) -> None:
         """Other costs of all values; the messages stay."""
         self.own, self.bound = own, -np.inf
-        self._begin, self._last = self.messages.copy(), None
+        self._begin, self._last = self.messages, None
 
     def raise_bound(self) -> float:
-        """A few sweeps, of which the last one is read."""
+        """A few sweeps, of which the last one is exact and read."""
         for k in range(SWEEPS):
-            self._sweep(read=k == SWEEPS - 1)
+            self._sweep(last=k == SWEEPS - 1)
         return self.bound
 
-    def _sweep(self, read: bool) -> None:
+    def _sweep(self, last: bool) -> None:
         """One pass there and one back, from further on along the way that the messages go."""
-        messages, begin, bound = self.messages, self._begin, -np.inf
-        known, messages[:] = messages.copy(), begin
+        known, begin, bound = self.messages, self._begin, -np.inf
+        self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            bound = kernels.send(self.graph, self.own, messages, forward, read, self.values)
-            if read:
+            bound = self._send(forward, exact=last and not forward, read=last)
+            if last:
                 self.readings.append(self.values.copy())
         if bound < self.bound:
-            messages[:], self._begin, self._last = known, known, None
+            self.messages = self._begin = known
+            self._last = None
+            if last:
+                self.bound = self._send(False, exact=True, read=False)
             return
-        self.bound = bound
-        after = messages.copy()
+        self.bound, after = bound, self.messages
         change, self._begin = after - begin, after
         if self._last is not None:
-            before, last = self._last
-            turn = change - last
-            if (square := float((turn * turn).sum())) > 0:  # not by BLAS, whose threads would go on to spin
-                self._begin = after - float((change * turn).sum()) / square * (after - before)
+            self._begin = kernels.further(after, change, *self._last)
         self._last = after, change
+
+    def _send(self, forward: bool, exact: bool, read: bool) -> float:
+        return kernels.send(self.graph, self.own, self.messages, forward, exact, read, self.values)
 
     def cost(self, values: Index) -> float:
         return kernels.cost(self.graph, self.own, values)

@@ -3,31 +3,39 @@ next costs nothing."""
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from shardc.compiled import compiled
 from shardc.solver.tables import Index, Table
 
 Int: TypeAlias = Any
 """Python's, or an entry of an array."""
+Single: TypeAlias = NDArray[np.float32]
+Real = TypeVar("Real", np.float32, np.float64)
+LONG: Final = 64
+"""Entries of a row from which on rows are read one by one: as fast as memory gives them, which four at once are not."""
 FAR: Final = 1e30
 """Stands for infinity in differences of costs."""
 
 
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """To the entries of an array in double precision that begin at an address."""
+def _pointer_to(kind: Any) -> Any:
+    """Of an address, the pointer to numbers of that kind that begin there."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+    def pointer(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float64)(address), generate
+        return types.CPointer(kind)(address), generate
+
+    return intrinsic(cast(Any, pointer))
 
 
-_at: Any = intrinsic(cast(Any, _pointer))
+_at, _at_single = _pointer_to(types.float64), _pointer_to(types.float32)
 
 
 class Graph(NamedTuple):
@@ -38,7 +46,8 @@ class Graph(NamedTuple):
       first: (variables + 1,) where the values of each begin.
       start: (variables + 1,) where the edges out of each begin; split: where those do that lead to later variables.
       other: (edges,) the variable at the other end; twin: the edge that comes back.
-      table: (edges,) the address of its table's entries, the values here being the rows. Somebody is to hold them.
+      table: (edges,) the address of its table's entries, the values here being the rows; single: of those entries in
+        single precision. Somebody is to hold them.
       at: (edges,) where its message begins, for the values of the other end. Those to one variable follow each other.
       share: of a variable's costs for each edge ahead.
       left: of its costs for none of them, on the way back.
@@ -51,6 +60,7 @@ class Graph(NamedTuple):
     other: Index
     twin: Index
     table: Index
+    single: Index
     at: Index
     share: Table
     left: Table
@@ -63,17 +73,23 @@ def _table(g: Graph, e: Int) -> Table:
 
 
 @compiled
+def _single(g: Graph, e: Int) -> Single:
+    """The same in single precision."""
+    return carray(_at_single(g.single[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
+
+
+@compiled
 def _size(g: Graph, v: Int) -> Int:
     return g.first[v + 1] - g.first[v]
 
 
 @compiled
-def least_sums(table: Table, here: Table, out: Table) -> None:
+def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real]) -> None:
     """out[b] = least over a of here[a] + entry (a, b) of a table, row by row."""
     rows, columns = here.size, out.size
     out[:] = np.inf
     a = 0
-    while a + 4 <= rows:  # four at a time: `out` is read and written a quarter as often
+    while a + 4 <= rows and columns < LONG:  # four at a time: `out` is read and written a quarter as often
         x0, x1, x2, x3 = here[a], here[a + 1], here[a + 2], here[a + 3]
         k = a * columns
         t0, t1 = table[k : k + columns], table[k + columns : k + 2 * columns]
@@ -115,10 +131,12 @@ def _add_column(g: Graph, e: Int, value: Int, costs: Table) -> None:
 
 
 @compiled
-def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
+def send(g: Graph, own: Table, messages: Table, forward: bool, exact: bool, read: bool, values: Index) -> float:
     """A pass: messages along all edges in one direction. With `read` an assignment is read on the way, into `values`.
-    Gives the bound, on the way back."""
+    Gives the bound, on the way back; it is one if `exact`, else the tables are read in single precision, in half the
+    time."""
     all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
+    here, there = np.empty(own.size, np.float32), np.empty(own.size, np.float32)
     for place in range(g.order.size):
         v = g.order[place] if forward else g.order[g.order.size - 1 - place]
         size = _size(g, v)
@@ -144,13 +162,36 @@ def send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, value
             for a in range(size):
                 given[a] = costs[a] - messages[k + a]
             message = messages[g.at[e] : g.at[e] + _size(g, g.other[e])]
-            least_sums(_table(g, e), given, message)
+            if exact:
+                least_sums(_table(g, e), given, message)
+            else:
+                offset = given.min()  # the rest is small where it matters, and small numbers are precise
+                for a in range(size):
+                    here[a] = given[a] - offset
+                least_sums(_single(g, e), here[:size], there[: message.size])
+                for b in range(message.size):
+                    message[b] = there[b] + offset
             least = message.min()
             if not forward:
                 bound += least
             for b in range(message.size):
                 message[b] -= least
     return bound
+
+
+@compiled
+def further(after: Table, change: Table, before: Table, last: Table) -> Table:
+    """Where messages lead to that were `before`, changed by `last`, and are `after` a change: to the combination of the
+    two of which the change is least."""
+    along, square = 0.0, 0.0
+    for k in range(after.size):
+        turn = change[k] - last[k]
+        along += change[k] * turn
+        square += turn * turn
+    found, part = np.empty(after.size), along / square if square > 0 else 0.0
+    for k in range(after.size):
+        found[k] = after[k] - part * (after[k] - before[k])
+    return found
 
 
 @compiled
@@ -299,6 +340,61 @@ def block(table: Table, rows: Index, columns: Index) -> Table:
         row, here = table[rows[a]], found[a]
         for b in range(columns.size):
             here[b] = row[columns[b]]
+    return found
+
+
+@compiled
+def affordable(table: Table, rows: Table, columns: Table, most: float) -> NDArray[np.bool_]:
+    """Whether rows[a] + columns[b] + entry (a, b) of a table is no more than that."""
+    found = np.empty(table.shape, np.bool_)
+    for a in range(rows.size):
+        some, out, x = table[a], found[a], rows[a]
+        for b in range(columns.size):
+            out[b] = x + columns[b] + some[b] <= most
+    return found
+
+
+@compiled
+def block_of_allowed(table: Table, allowed: NDArray[np.bool_], rows: Index, columns: Index) -> tuple[Table, bool]:
+    """table[rows, :][:, columns], infinite where it is not allowed; and whether it is finite somewhere there."""
+    found, fewer = np.empty((rows.size, columns.size)), False
+    for a in range(rows.size):
+        row, some, here = table[rows[a]], allowed[rows[a]], found[a]
+        for b in range(columns.size):
+            x, ok = row[columns[b]], some[columns[b]]
+            here[b] = x if ok else np.inf
+            fewer |= not ok and x < np.inf
+    return found, bool(fewer)
+
+
+@compiled
+def kinds(bits: NDArray[np.uint64]) -> tuple[Index, Index]:
+    """The first of each kind of equal rows, and each row's kind."""
+    rows, columns = bits.shape
+    first, number, codes = np.empty(rows, np.intp), np.empty(rows, np.intp), np.empty(rows, np.uint64)
+    slots, count = np.full(2 * rows + 1, -1), 0  # by the remainder of their codes, or the next that is free
+    for a in range(rows):
+        row, code, odd = bits[a], np.uint64(0), np.uint64(0x9E3779B97F4A7C15)
+        for b in range(columns):
+            code += row[b] * odd
+            odd += np.uint64(0xD1B54A32D192ED02)
+        code ^= code >> np.uint64(29)
+        codes[a], slot = code, np.intp(code % np.uint64(slots.size))
+        while slots[slot] >= 0 and (codes[slots[slot]] != code or _differ(bits[slots[slot]], row)):
+            slot = slot + 1 if slot + 1 < slots.size else 0
+        if slots[slot] < 0:
+            slots[slot], first[count], number[a] = a, a, count
+            count += 1
+        else:
+            number[a] = number[slots[slot]]
+    return first[:count].copy(), number
+
+
+@compiled
+def _differ(row: NDArray[np.uint64], other: NDArray[np.uint64]) -> bool:
+    found = False
+    for b in range(row.size):
+        found |= row[b] != other[b]
     return found
 
 

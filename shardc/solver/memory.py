@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc.solver.reduce import Use
-from shardc.solver.tables import Index, Table
+from shardc.solver.tables import Index, Table, double
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Memory:
         found: list[list[Use]] = [[] for _ in range(variables)]
         for v, begin, end, amounts in self.uses:
             if end > begin and np.any(amounts):
-                found[v].append(Use(begin, end, np.asarray(amounts, np.float64)))
+                found[v].append(Use(begin, end, double(np.asarray(amounts))))
         return found
 
     def peak(self, values: Sequence[int]) -> float:

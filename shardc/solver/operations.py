@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver import kernels
-from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table
+from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table, double
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
@@ -41,7 +41,7 @@ class Operations:
     def given(self, table: Given) -> Given:
         """The one that equals it, infinite where something is not allowed; as it is given."""
         if not isinstance(table, Lookup):
-            return self.clean(np.asarray(table, np.float64))
+            return self.clean(double(table))
         matrix = self.clean(table.matrix)
         if matrix is table.matrix:
             return table
@@ -166,15 +166,8 @@ class Operations:
 
         def make() -> tuple[Index, Index]:
             self.work += table.size
-            kinds: dict[bytes, int] = {}
-            first: list[int] = []
-            number = np.empty(len(table), np.intp)
-            for i, row in enumerate(table):
-                kind = kinds.setdefault(row.tobytes(), len(first))
-                if kind == len(first):
-                    first.append(i)
-                number[i] = kind
-            return self.memo.one(np.asarray(first, np.intp)), self.memo.one(number)
+            first, number = kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
+            return self.memo.one(first), self.memo.one(number)
 
         return self.memo.do(("classes", id(table)), table, make)
 

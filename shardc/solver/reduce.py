@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver import kernels
 from shardc.solver.costs import by_identity, ends_of
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Pair, Table
@@ -296,50 +297,34 @@ class Reduction:
         kinds, counts = {id(t): t for t in tables}, Counter(map(id, tables))
         return self.ops.one(np.sum([n * kinds[kind] for kind, n in counts.items()], 0))
 
-    def drop(self, slack: float) -> None:
-        """Drops the values and forbids the pairs of values that cost more than this, and drops what then has no pair
-        left. Wants costs nowhere negative."""
-        edges = [(v, j) for v, near in enumerate(self.near) for j in near if v < j]
-        cheap = dict[Pair, NDArray[np.bool_]]()
+    def cheap(
+        self, values: Mapping[int, Index], own: Mapping[int, Table], tables: Mapping[Pair, Table], slack: float
+    ) -> Reduction:
+        """A smaller one, of these values of the variables that are left, at these costs, nowhere negative: without
+        values and pairs of values that cost more than `slack`, and without what then has no pair left."""
+        around: dict[int, list[Pair]] = {v: [] for v in values}
+        star, least = dict(own), dict[Pair, Table]()
+        for (v, j), table in tables.items():
+            for pair, some in (((v, j), table.min(1)), ((j, v), table.min(0))):
+                star[pair[0]], least[pair] = star[pair[0]] + some, some
+                around[pair[0]].append((v, j))
+        allowed = dict[Pair, NDArray[np.bool_]]()
         with np.errstate(invalid="ignore"):
-            least = [{j: t.min(1) for j, t in n.items()} for n in self.near]
-            star = [sum(m.values(), u) for u, m in zip(self.own, least, strict=True)]
-            for v, j in edges:
-                rest = (star[v] - least[v][j])[:, None] + (star[j] - least[j][v])
-                rest += self.near[v][j]
-                cheap[v, j] = rest <= slack
-        left = {v: star[v] <= slack for v, inside in enumerate(self.inside) if inside}
-        self._leave_supported(left, cheap)
-        kept = {v: self.ops.where(some) for v, some in left.items()}
-        self.feasible = self.feasible and all(index.size for index in kept.values())
-        if not self.feasible:
-            return
-        for v, j in edges:
-            some = cheap[v, j][kept[v][:, None], kept[j]]
-            block = self.near[v][j][kept[v][:, None], kept[j]]
-            if (np.isfinite(block) > some).any():
-                self.link(v, j, np.where(some, block, np.inf))
-            else:
-                self.link(v, j, self.ops.block(self.near[v][j], kept[v], kept[j]))
+            for (v, j), table in tables.items():
+                allowed[v, j] = kernels.affordable(table, star[v] - least[v, j], star[j] - least[j, v], slack)
+        left = {v: some <= slack for v, some in star.items()}
+        _leave_supported(left, around, allowed)
+        found, kept = self.copy(), {v: self.ops.where(some) for v, some in left.items()}
+        found.feasible &= all(index.size for index in kept.values())
+        if not found.feasible:
+            return found
         for v, index in kept.items():
-            self.rewrite(v, index, self.own[v][index])
-        self._touch(kept)
-
-    def _leave_supported(self, left: dict[int, NDArray[np.bool_]], allowed: Mapping[Pair, NDArray[np.bool_]]) -> None:
-        """Takes away, of the values that are left, those without an allowed pair with one that is left of a neighbour:
-        arc consistency (Mackworth 1977, "Consistency in networks of relations")."""
-        waiting, queued = deque(left), set(left)
-        while waiting:
-            v = waiting.popleft()
-            queued.remove(v)
-            for j in self.near[v]:
-                pairs = allowed[v, j] if v < j else allowed[j, v].T
-                fewer = left[j] & pairs[left[v]].any(0)
-                if np.count_nonzero(fewer) < np.count_nonzero(left[j]):
-                    left[j] = fewer
-                    if j not in queued:
-                        queued.add(j)
-                        waiting.append(j)
+            found.rewrite(v, values[v][index], own[v][index])
+        for (v, j), table in tables.items():
+            block, fewer = kernels.block_of_allowed(table, allowed[v, j], kept[v], kept[j])
+            found.link(v, j, block if fewer else self.ops.block(table, kept[v], kept[j]))
+        found._touch(kept)
+        return found
 
     def join(self, v: int, other: int) -> None:
         """Two neighbours --> one variable, whose values are the allowed pairs of theirs."""
@@ -570,3 +555,22 @@ class Reduction:
                 self._add(j, k, self._normal(self.ops.out_of_two(self.own[v], left, right)))
             case _:
                 raise AssertionError(v)
+
+
+def _leave_supported(
+    left: dict[int, NDArray[np.bool_]], around: Mapping[int, Sequence[Pair]], allowed: Mapping[Pair, NDArray[np.bool_]]
+) -> None:
+    """Takes away, of the values that are left, those without an allowed pair with one that is left of a neighbour:
+    arc consistency (Mackworth 1977, "Consistency in networks of relations")."""
+    waiting, queued = deque(left), set(left)
+    while waiting:
+        v = waiting.popleft()
+        queued.remove(v)
+        for pair in around[v]:
+            pairs, j = (allowed[pair], pair[1]) if v == pair[0] else (allowed[pair].T, pair[0])
+            fewer = left[j] & pairs[left[v]].any(0)
+            if np.count_nonzero(fewer) < np.count_nonzero(left[j]):
+                left[j] = fewer
+                if j not in queued:
+                    queued.add(j)
+                    waiting.append(j)

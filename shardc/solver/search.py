@@ -29,8 +29,9 @@ CLOSE: Final = 1e-6
 """Relative distance of cost and bound at which an assignment counts as proved best."""
 ROUNDING: Final = 1e-9
 """Relative error that sums of costs may have."""
-LOOK: Final = 2
-"""Raisings of the bound from one look for better assignments to the next."""
+LOOK: Final = 2, 8
+"""Raisings of the bound from one look for better assignments to the next: so many at least, and at most; between them,
+while they have not taken as much as the look."""
 WINDOW: Final = 4
 """Looks over which the bound is to rise."""
 SLOW: Final = 0.1
@@ -114,9 +115,8 @@ class Search:
                 self._raise_to(min(r.constant, self.cost))
                 return
             part = self._sweep(inside)
-            if self._ended:
+            if part is None:
                 return
-            part.drop(self.cost - part.constant + ROUNDING * abs(self.cost))
             before, after = _values(r), _values(part)
             self.problem = part
             stuck = after > FEW * before
@@ -152,9 +152,9 @@ class Search:
     def _columns(self) -> int:
         return self.labels[0].shape[1] if self.labels else 0
 
-    def _sweep(self, inside: Sequence[int]) -> Reduction:
+    def _sweep(self, inside: Sequence[int]) -> Reduction | None:
         """Raises the bound for as long as it pays, looking for better assignments. Gives the problem as the messages
-        write it, of values that are not too dear: its constant is the bound. At the end of the search, as it was."""
+        write it, of what is not too dear: its constant is the bound. None at the end of the search."""
         r = self.problem
         number = {v: k for k, v in enumerate(inside)}
         near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
@@ -163,18 +163,20 @@ class Search:
         if part.easy(values):
             self._offer_part(inside, self._eliminate(part, values))
             self._raise_to(self.cost)
-            return r
+            return None
         if not self._tied:
             self._tied = True
             self._tie()
         dual = Dual(part.own, near)
         best = self._known(inside, dual.values)
-        read = np.inf
+        read, looked = np.inf, 0.0
         gaps: list[float] = []
         for turn in itertools.count(1):
-            for _ in range(LOOK):
+            raised = 0
+            while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < looked):
                 dual.raise_bound()
                 r.ops.work += dual.work
+                raised += 1
             for reading in dual.readings:
                 best = dual.improve(dual.better_of(best, dual.improve(reading, 4)), 2)
             bound = r.constant + dual.bound
@@ -184,7 +186,9 @@ class Search:
             room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
             alive = excess <= NEAR[turn % len(NEAR)] * room
             alive[first + best] = True
+            begin = r.ops.work
             best = self._eliminate(part, _split(alive, first), best)
+            looked = r.ops.work - begin
             if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
                 self._offer_part(inside, best)
             last, read = read, r.constant + dual.cost(best)
@@ -207,14 +211,15 @@ class Search:
             if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
                 break
         if self._ended:
-            return r
-        rest = r.copy()
+            return None
         constant, own, tables = dual.rest(values)
-        rest.constant += constant
-        for v, some, u in zip(inside, values, own, strict=True):
-            rest.rewrite(v, some, u)
-        for (i, j), table in tables.items():
-            rest.link(inside[i], inside[j], table)
+        constant += r.constant
+        rest = r.cheap(
+            dict(zip(inside, values, strict=True)), dict(zip(inside, own, strict=True)),
+            {(inside[i], inside[j]): t for (i, j), t in tables.items()},
+            self.cost - constant + ROUNDING * abs(self.cost),
+        )  # fmt: skip
+        rest.constant = constant
         return rest
 
     def _tie(self) -> None:

@@ -21,7 +21,7 @@ from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
 from shardc.solver.search import CLOSE, MOVE_WORK, ROUNDING, SETTLED, TIED, Search
-from shardc.solver.tables import Given, Memo, Pair, Table, whole
+from shardc.solver.tables import Given, Memo, Pair, Table, double, whole
 
 log = logging.getLogger("shardc")
 
@@ -141,8 +141,8 @@ def solve(
       ValueError: a table whose shape is not that of its variables.
     """
     ops = Operations(memo or Memo())
-    pairwise = {pair: np.asarray(t, np.float64) for pair, t in pairwise.items()}
-    unary = [np.asarray(u, np.float64) for u in unary]
+    pairwise = {pair: double(np.asarray(t)) for pair, t in pairwise.items()}
+    unary = [double(np.asarray(u)) for u in unary]
     full = Costs(unary, pairwise)
     limit = work if memory is None else UNLIMITED_PART * work
     search = Search(Reduction.of(unary, pairwise, [], ops), full, limit)
@@ -211,7 +211,7 @@ def minimize(
       coarse: whether values of the same labels may be taken as one at first.
     """
     ops = Operations(memo or Memo())
-    unary = [np.asarray(u, np.float64) for u in unary]
+    unary = [double(np.asarray(u)) for u in unary]
     full = Costs(unary, pairwise)
     problem = Reduction.of(unary, pairwise, [], ops)
     problem = problem if together is None else problem.tied(together)

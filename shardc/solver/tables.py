@@ -63,9 +63,15 @@ Given: TypeAlias = Table | Lookup
 """A table as it is given: written out or not."""
 
 
+def double(array: NDArray[Any]) -> Table:
+    """In double precision: itself if it is. numpy makes another object of what a compiled loop gave, whose `dtype` is
+    equal but not identical, and what is known of a table goes by its identity."""
+    return array if array.dtype == np.float64 else np.asarray(array, np.float64)
+
+
 def whole(table: Given) -> Table:
     """Written out."""
-    return table.whole() if isinstance(table, Lookup) else np.asarray(table, np.float64)
+    return table.whole() if isinstance(table, Lookup) else double(table)
 
 
 class Memo:

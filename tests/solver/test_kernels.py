@@ -10,7 +10,7 @@ import pytest
 from shardc.compiled import compiled
 from shardc.solver import kernels
 from shardc.solver.dual import Dual
-from shardc.solver.tables import Lookup
+from shardc.solver.tables import Lookup, double
 from tests.solver.problems import every, random_problem, repeated_layers, shapes
 
 
@@ -19,10 +19,12 @@ def costs(rng, *shape, forbidden=0.2):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 11])
-@pytest.mark.parametrize("columns", [1, 3, 17])
-def test_least_sums(rows, columns):
+@pytest.mark.parametrize("columns", [1, 3, 17, kernels.LONG, 100])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_least_sums(rows, columns, kind):
     rng = np.random.default_rng(rows * 100 + columns)
-    table, here, out = costs(rng, rows, columns), rng.standard_normal(rows), np.zeros(columns)
+    table, here = costs(rng, rows, columns).astype(kind), rng.standard_normal(rows).astype(kind)
+    out = np.zeros(columns, kind)
     kernels.least_sums(table.reshape(-1), here, out)
     np.testing.assert_array_equal(out, (table + here[:, None]).min(0))
 
@@ -52,6 +54,29 @@ def test_block():
     rng = np.random.default_rng(0)
     table, rows, columns = costs(rng, 5, 7), np.array([0, 3, 4]), np.array([6, 2])
     np.testing.assert_array_equal(kernels.block(table, rows, columns), table[rows[:, None], columns])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_allowed_of_a_block(seed):
+    rng = np.random.default_rng(seed)
+    table, mine, theirs = costs(rng, 5, 7), rng.standard_normal(5), rng.standard_normal(7)
+    allowed = kernels.affordable(table, mine, theirs, 0.5)
+    np.testing.assert_array_equal(allowed, table + mine[:, None] + theirs <= 0.5)
+    some = np.ix_(rows := np.array([0, 3, 4]), columns := np.array([6, 2]))
+    found, fewer = kernels.block_of_allowed(table, allowed, rows, columns)
+    np.testing.assert_array_equal(found, np.where(allowed, table, np.inf)[some])
+    assert fewer == (np.isfinite(table) & ~allowed)[some].any()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (4, 0), (1, 1), (30, 1), (200, 5), (200, 90)])
+def test_kinds_of_rows(rows, columns):
+    rng = np.random.default_rng(rows + columns)
+    different = rng.integers(0, 3, (max(rows // 4, 1), columns)).astype(np.float64)
+    table = different[rng.integers(0, len(different), rows)]
+    first, number = kernels.kinds(table.view(np.uint64) if table.size else np.zeros((rows, columns), np.uint64))
+    kinds = dict.fromkeys(map(tuple, table.tolist()))
+    assert [tuple(row) for row in table[first].tolist()] == list(kinds)
+    np.testing.assert_array_equal(table[first][number], table)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -152,6 +177,29 @@ def test_messages_say_what_is_so(shape, seed):
     assert constant == pytest.approx(dual.bound)
     for x, c in all_costs.items():
         assert constant + cost(own, tables, x) == pytest.approx(c)
+
+
+def test_messages_in_single_precision_are_followed_by_exact_ones():
+    """Costs that differ by less than single precision tells apart: the bound is one nevertheless."""
+    rng = np.random.default_rng(0)
+    unary, pairwise = repeated_layers(0, layers=6, width=3, values=4)
+    unary = [1e6 + u for u in unary]
+    pairwise = {pair: 1e5 + 1e-3 * rng.random(t.shape) for pair, t in pairwise.items()}
+    dual = dual_of(unary, pairwise)
+    best = dual.improve(np.zeros(len(unary), np.intp), 100)
+    for _ in range(6):
+        dual.raise_bound()
+        constant, own, tables = dual.rest([np.arange(u.size) for u in unary])
+        assert constant == pytest.approx(dual.bound, rel=1e-12)
+        assert min(t.min() for t in [*own, *tables.values()]) >= -1e-8
+        assert dual.bound <= dual.cost(best) * (1 + 1e-15)
+
+
+def test_tables_keep_their_identity():
+    """What a compiled loop made is of a `dtype` that numpy does not take for its own."""
+    table = kernels.block(np.eye(3), np.arange(2), np.arange(2))
+    assert double(table) is table
+    assert double(np.eye(2, dtype=np.float32)).dtype == np.float64
 
 
 @pytest.mark.parametrize("seed", range(10))
