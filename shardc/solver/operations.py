@@ -6,9 +6,8 @@ tables are never changed in place: equal ones are one object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,22 @@ COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
 SUM: Final = 1e-13
 """Relative error up to which a table counts as a sum of two vectors."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concatenate[Operations, P], T]:
+    """Done once for the same arrays: what it gives is remembered by their identity."""
+    name = operation.__name__
+
+    def remembered(self: Operations, *arrays: Any) -> T:
+        key = (name, *map(id, arrays))
+        found = self.memo.done.get(key)
+        return found[1] if found is not None else self.memo.keep(key, arrays, cast(Any, operation)(self, *arrays))
+
+    return cast(Any, remembered)
 
 
 class Operations:
@@ -34,158 +49,129 @@ class Operations:
 
     def whole(self, table: Given) -> Table:
         """Written out, once."""
-        if isinstance(table, Lookup):
-            return self.memo.do(("whole", id(table)), table, table.whole)
-        return table
+        return self._whole(table) if isinstance(table, Lookup) else table
+
+    @_once
+    def _whole(self, table: Lookup) -> Table:
+        return table.whole()
 
     def given(self, table: Given) -> Given:
         """The one that equals it, infinite where something is not allowed; as it is given."""
-        if not isinstance(table, Lookup):
-            return self.clean(double(table))
-        matrix = self.clean(table.matrix)
-        if matrix is table.matrix:
-            return table
-        make = partial(Lookup, matrix, table.rows, table.columns)
-        return self.memo.do(("given", id(table)), table, make)
+        return self._given(table) if isinstance(table, Lookup) else self.clean(double(table))
 
+    @_once
+    def _given(self, table: Lookup) -> Lookup:
+        matrix = self.clean(table.matrix)
+        return table if matrix is table.matrix else Lookup(matrix, table.rows, table.columns)
+
+    @_once
     def clean(self, table: Table) -> Table:
         """The one that equals it, infinite where something is not allowed."""
+        array = np.ascontiguousarray(table)
+        over = array >= FORBIDDEN
+        return self.one(np.where(over, np.inf, array) if over.any() else array)
 
-        def make() -> Table:
-            array = np.ascontiguousarray(table)
-            over = array >= FORBIDDEN
-            return self.one(np.where(over, np.inf, array) if over.any() else array)
-
-        return self.memo.do(("clean", id(table)), table, make)
-
+    @_once
     def turned(self, table: Table) -> Table:
-        def make() -> Table:
-            other = np.ascontiguousarray(table.T)
-            other = self.memo.one(other) if self.memo.has(table) else other
-            self.memo.do(("T", id(other)), other, lambda: table)
-            return other
+        """Its transpose, whose transpose it is."""
+        other = np.ascontiguousarray(table.T)
+        other = self.memo.one(other) if self.memo.has(table) else other
+        self.memo.do(("turned", id(other)), (other,), lambda: table)
+        return other
 
-        return self.memo.do(("T", id(table)), table, make)
-
+    @_once
     def sum(self, a: Table, b: Table) -> Table:
-        return self.memo.do(("+", id(a), id(b)), (a, b), lambda: self._one(a + b))
+        return self._one(a + b)
 
+    @_once
     def normal(self, table: Table) -> tuple[float, Table]:
         """The least entry, and the table less that."""
+        least = float(table.min())
+        return (least, self._one(table - least)) if least and np.isfinite(least) else (0.0, table)
 
-        def make() -> tuple[float, Table]:
-            least = float(table.min())
-            return (least, self._one(table - least)) if least and np.isfinite(least) else (0.0, table)
-
-        return self.memo.do(("normal", id(table)), table, make)
-
+    @_once
     def rows(self, table: Table, index: Index) -> Table:
         """table[index]"""
-        return self.memo.do(("rows", id(table), id(index)), (table, index), lambda: self._one(table[index]))
+        return self._one(table[index])
 
     def block(self, table: Given, rows: Index, columns: Index) -> Table:
         """table[rows, :][:, columns]"""
         if rows.size == table.shape[0] and columns.size == table.shape[1]:
             return self.whole(table)
+        return self._block(table, rows, columns)
 
-
-        def make() -> Table:
-            if isinstance(table, Lookup):
-                return self._one(kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
-            return self._one(kernels.block(table, rows, columns))
-
-        return self.memo.do(("block", id(table), id(rows), id(columns)), (table, rows, columns), make)
+    @_once
+    def _block(self, table: Given, rows: Index, columns: Index) -> Table:
+        if isinstance(table, Lookup):
+            return self._one(kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
+        return self._one(kernels.block(table, rows, columns))
 
     def where(self, mask: NDArray[np.bool_]) -> Index:
         return self.memo.one(np.flatnonzero(mask))
 
+    @_once
     def finite(self, own: Table) -> Index:
         """The values that are allowed; all if there are none."""
+        allowed = np.isfinite(own)
+        return self.where(allowed if allowed.any() else np.ones_like(allowed))
 
-        def make() -> Index:
-            allowed = np.isfinite(own)
-            return self.where(allowed if allowed.any() else np.ones_like(allowed))
-
-        return self.memo.do(("finite", id(own)), own, make)
-
+    @_once
     def supported(self, table: Table) -> Index | None:
         """Rows with an allowed entry; None: all of them."""
+        self.work += table.size
+        some = np.isfinite(table).any(1)
+        return None if some.all() else self.where(np.asarray(some))
 
-        def make() -> Index | None:
-            self.work += table.size
-            some = np.isfinite(table).any(1)
-            return None if some.all() else self.where(np.asarray(some))
-
-        return self.memo.do(("supported", id(table)), table, make)
-
+    @_once
     def follower(self, table: Table) -> Index | None:
         """For each row its one allowed column, if there is but one in every row."""
+        self.work += table.size
+        finite = np.isfinite(table)
+        return self.memo.one(finite.argmax(1)) if (finite.sum(1) == 1).all() else None
 
-        def make() -> Index | None:
-            self.work += table.size
-            finite = np.isfinite(table)
-            return self.memo.one(finite.argmax(1)) if (finite.sum(1) == 1).all() else None
-
-        return self.memo.do(("follower", id(table)), table, make)
-
+    @_once
     def entries(self, table: Table, columns: Index) -> Table:
         """table[a, columns[a]]"""
-        return self.memo.do(
-            ("entries", id(table), id(columns)),
-            (table, columns),
-            lambda: self._one(table[np.arange(columns.size), columns]),
-        )
+        return self._one(table[np.arange(columns.size), columns])
 
+    @_once
     def apart(self, table: Table) -> tuple[Table, Table] | None:
         """Two vectors whose sum the table is, if there are any."""
+        self.work += table.size
+        if not np.isfinite(table).all():
+            return None
+        rows = table.min(1)
+        columns = (table - rows[:, None]).min(0)
+        rest = table - rows[:, None] - columns
+        if rest.max(initial=0.0) > SUM * np.abs(table).max(initial=0.0):
+            return None
+        return self.memo.one(rows), self.memo.one(columns)
 
-        def make() -> tuple[Table, Table] | None:
-            self.work += table.size
-            if not np.isfinite(table).all():
-                return None
-            rows = table.min(1)
-            columns = (table - rows[:, None]).min(0)
-            rest = table - rows[:, None] - columns
-            if rest.max(initial=0.0) > SUM * np.abs(table).max(initial=0.0):
-                return None
-            return self.memo.one(rows), self.memo.one(columns)
-
-        return self.memo.do(("apart", id(table)), table, make)
-
+    @_once
     def plain(self, table: Table) -> bool:
         """Whether it says nothing of one variable alone: all rows are supported, nothing follows, and it is no sum."""
+        self.work += table.size
+        return kernels.is_plain(table, SUM)
 
-        def make() -> bool:
-            self.work += table.size
-            return kernels.is_plain(table, SUM)
-
-        return self.memo.do(("plain", id(table)), table, make)
-
+    @_once
     def classes(self, table: Table) -> tuple[Index, Index]:
         """(first, number): the first of each kind of equal rows, and each row's kind."""
+        self.work += table.size
+        first, number = kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
+        return self.memo.one(first), self.memo.one(number)
 
-        def make() -> tuple[Index, Index]:
-            self.work += table.size
-            first, number = kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
-            return self.memo.one(first), self.memo.one(number)
-
-        return self.memo.do(("classes", id(table)), table, make)
-
+    @_once
     def least_gain(self, table: Table) -> Table:
         """For rows a, b the least over the columns of table[a] - table[b]."""
-
-        def make() -> Table:
-            if table.size * len(table) <= CHUNK:
-                self.work += table.size * len(table)
-                return kernels.least_gain(np.ascontiguousarray(table.T))
-            first, number = self.classes(table)
-            small = table[first]
-            columns, _ = self.classes(np.ascontiguousarray(small.T))
-            small = small[:, columns]
-            self.work += small.size * len(small)
-            return kernels.block(kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
-
-        return self.memo.do(("gain", id(table)), table, make)
+        if table.size * len(table) <= CHUNK:
+            self.work += table.size * len(table)
+            return kernels.least_gain(np.ascontiguousarray(table.T))
+        first, number = self.classes(table)
+        small = table[first]
+        columns, _ = self.classes(np.ascontiguousarray(small.T))
+        small = small[:, columns]
+        self.work += small.size * len(small)
+        return kernels.block(kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
 
     def needed(self, own: Table, tables: Sequence[Table], uses: Sequence[Table]) -> Index | None:
         """The values that no other beats, whatever the neighbours take; None: all of them.
@@ -207,27 +193,21 @@ class Operations:
         key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
         return self.memo.do(key, (own, tables, uses), make)
 
+    @_once
     def out_of_one(self, own: Table, table: Table) -> Table:
         """Least over the rows of own[row] + table[row]."""
+        self.work += table.size
+        return self._one((table + own[:, None]).min(0))
 
-        def make() -> Table:
-            self.work += table.size
-            return self._one((table + own[:, None]).min(0))
-
-        return self.memo.do(("out", id(own), id(table)), (own, table), make)
-
+    @_once
     def out_of_two(self, own: Table, left: Table, right: Table) -> Table:
         """Least over the rows of own[row] + left[row, a] + right[row, b], for all a, b."""
-
-        def make() -> Table:
-            if left.size * right.shape[1] < CHUNK:
-                return self._one(self._least_sum(left + own[:, None], right))
-            first, number = self.classes(self.turned(left))
-            last, name = self.classes(self.turned(right))
-            small = self._least_sum(left[:, first] + own[:, None], right[:, last])
-            return self._one(kernels.block(small, number, name))
-
-        return self.memo.do(("join", id(own), id(left), id(right)), (own, left, right), make)
+        if left.size * right.shape[1] < CHUNK:
+            return self._one(self._least_sum(left + own[:, None], right))
+        first, number = self.classes(self.turned(left))
+        last, name = self.classes(self.turned(right))
+        small = self._least_sum(left[:, first] + own[:, None], right[:, last])
+        return self._one(kernels.block(small, number, name))
 
     def _least_sum(self, left: Table, right: Table) -> Table:
         self.work += left.size * right.shape[1]

@@ -82,12 +82,13 @@ class Memo:
 
     Attributes:
       held: bytes of the arrays that it keeps.
+      done: for each key the operands, which are kept, and what was made of them.
     """
 
     def __init__(self) -> None:
         self._small: dict[Hashable, Any] = {}
         self._large: dict[Hashable, list[Any]] = {}
-        self._done: dict[Hashable, tuple[Any, Any]] = {}
+        self.done: dict[Hashable, tuple[Any, Any]] = {}
         self._known: set[int] = set()
         self.held = 0
 
@@ -115,11 +116,12 @@ class Memo:
 
     def do(self, key: Hashable, operands: Any, make: Callable[[], T]) -> T:
         """What `make` gives, made once for `key`; the key names `operands` by identity, so they are kept."""
-        found = self._done.get(key)
-        if found is not None:
-            return found[1]
-        made = make()
-        self._done[key] = (operands, made)
+        found = self.done.get(key)
+        return found[1] if found is not None else self.keep(key, operands, make())
+
+    def keep(self, key: Hashable, operands: Any, made: T) -> T:
+        """What was made of these operands."""
+        self.done[key] = (operands, made)
         array: Any = made
         if isinstance(array, np.ndarray) and id(array) not in self._known:
             self.held += array.nbytes
@@ -130,6 +132,6 @@ class Memo:
         if self.held > most:
             self._small.clear()
             self._large.clear()
-            self._done.clear()
+            self.done.clear()
             self._known.clear()
             self.held = 0
