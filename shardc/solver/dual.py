@@ -178,7 +178,8 @@ class Dual:
     def excess(self) -> Table:
         """For each value of each variable by how much at least an assignment that has it costs more than the bound, as
         the messages are now."""
-        return kernels.excess(self.graph, self.own, self.messages)
+        left, given = kernels.handed(self.graph, self.own, self.messages)
+        return kernels.excess(self.graph, self.messages, left, given)
 
     def handed(self) -> dict[Pair, Table]:
         """For variables (v, j) that are neighbours what j's values cost of their table, as the messages of the last

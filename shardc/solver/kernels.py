@@ -212,13 +212,13 @@ def handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
 
 
 @compiled
-def excess(g: Graph, own: Table, messages: Table) -> Table:
-    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back."""
-    left, given = handed(g, own, messages)
-    found = np.empty(own.size)
+def excess(g: Graph, messages: Table, left: Table, given: Table) -> Table:
+    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back: of what
+    was handed then."""
+    found = np.empty(left.size)
     for v in range(g.order.size):
         _over_least(left[g.first[v] : g.first[v + 1]], found[g.first[v] : g.first[v + 1]], False)
-    all_here, all_there, all_given = np.empty(own.size), np.empty(own.size), np.empty(own.size)
+    all_here, all_there, all_given = np.empty(left.size), np.empty(left.size), np.empty(left.size)
     for v in range(g.order.size):
         for e in range(g.start[v], g.split[v]):
             j, back = g.other[e], g.twin[e]
@@ -494,45 +494,50 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
       strides: (arrays, dimensions) entries from one index to the next; 0: it is the same for all. 1 or 0 in the last.
       sizes: (dimensions,) of the sum, two at least.
     """
-    outer, inner, width = sizes[:-2], sizes[-2], sizes[-1]
-    rows = 1
+    outer, inner, width, rows = sizes[:-2], sizes[-2], sizes[-1], 1
     for size in outer:
         rows *= size
     found, total = np.full(rows * width, np.inf), np.empty(width)
     index, at = np.zeros(outer.size, np.intp), begins.copy()
-    apart = np.flatnonzero(strides[:, -2] == 0)  # the same for all that the minimum is taken of
-    scalars = np.flatnonzero((strides[:, -2] != 0) & (strides[:, -1] == 0))
-    vectors = np.flatnonzero((strides[:, -2] != 0) & (strides[:, -1] != 0))
+    first = -1  # array that is neither the same for all that the minimum is taken of nor for all places of a row
+    for t in range(at.size):
+        if strides[t, -2] != 0 and strides[t, -1] != 0:
+            first = t
+            break
     for row in range(rows):
         out = found[row * width : (row + 1) * width]
         for m in range(inner):
             x = 0.0
-            for t in scalars:
-                x += entries[at[t] + m * strides[t, -2]]
-            total[:] = x
-            for t in vectors[1:]:
-                k = at[t] + m * strides[t, -2]
-                some = entries[k : k + width]
-                for b in range(width):
-                    total[b] += some[b]
-            if vectors.size == 0:
+            for t in range(at.size):
+                if strides[t, -2] != 0 and strides[t, -1] == 0:
+                    x += entries[at[t] + m * strides[t, -2]]
+            for b in range(width):
+                total[b] = x
+            for t in range(first + 1, at.size):
+                if strides[t, -2] != 0 and strides[t, -1] != 0:
+                    some = entries[at[t] + m * strides[t, -2] :]
+                    for b in range(width):
+                        total[b] += some[b]
+            if first < 0:
                 for b in range(width):
                     out[b] = x if x < out[b] else out[b]
             else:
-                k = at[vectors[0]] + m * strides[vectors[0], -2]
-                some = entries[k : k + width]
+                some = entries[at[first] + m * strides[first, -2] :]
                 for b in range(width):
                     y = total[b] + some[b]
                     out[b] = y if y < out[b] else out[b]
-        for t in apart:
-            for b in range(width):
-                out[b] += entries[at[t] + b * strides[t, -1]]
+        for t in range(at.size):
+            if strides[t, -2] == 0:
+                for b in range(width):
+                    out[b] += entries[at[t] + b * strides[t, -1]]
         for d in range(outer.size - 1, -1, -1):
             index[d] += 1
-            at += strides[:, d]
+            for t in range(at.size):
+                at[t] += strides[t, d]
             if index[d] < outer[d]:
                 break
-            at -= index[d] * strides[:, d]
+            for t in range(at.size):
+                at[t] -= index[d] * strides[t, d]
             index[d] = 0
     return found
 
