@@ -52,16 +52,8 @@ def offer_rings(domains: Domains, n: Node) -> Rings | None:
     if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
         return None
     offer = _Offer(domains, n, values, (*n.options, *rings))
-    found = [offer.of(k, len(n.options) + r) for k in axes for r in range(len(rings))]
-    found = [f for f in found if f is not None and len(f.seconds)]
-    if not found:
-        return None
-    return Rings(
-        np.concatenate([f.options for f in found]),
-        np.concatenate([f.orders for f in found]),
-        np.concatenate([f.seconds for f in found]),
-        tuple(np.concatenate(rows) for rows in zip(*(f.rows for f in found), strict=True)),
-    )
+    found = offer.of([(k, len(n.options) + r) for k in axes for r in range(len(rings))])
+    return found if len(found.seconds) else None
 
 
 def _is_heavy(domains: Domains, n: Node) -> bool:
@@ -84,51 +76,62 @@ class _Offer:
         self.columns = digits(signatures, len(values))
         self.dividing = [i for i, s in enumerate(n.options) if s.split]
 
-    def of(self, axis: int, number: int) -> Rings | None:
-        """Those of one signature on one axis."""
-        domains, signature = self.domains, self.signatures[number]
-        assert signature.around is not None and signature.split is not None
-        ring = Ring(domains.axes[axis], signature.around, self._operand(signature))
-        choices = [[number] if k == axis else self.dividing for k in range(len(domains.axes))]
-        options, orders = domains.in_all_orders(choices)
-        others = np.asarray([s.split == ring.factor for s in self.signatures])[options]
-        pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * domains.sizes[axis]
+    def of(self, offered: Sequence[tuple[int, int]]) -> Rings:
+        """Those of some signatures, each on one axis: numbers of axes, and of signatures. All their choices lie in
+        arrays, one after the other."""
+        domains, signatures = self.domains, self.signatures
+        rings = [self._ring(axis, signatures[number]) for axis, number in offered]
+        choices = [
+            domains.in_all_orders([[number] if k == axis else self.dividing for k in range(len(domains.axes))])
+            for axis, number in offered
+        ]
+        options, orders = np.concatenate([o for o, _ in choices]), np.concatenate([o for _, o in choices])
+        which = np.repeat(np.arange(len(rings)), [len(o) for _, o in choices])
+        factors = {f: k for k, f in enumerate(dict.fromkeys(s.split for s in signatures))}
+        factor = np.asarray([factors.get(r.factor, -1) for r in rings])[which]
+        others = np.asarray([factors[s.split] for s in signatures])[options] == factor[:, None]
+        axis = np.asarray([axis for axis, _ in offered])[which]
+        pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * np.asarray(domains.sizes)[axis]
         place = np.argsort(domains.all_orders, -1)[orders]  # of each axis in the order in which they cut
-        innermost = ~(others & (place > place[:, [axis]])).any(-1)
-        keep = innermost & (self.sizes[ring.factor] % pieces == 0)
-        options, orders = options[keep], orders[keep]
+        innermost = ~(others & (place > np.take_along_axis(place, axis[:, None], 1))).any(-1)
+        keep = innermost & (np.asarray([self.sizes[r.factor] for r in rings])[which] % pieces == 0)
+        which, options, orders = which[keep], options[keep], orders[keep]
         rows = [domains.rows_of(v, self.columns[options, p], orders) for p, v in enumerate(self.values)]
-        keep = first_of_alike(rows)
-        options, orders, rows = options[keep], orders[keep], [r[keep] for r in rows]
-        seconds, saved = self._seconds(ring, axis, options, orders, rows)
+        keep = first_of_alike([which, *rows])
+        which, options, orders, rows = which[keep], options[keep], orders[keep], [r[keep] for r in rows]
+        seconds, saved = self._seconds(rings, which, options, orders, rows)
         keep = saved >= 0
         return Rings(options[keep], orders[keep], self.node.weight * seconds[keep], tuple(r[keep] for r in rows))
 
-    def _operand(self, s: Signature) -> int | None:
-        """The operand whose pieces go around."""
+    def _ring(self, axis: int, s: Signature) -> Ring:
+        assert s.around is not None
         for i, (factors, sbp) in enumerate(zip(self.rule.operands, s.operands, strict=True)):
             if isinstance(sbp, S) and factors[sbp.dim] == s.around:
-                return i
-        return None
+                return Ring(self.domains.axes[axis], s.around, i)
+        return Ring(self.domains.axes[axis], s.around, None)
 
     def _seconds(
-        self, ring: Ring, axis: int, options: NDArray[np.int64], orders: NDArray[np.intp],
+        self, rings: Sequence[Ring], which: NDArray[np.intp], options: NDArray[np.int64], orders: NDArray[np.intp],
         rows: Sequence[NDArray[np.int64]],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
         """Of each choice the time of one execution, and how much more than it has to it saves of the time of the same
         product with a boxing."""
-        mesh, dtype, port = self.domains.mesh, work_dtype(self.node.eqn), ring.port(self.rule)
+        mesh, op = self.domains.mesh, operation_of(self.node.eqn)
         flops = np.full(len(options), self.rule.flops)
         for factor, counts in self.domains.splits(self.signatures, options).items():
             size = self.sizes[factor]
             flops = flops / (size / -(-size // counts))
         held = [t.local_bytes[r].astype(np.float64) for t, r in zip(self.tables, rows, strict=True)]
-        found = ring_price(ring, self.rule, operation_of(self.node.eqn), held, flops, mesh).total
-        columns = self.columns.copy()  # without the ring: the operand whole, the result partial
-        columns[len(self.node.options) :, port] = 1 if ring.operand is None else 0
-        plain = self.domains.rows_of(self.values[port], columns[options, port], orders)
-        ends = (plain, rows[port]) if ring.operand is None else (rows[port], plain)
-        boxing = self.tables[port].seconds[ends]
-        held[port] = self.tables[port].local_bytes[plain].astype(np.float64)
-        product = heavy_seconds(flops, np.sum(held, 0), mesh, dtype)
-        return found, boxing + product - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * (boxing + product))
+        found, boxing, memory = np.empty(len(options)), np.empty(len(options)), np.sum(held, 0)
+        ends = np.searchsorted(which, np.arange(len(rings) + 1))
+        for ring, begin, end in zip(rings, ends, ends[1:], strict=False):
+            some, port = slice(begin, end), ring.port(self.rule)
+            table, around = self.tables[port], rows[port][some]
+            found[some] = ring_price(ring, self.rule, op, [h[some] for h in held], flops[some], mesh).total
+            columns = self.columns[:, port].copy()  # without the ring: the operand whole, the result partial
+            columns[len(self.node.options) :] = 1 if ring.operand is None else 0
+            plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
+            boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]
+            memory[some] += table.local_bytes[plain] - held[port][some]
+        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.eqn))
+        return found, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

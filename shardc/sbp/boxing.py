@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ from shardc.sbp.cost import (
 from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, block_sizes, local_extent
 
 Shape: TypeAlias = tuple[int, ...]
+EVEN: Final = -1
+"""Stands for a size that all devices together divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,59 +253,99 @@ def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshVi
     )  # fmt: skip
 
 
+class _OfKind(NamedTuple):
+    """The steps of one kind: their numbers, their groups of devices, and for each whether it reduces, and whether its
+    end is partial by max or min."""
+
+    kind: StepKind
+    at: NDArray[np.intp]
+    groups: Group
+    reduced: NDArray[np.bool_]
+    idle: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class _Links:
+    """The steps between the placements of some shapes: all those of which the same dimensions are cut evenly.
+
+    Attributes:
+      steps: those of their rank.
+      names, name: kinds and axes, and of each step the number of its own.
+      src, dst: of each step the positions of its ends, in the order of `src`; permutes come after other steps.
+      first: of each placement the number of the first step that leaves it, and of the last the one after its last.
+      kinds: the steps of each kind.
+    """
+
+    steps: _Steps
+    names: tuple[tuple[StepKind, tuple[str, ...]], ...]
+    name: NDArray[np.int64]
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    first: NDArray[np.intp]
+    kinds: tuple[_OfKind, ...]
+
+
+@lru_cache(maxsize=1024)
+def _links(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Links:
+    """Of shapes whose dimensions are EVEN, all pieces alike however they are cut, or of these sizes."""
+    axes = _active(mesh)
+    steps = _steps(len(uneven), tuple(axes.items()), ops)
+    away, to = _alike(tuple(math.prod(axes.values()) if size == EVEN else size for size in uneven), steps)
+    masks = (steps.split[away] | steps.split[to]) @ (1 << np.arange(len(axes)))
+    regrouped = [tuple(a for i, a in enumerate(axes) if mask >> i & 1) for mask in range(1 << len(axes))]
+    permutes: list[tuple[StepKind, tuple[str, ...]]] = [("permute", group) for group in regrouped]
+    groups = (*steps.groups, *permutes)
+    group = np.concatenate([steps.group, len(steps.groups) + masks])
+    src, dst = np.concatenate([steps.src, away]), np.concatenate([steps.dst, to])
+    costs = _costs_of(groups, mesh)
+    order = np.argsort(src, kind="stable")
+    order = order[costs.together[group[order]]]
+    name = np.concatenate([steps.name, len(steps.names) + masks])[order]
+    reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
+    group, src, dst = group[order], src[order], dst[order]
+    kinds: list[_OfKind] = []
+    for k, kind in enumerate(STEP_KINDS):
+        at = np.flatnonzero(costs.kind[group] == k)
+        if at.size:
+            kinds.append(_OfKind(kind, at, costs.of(group[at], kind), reduced[at], steps.idle[dst[at]]))
+    first = np.searchsorted(src, np.arange(len(steps.placements) + 1))
+    return _Links(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
+
+
 class _Graph:
     """The placements of a shape, and the steps between them with what they cost.
 
     Attributes:
-      steps: those of its rank.
+      links: the steps.
       held: (placements,) bytes that a device holds, padding included.
-      src, dst: of each step the positions of its ends, in the order of `src`; permutes come after other steps.
-      first: of each placement the number of the first step that leaves it, and of the last the one after its last.
       wire, rest: of each step, as in `StepPrice`.
     """
 
     def __init__(self, shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> None:
-        axes = _active(mesh)
-        self.steps = steps = _steps(len(shape), tuple(axes.items()), ops)
-        counts = np.asarray(list(map(math.prod, steps.orders)), np.int64)
-        local = -(-np.asarray(shape, np.int64) // counts[steps.cuts])
+        devices = math.prod(_active(mesh).values())
+        self.links = links = _links(tuple(EVEN if n and n % devices == 0 else n for n in shape), mesh, ops)
+        counts = np.asarray(list(map(math.prod, links.steps.orders)), np.int64)
+        local = -(-np.asarray(shape, np.int64) // counts[links.steps.cuts])
         self.held: NDArray[np.int64] = local.prod(-1) * itemsize
-        away, to = _alike(shape, steps)
-        masks = (steps.split[away] | steps.split[to]) @ (1 << np.arange(len(axes)))
-        regrouped = [tuple(a for i, a in enumerate(axes) if mask >> i & 1) for mask in range(1 << len(axes))]
-        groups = [*steps.groups, *(("permute", group) for group in regrouped)]
-        group = np.concatenate([steps.group, len(steps.groups) + masks])
-        src = np.concatenate([steps.src, away])
-        costs = _costs_of(tuple(groups), mesh)
-        order = np.argsort(src, kind="stable")
-        order = order[costs.together[group[order]]]
-        self._names = (*steps.names, *groups[len(steps.groups) :])
-        self._name = np.concatenate([steps.name, len(steps.names) + masks])[order]
-        self.src, self.dst = src[order], np.concatenate([steps.dst, to])[order]
-        self.first = np.searchsorted(self.src, np.arange(len(self.held) + 1))
-        reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
-        self.wire, self.rest = np.empty((2, len(order)), np.int64)
+        self.wire, self.rest = np.empty((2, len(links.src)), np.int64)
         memory = memory_cost(mesh.topology)
-        kinds = costs.kind[group[order]]
-        for k, kind in enumerate(STEP_KINDS):
-            at = np.flatnonzero(kinds == k)
-            devices = costs.of(group[order[at]], kind)
-            i, j = self.src[at], self.dst[at]
+        for kind, at, groups, reduced, idle in links.kinds:
+            i, j = links.src[at], links.dst[at]
             before, after = self.held[i], self.held[j]
-            smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize
-            piece = sent_pieces(kind, before, after, smaller, reduced[at])
-            self.wire[at] = wire_cost(kind, piece, before + after, devices, memory)
-            self.rest[at] = rest_cost(kind, after, steps.idle[j], devices, memory)
+            smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize if kind == "all_to_all" else after
+            piece = sent_pieces(kind, before, after, smaller, reduced)
+            self.wire[at] = wire_cost(kind, piece, before + after, groups, memory)
+            self.rest[at] = rest_cost(kind, after, idle, groups, memory)
 
     def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
         """The steps that leave a placement: number, position of its end, wire, rest."""
-        begin, end = self.first[i : i + 2].tolist()
-        dst, wire, rest = (column[begin:end].tolist() for column in (self.dst, self.wire, self.rest))
+        begin, end = self.links.first[i : i + 2].tolist()
+        dst, wire, rest = (column[begin:end].tolist() for column in (self.links.dst, self.wire, self.rest))
         return zip(range(begin, end), dst, wire, rest, strict=True)
 
     def step(self, number: int) -> Step:
-        kind, axes = self._names[self._name[number]]
-        src, dst = (self.steps.placements[ends[number]] for ends in (self.src, self.dst))
+        kind, axes = self.links.names[self.links.name[number]]
+        src, dst = (self.links.steps.placements[ends[number]] for ends in (self.links.src, self.links.dst))
         return Step(kind, axes, src, dst)
 
 
@@ -343,7 +385,7 @@ def _shortest(
     shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, ops: tuple[ReduceOp, ...]
 ) -> Boxing:
     graph = _graph(shape, itemsize, mesh, ops)
-    start, goal = graph.steps.index[src], graph.steps.index[dst]
+    start, goal = graph.links.steps.index[src], graph.links.steps.index[dst]
     best: dict[int, tuple[int, int, int]] = {start: (0, 0, 0)}  # time, time on the links, steps
     came: dict[int, int] = {}
     queue: list[tuple[tuple[int, int, int], int, int]] = [((0, 0, 0), 0, start)]
@@ -363,7 +405,7 @@ def _shortest(
     path: list[Step] = []
     while goal != start:
         path.append(graph.step(came[goal]))
-        goal = int(graph.src[came[goal]])
+        goal = int(graph.links.src[came[goal]])
     path.reverse()
     prices = (step_price(s.kind, shape, itemsize, s.src, s.dst, mesh, s.axes) for s in path)
     return Boxing(tuple(path), tuple(prices))
@@ -391,11 +433,11 @@ _FAR: Final = 2 * LONGEST
 
 def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
     """The least time from each placement to each other one."""
-    n, price = len(graph.held), graph.wire + graph.rest
+    n, price, links = len(graph.held), graph.wire + graph.rest, graph.links
     cost = np.full((n, n), _FAR, np.int64)
-    np.minimum.at(cost, (graph.src, graph.dst), price)
+    np.minimum.at(cost, (links.src, links.dst), price)
     np.fill_diagonal(cost, 0)
-    _go_on(cost, graph.dst, price, graph.first)
+    _go_on(cost, links.dst, price, links.first)
     return cost
 
 
@@ -422,7 +464,7 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
     """All-pairs `find_boxing`, as a matrix."""
     graph = _graph(shape, itemsize, mesh, (op,) if op == "sum" else (op, "sum"))
     held, cost = graph.held, _all_pairs(graph)
-    own = {p: i for p, i in graph.steps.index.items() if p.partial_op in (None, op)}
+    own = {p: i for p, i in graph.links.steps.index.items() if p.partial_op in (None, op)}
     m = len(own)  # sums that are something only on the way come last
     seconds = cost[:m, :m] / FEMTO
     if op != "sum":  # no maximum is on the way between what is not partial

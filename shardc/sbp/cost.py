@@ -319,15 +319,18 @@ def ring_time(
     each = heavy_seconds(flops, memory, mesh, dtype) + memory_seconds(added, mesh)
     held, late, wires = memory_seconds(piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
     one, two = (np.maximum(piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
-    steps = [two] * ((n - 1) // 2) + [one] * (n % 2 == 0)
-    moving = sum(steps)
+    pairs, alone = (n - 1) // 2, (n + 1) % 2  # of pieces that move at once, and whether one moves by itself
+    moving = pairs * two + alone * one
     if not mesh.topology.overlaps:
         return RingTime(n * each, moving, n * each + moving)
-    first, last = np.maximum(steps[0], each), each * (1 + n % 2)
-    total = first + sum(np.maximum(step, 2 * each) for step in steps[1:]) + last
+    first, last = np.maximum(two if pairs else one, each), each * (1 + n % 2)
+    total = first + last + max(pairs - 1, 0) * np.maximum(two, 2 * each)
+    if pairs and alone:
+        total = total + np.maximum(one, 2 * each)
     return RingTime(n * each, moving, total + HIDING * (n * each + moving - total))
 
 
+@lru_cache(maxsize=256)
 def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
     """Femtoseconds for each byte of a piece that every device passes on to the next, and for each of two pieces at
     once, one each way. Those pass different links of a torus that closes; elsewhere the last device's piece goes all
@@ -339,6 +342,7 @@ def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
     return max(wires), max(wires[0] * (1 if apart else 2), *wires)
 
 
+@lru_cache(maxsize=256)
 def _hop_latency(mesh: MeshView, axis: str) -> float:
     """Seconds before the last byte of such a piece moves: the start, and the longest way of all."""
     hops = ((1, s) if s.fabric.kind == "switch" else (s.stride * (1 if s.closed else s.count - 1), s)

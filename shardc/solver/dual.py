@@ -26,6 +26,8 @@ STEP: Final = 1 << 8
 """Entries that could be touched in the time that it takes to begin with a pass, and to go on to an edge."""
 SWEEPS: Final = 4
 """Sweeps by which the bound is raised, from one reading of assignments to the next."""
+CACHED: Final = 1 << 20
+"""Entries of different tables up to which single precision gains nothing: they stay in the processor's cache."""
 
 
 def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
@@ -46,11 +48,12 @@ def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
 def graph_of(
     sizes: Sequence[int], near: Sequence[Mapping[int, Table]], single: Mapping[int, Single], order: Sequence[int]
 ) -> Graph:
-    """The graph of a problem whose variables are visited in that order; `single`: its tables, by their `id`s."""
+    """The graph of a problem whose variables are visited in that order; `single`: tables by their `id`s, or none."""
     place = np.empty(len(order), np.intp)
     place[order] = np.arange(len(order))
     where = place.tolist()
-    addresses = {id(t): (t.ctypes.data, single[id(t)].ctypes.data) for n in near for t in n.values()}
+    different = {id(t): t for n in near for t in n.values()}
+    addresses = {name: (t.ctypes.data, single[name].ctypes.data if single else 0) for name, t in different.items()}
     start, split, other, tables = [0], list[int](), list[int](), list[tuple[int, int]]()
     number: dict[tuple[int, int], int] = {}
     for v, some in enumerate(near):
@@ -78,10 +81,12 @@ def graph_of(
 
 
 def _single(tables: Sequence[Table]) -> dict[int, Single]:
-    """The tables' entries in single precision by the tables' `id`s, one after the other in memory."""
+    """The entries of large tables in single precision by the tables' `id`s, one after the other in memory."""
     different = {id(t): t for t in tables}
-    entries = np.empty(sum(t.size for t in different.values()), np.float32)
-    found, at = dict[int, Single](), 0
+    size = sum(t.size for t in different.values())
+    if size <= CACHED:
+        return {}
+    entries, found, at = np.empty(size, np.float32), dict[int, Single](), 0
     for name, table in different.items():
         found[name] = part = entries[at : at + table.size]
         part[:] = table.reshape(-1)
@@ -127,7 +132,7 @@ class Dual:
         self._begin, self._last = self.messages, None
 
     def raise_bound(self) -> float:
-        """A few sweeps, of which the last one is exact and read."""
+        """A few sweeps, of which the last one is read, and is exact if others are not."""
         for k in range(SWEEPS):
             self._sweep(last=k == SWEEPS - 1)
         return self.bound
@@ -138,13 +143,13 @@ class Dual:
         self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            bound = self._send(forward, exact=last and not forward, read=last)
+            bound = self._send(forward, exact=not self._single or (last and not forward), read=last)
             if last:
                 self.readings.append(self.values.copy())
         if bound < self.bound:
             self.messages = self._begin = known
             self._last = None
-            if last:
+            if last and self._single:
                 self.bound = self._send(False, exact=True, read=False)
             return
         self.bound, after = bound, self.messages

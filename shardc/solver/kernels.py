@@ -133,8 +133,7 @@ def _add_column(g: Graph, e: Int, value: Int, costs: Table) -> None:
 @compiled
 def send(g: Graph, own: Table, messages: Table, forward: bool, exact: bool, read: bool, values: Index) -> float:
     """A pass: messages along all edges in one direction. With `read` an assignment is read on the way, into `values`.
-    Gives the bound, on the way back; it is one if `exact`, else the tables are read in single precision, in half the
-    time."""
+    Gives the bound, on the way back: one if `exact`, else tables are read in single precision, in half the time."""
     all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
     here, there = np.empty(own.size, np.float32), np.empty(own.size, np.float32)
     for place in range(g.order.size):
@@ -213,8 +212,8 @@ def handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
 
 @compiled
 def excess(g: Graph, messages: Table, left: Table, given: Table) -> Table:
-    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back: of what
-    was handed then."""
+    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back that
+    handed that much."""
     found = np.empty(left.size)
     for v in range(g.order.size):
         _over_least(left[g.first[v] : g.first[v + 1]], found[g.first[v] : g.first[v + 1]], False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shardc.compiled import compiled
+from shardc.solver import dual as dual_module
 from shardc.solver import kernels
 from shardc.solver.dual import Dual
 from shardc.solver.tables import Lookup, double
@@ -157,10 +158,12 @@ def cost(unary, pairwise, x):
     return sum(u[a] for u, a in zip(unary, x, strict=True)) + sum(t[x[i], x[j]] for (i, j), t in pairwise.items())
 
 
+@pytest.mark.parametrize("cached", [0, dual_module.CACHED])
 @pytest.mark.parametrize("shape", shapes)
 @pytest.mark.parametrize("seed", range(10))
-def test_messages_say_what_is_so(shape, seed):
+def test_messages_say_what_is_so(shape, seed, cached, monkeypatch):
     """The bound is one, no value costs less than its excess says, and neither does what is handed change the costs."""
+    monkeypatch.setattr(dual_module, "CACHED", cached)
     unary, pairwise = random_problem(shape, seed)
     all_costs = {tuple(x): cost(unary, pairwise, x) for x in every(unary)}
     least, dual = min(all_costs.values()), dual_of(unary, pairwise)
@@ -179,8 +182,9 @@ def test_messages_say_what_is_so(shape, seed):
         assert constant + cost(own, tables, x) == pytest.approx(c)
 
 
-def test_messages_in_single_precision_are_followed_by_exact_ones():
+def test_messages_in_single_precision_are_followed_by_exact_ones(monkeypatch):
     """Costs that differ by less than single precision tells apart: the bound is one nevertheless."""
+    monkeypatch.setattr(dual_module, "CACHED", 0)
     rng = np.random.default_rng(0)
     unary, pairwise = repeated_layers(0, layers=6, width=3, values=4)
     unary = [1e6 + u for u in unary]
