@@ -174,7 +174,7 @@ def _shifts(held: Sequence[tuple[int, int]], block: int, low: Index, high: Index
     return tuple(
         Shift(d > 0, length if d else block, block, tuple(rows[at:until]), pieces, windows)
         for d, length, at, until in zip(
-            distances.tolist(), longest.tolist(), first.tolist(), [*first[1:].tolist(), len(rows)], strict=True
+            distances.tolist(), longest.tolist(), first.tolist(), np.append(first, len(rows))[1:].tolist(), strict=True
         )
     )
 
