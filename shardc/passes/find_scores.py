@@ -5,14 +5,15 @@ of each row, the exponentials and their sum: both arrays are there at one time. 
 inside one operation with the product.
 
 The exponentials are kept for the gradient. Not if queries share their keys: those have two dimensions, and the product
-has them in another order than the softmax. Then XLA:TPU keeps the product, and computes the exponentials in each loop
-that reads them. It makes the softmax anew, too, and may multiply it only after the loop for the gradient of the scores.
-But if the product's pieces go around, it does as elsewhere.
+has them in another order than the softmax. Then XLA:TPU keeps the product, or the sum of several of which one is such,
+and computes the exponentials in each loop that reads them. It makes the softmax anew, too, and may multiply it only
+after the loop for the gradient of the scores. Of a sum it makes the gradient twice, for the loops of either product,
+but once for one example. But if the product's pieces go around, it does as elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,13 +35,15 @@ class Scores:
 
     Attributes:
       rows: that of which each row's largest is taken away.
-      product: that is computed from, of a smaller type.
-      turned: whether no order of the product's operands gives the order of the dimensions of the rows.
+      kept: that is computed from, of a smaller type: a product, or a sum of several.
+      products: these.
+      turned: whether no order of the operands of one of them gives the order of the dimensions of the rows.
       written: whether the rows are in memory beside the exponentials: they are long, and a mask or a bias is in them.
     """
 
     rows: Var
-    product: Var
+    kept: Var
+    products: tuple[Var, ...]
     turned: bool
     written: bool
 
@@ -51,36 +54,74 @@ class Again:
 
     Attributes:
       begin, last: the point at which they are made, and that of the last loop that reads them.
+      until: before which what that loop makes, the gradient for several loops, is in memory in their type; or `last`.
     """
 
     value: Var
     scores: Scores
     begin: int
     last: int
+    until: int
 
 
 def find_scores(step: Step, maker: Mapping[Var, Step]) -> Scores | None:
-    """What an exponential is computed from, if it is of rows less their largest, and those from one smaller product.
+    """What an exponential is computed from, if it is of rows less their largest, and those from smaller products.
 
     Args:
       maker: of each value the equation that makes it.
     """
     if step.eqn.primitive.name != "exp" or (rows := _less_largest(step.eqn.invars[0], maker)) is None:
         return None
-    order, at, joined = tuple(range(len(rows.aval.shape))), rows, False
-    while (made := maker.get(at)) is not None and made.kind in IN_LOOPS:
-        whole = [a for a in dict.fromkeys(made.operands) if _is_whole(a, at, maker)]
-        if len(whole) != 1 or made.eqn.primitive.name == "box":
-            return None
-        joined |= any(a is not whole[0] and _is_table(a, maker) for a in made.operands)
-        if made.eqn.primitive.name == "transpose":
-            order = tuple(made.eqn.params["permutation"][d] for d in order)
-        elif whole[0].aval.shape != at.aval.shape:
-            return None
-        at = whole[0]
-    if made is None or made.eqn.primitive.name != "dot_general" or itemsize_of(at.aval) >= itemsize_of(rows.aval):
+    at, order, joined = _origin_of(rows, tuple(range(len(rows.aval.shape))), maker)
+    products = _products(at, order, maker)
+    if products is None or itemsize_of(at.aval) >= itemsize_of(rows.aval):
         return None
-    return Scores(rows, at, _turned(order, made.eqn), joined and rows.aval.shape[-1] > ROW)
+    turned = any(_turned(o, maker[product].eqn) for product, o in products)
+    return Scores(rows, at, tuple(p for p, _ in products), turned, joined and rows.aval.shape[-1] > ROW)
+
+
+def _origin_of(
+    at: Var, order: Sequence[int], maker: Mapping[Var, Step], names: Collection[str] | None = None
+) -> tuple[Var, Sequence[int], bool]:
+    """What a value is computed from number by number, by any operations or these, the order in which its dimensions are
+    there, and whether a table is joined to it on the way."""
+    joined = False
+    while (made := maker.get(at)) is not None and made.kind in IN_LOOPS and made.eqn.primitive.name != "box":
+        if names is not None and made.eqn.primitive.name not in names:
+            break
+        whole = _whole_operands(made, at, maker)
+        turns = made.eqn.primitive.name == "transpose"
+        if len(whole) != 1 or not (turns or whole[0].aval.shape == at.aval.shape):
+            break
+        joined |= any(a is not whole[0] and _is_table(a, maker) for a in made.operands)
+        order = [made.eqn.params["permutation"][d] for d in order] if turns else order
+        at = whole[0]
+    return at, order, joined
+
+
+def _products(
+    at: Var, order: Sequence[int], maker: Mapping[Var, Step]
+) -> list[tuple[Var, Sequence[int]]] | None:
+    """The products whose sum a value is, and the order in which its dimensions are there; None: it is no such sum."""
+    made = maker.get(at)
+    if made is None:
+        return None
+    if made.eqn.primitive.name == "dot_general":
+        return [(at, order)]
+    if made.eqn.primitive.name not in _SUMS or len(terms := _whole_operands(made, at, maker)) != 2:
+        return None
+    found: list[tuple[Var, Sequence[int]]] = []
+    for term in terms:
+        origin, turned, joined = _origin_of(term, order, maker, _SCALED)
+        products = None if joined else _products(origin, turned, maker)
+        if products is None:
+            return None
+        found += products
+    return found
+
+
+def _whole_operands(step: Step, of: Var, maker: Mapping[Var, Step]) -> list[Var]:
+    return [a for a in dict.fromkeys(step.operands) if _is_whole(a, of, maker)]
 
 
 def _less_largest(a: Atom, maker: Mapping[Var, Step]) -> Var | None:
@@ -96,6 +137,8 @@ def _less_largest(a: Atom, maker: Mapping[Var, Step]) -> Var | None:
     return rows if made.eqn.params["axes"] == (len(rows.aval.shape) - 1,) else None
 
 
+_SUMS: Final = frozenset(("add", "add_any", "sub"))
+_SCALED: Final = frozenset(("convert_element_type", "div", "mul", "neg", "transpose"))
 _SAME: Final = frozenset(("broadcast_in_dim", "max", "reshape", "stop_gradient"))
 """What there is between the largest of a row and the row less it; `max` is with -inf."""
 

@@ -392,9 +392,13 @@ class _Backward:
 
     def keeps(self, step: Step, v: Var, scores: Scores) -> bool:
         """Whether exponentials that several loops read are in memory, what they are computed from noted."""
-        alone = v not in self.whole and self.ahead.readers[scores.product] == 1
+        alone = v not in self.whole and self.ahead.readers[scores.kept] == 1
         if scores.turned and alone and self.loops[v] >= AGAIN:
-            self.again.append(Again(v, scores, step.at, self.fused[v]))
+            last = self.fused[v]
+            made = (end for x, begin, end in self.lives if begin == last and _alike(x.aval, v.aval))
+            self.again.append(Again(v, scores, step.at, last, max(made, default=last)))
+            if len(scores.products) > 1:
+                self.written.add(scores.kept)
             return False
         if scores.written:
             self.written.add(scores.rows)

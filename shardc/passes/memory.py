@@ -243,11 +243,13 @@ def _besides(
         ends = [end for over, end in wait.ends.items() if over in blocks]
         yield wait.begin, max(ends, default=0), size(wait.value)
     for again in found.again:
-        product = size(again.scores.product)
-        if again.scores.product not in blocks:
-            yield again.last, again.last + 1, product  # the softmax, if it is multiplied after that loop
+        kept = again.scores.kept
+        if blocks.isdisjoint(again.scores.products):
+            yield again.last, again.last + 1, size(kept)  # the softmax, if it is multiplied after that loop
+            if len(again.scores.products) > 1 and local_shape(kept.aval.shape, placements[kept], sizes)[0] == 1:
+                yield again.last, again.until, size(kept) - size(again.value)  # the gradient, once in the smaller type
             continue
-        yield again.begin, again.last + 1, size(again.value) - product
+        yield again.begin, again.last + 1, size(again.value) - size(kept)
         if again.scores.written:
             yield again.begin, again.begin + 1, size(again.scores.rows)
     for table in found.tables:

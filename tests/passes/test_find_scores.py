@@ -43,6 +43,26 @@ def grouped(p, x, masked=True):
     return jnp.einsum("btgrk,grkd->btd", jnp.einsum("bgrts,bsgk->btgrk", weights, v), p["out"])
 
 
+def summed(p, x, masked=True, shared=True):
+    """Of two parts of each query, as DeepSeek has it: the second part's keys are those of all heads."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores_T = jnp.einsum("bthk,bshk->bhts", q[..., :64], k[..., :64])
+    if shared:
+        scores_T += jnp.einsum("bthk,bsk->bhts", q[..., 64:], k[:, :, 0, 64:])
+    else:
+        scores_T += jnp.einsum("bthk,bshk->bhts", q[..., 64:], k[..., 64:])
+    weights = weights_of(scores_T / HEAD**0.5, masked)
+    return jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", weights, v), p["out"])
+
+
+def no_mask(p, x):
+    return summed(p, x, masked=False)
+
+
+def of_each_head(p, x):
+    return summed(p, x, shared=False)
+
+
 def error(p, x, attention):
     step = jax.checkpoint(lambda x, p: (x + attention(p, x), None), prevent_cse=False)
     return jnp.mean(jnp.square(jax.lax.scan(step, x, p)[0].astype(jnp.float32)))
@@ -64,6 +84,11 @@ def traced(f, *args):
         (grouped, 4, 4096, (8, 6), True, 24.62),
         (grouped, 4, 2048, (8, 6), True, 6.40),  # the scores in bfloat16 instead of the exponentials
         (grouped, 16, 1024, (8, 4), True, 4.50),
+        (summed, 2, 4096, (48,), True, 15.86),  # the sum in bfloat16, and its gradient twice
+        (summed, 4, 2048, (48,), True, 8.36),
+        (no_mask, 4, 2048, (48,), True, 8.36),
+        (summed, 2, 4096, (48,), False, 12.17),
+        (of_each_head, 2, 4096, (48,), True, 12.93),
     ],
 )
 def test_beside_xla(attention, rows, length, heads, gradient, xla):
@@ -109,7 +134,7 @@ def test_a_product_is_turned_if_no_order_of_its_operands_helps(equation, turned)
     args = (KEYS, QUERIES) if equation.startswith("s") else (QUERIES, KEYS)
     scores = found(lambda a, b: softmax(jnp.einsum(equation, a, b)), *args)
     assert scores is not None
-    assert (scores.turned, scores.product.aval.dtype, scores.rows.aval.dtype) == (turned, jnp.bfloat16, jnp.float32)
+    assert (scores.turned, scores.kept.aval.dtype, scores.rows.aval.dtype) == (turned, jnp.bfloat16, jnp.float32)
 
 
 def test_long_rows_are_written_if_more_than_the_product_is_in_them():
@@ -118,6 +143,20 @@ def test_long_rows_are_written_if_more_than_the_product_is_in_them():
 
     assert found(f, KEYS, QUERIES, BIAS).written and not found(f, KEYS, QUERIES).written
     assert not found(f, array(2048, 64), QUERIES, array(2048, dtype=jnp.float32)).written
+
+
+def test_a_sum_of_products_is_found():
+    def both(keys, queries, more, *last):
+        sums = jnp.einsum("trk,sk->rts", queries, keys) + jnp.einsum("trk,srk->rts", queries, more) * 0.5
+        return softmax(sums - jnp.einsum("trk,sk->rts", queries, *last) if last else sums)
+
+    more = array(4096, 2, 64)
+    two, three = found(both, KEYS, QUERIES, more), found(both, KEYS, QUERIES, more, KEYS)
+    assert two is not None and three is not None
+    assert two.turned and three.turned and len(two.products) == 2 and len(three.products) == 3
+    assert two.kept not in two.products and two.kept.aval.dtype == jnp.bfloat16
+    alone = found(lambda q, k: softmax(jnp.einsum("trk,srk->rts", q, k) + jnp.einsum("trk,srk->rts", k, q)), more, more)
+    assert alone is not None and not alone.turned
 
 
 def test_what_else_is_not_found():
@@ -154,6 +193,6 @@ def test_the_product_is_kept_instead_of_exponentials():
         return profile_memory(jaxpr, placements, {"m": 4}, habits=habits).peak
 
     before = replace(TPU, writes_scores=False)
-    ring, whole = {keys: 0, queries: 0, again.scores.product: 1}, {queries: 0, again.scores.product: 1}
+    ring, whole = {keys: 0, queries: 0, again.scores.kept: 1}, {queries: 0, again.scores.kept: 1}
     assert peak(ring, TPU) == pytest.approx(peak(ring, before), rel=1e-3)
     assert peak(whole, TPU) < peak(whole, before)
