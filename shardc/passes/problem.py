@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.compiled import compiled
 from shardc.passes.canonicalize import NESTED
 from shardc.passes.constrain import pin_of
 from shardc.passes.run_once import once_signature, result_op, runs_once
@@ -30,6 +29,7 @@ from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import REPLICATED, SBP, AxisSizes, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, find_rule, gathered, signatures
+from shardc.solver.kernels import kinds
 
 del _rules  # imported for its registrations
 
@@ -589,31 +589,4 @@ def digit_of(sbp: object) -> int:
 
 def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
     """Of rows of numbers that are alike in all columns the first, in the order that they come in."""
-    return _first_of_alike(np.asarray(columns))
-
-
-@compiled
-def _first_of_alike(columns: NDArray[np.int64]) -> NDArray[np.intp]:
-    count, size, kept = columns.shape[1], 4, 0
-    while size < 2 * count:
-        size *= 2
-    table, found = np.full(size, -1, np.intp), np.empty(count, np.intp)
-    for i in range(count):
-        place = 0
-        for column in columns:
-            place = (place * 31 + column[i]) * 0x9E3779B97F4A7C1
-        place = (place >> 20) & (size - 1)
-        while table[place] >= 0 and not _alike(columns, table[place], i):
-            place = (place + 1) & (size - 1)
-        if table[place] < 0:
-            table[place] = found[kept] = i
-            kept += 1
-    return found[:kept]
-
-
-@compiled
-def _alike(columns: NDArray[np.int64], i: Any, j: Any) -> bool:
-    same = True
-    for column in columns:
-        same = same and column[i] == column[j]
-    return same
+    return kinds(np.ascontiguousarray(np.asarray(columns, np.int64).T).view(np.uint64))[0]

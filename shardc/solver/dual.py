@@ -122,7 +122,7 @@ class Dual:
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
-        self._begin = self.messages  # of the next sweep; no sweep changes it
+        self._begin = self.messages  # of the next sweep, which copies it
         self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
         self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
 
