@@ -162,7 +162,7 @@ class Dual:
         return kernels.send(self.graph, self.own, self.messages, forward, exact, read, self.values)
 
     def cost(self, values: Index) -> float:
-        return kernels.cost(self.graph, self.own, values)
+        return kernels.improve(self.graph, self.own, values, 0)
 
     def improve(self, values: Index, passes: int) -> Index:
         """Each variable in turn takes what is best, the others as they are."""
@@ -183,8 +183,7 @@ class Dual:
     def excess(self) -> Table:
         """For each value of each variable by how much at least an assignment that has it costs more than the bound, as
         the messages are now."""
-        left, given = kernels.handed(self.graph, self.own, self.messages)
-        return kernels.excess(self.graph, self.messages, left, given)
+        return kernels.excess(self.graph, self.own, self.messages)
 
     def handed(self) -> dict[Pair, Table]:
         """For variables (v, j) that are neighbours what j's values cost of their table, as the messages of the last

@@ -211,9 +211,9 @@ def handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
 
 
 @compiled
-def excess(g: Graph, messages: Table, left: Table, given: Table) -> Table:
-    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back that
-    handed that much."""
+def excess(g: Graph, own: Table, messages: Table) -> Table:
+    """For each value by how much at least an assignment that has it costs more than the bound, after a pass back."""
+    left, given = handed(g, own, messages)
     found = np.empty(left.size)
     for v in range(g.order.size):
         _over_least(left[g.first[v] : g.first[v + 1]], found[g.first[v] : g.first[v + 1]], False)
@@ -255,8 +255,8 @@ def around(g: Graph, values: Index, found: Table) -> None:
 
 
 @compiled
-def improve(g: Graph, own: Table, values: Index, passes: int) -> None:
-    """Each variable in turn takes what is best, the others as they are."""
+def improve(g: Graph, own: Table, values: Index, passes: int) -> float:
+    """Each variable in turn takes what is best, the others as they are. Gives the cost of the assignment."""
     space = np.empty(own.size)
     for _ in range(passes):
         changed = False
@@ -271,11 +271,6 @@ def improve(g: Graph, own: Table, values: Index, passes: int) -> None:
                 values[v], changed = best, True
         if not changed:
             break
-
-
-@compiled
-def cost(g: Graph, own: Table, values: Index) -> float:
-    """Of an assignment."""
     total = 0.0
     for v in g.order:
         total += own[g.first[v] + values[v]]
