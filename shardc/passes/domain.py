@@ -68,6 +68,22 @@ class Domain:
     also: NDArray[np.int64] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """The choices of nodes of the same signatures and ranks, whatever their sizes: as in `Domain`, and for each factor
+    the number of devices that split it."""
+
+    options: NDArray[np.int64]
+    orders: NDArray[np.intp]
+    rows: tuple[NDArray[np.int64] | None, ...]
+    splits: dict[str, NDArray[np.int64]]
+
+    def of(self, some: NDArray[np.intp]) -> _Form:
+        """These choices of it."""
+        rows = tuple(None if r is None else r[some] for r in self.rows)
+        return _Form(self.options[some], self.orders[some], rows, {f: c[some] for f, c in self.splits.items()})
+
+
 @lru_cache(maxsize=4096)
 def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64]:
     """The row in a boxing table of each placement, by the order of its axes, in that of `itertools.permutations`, and
@@ -116,6 +132,7 @@ class Domains:
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
         self._tables: dict[tuple[int, ReduceOp], tuple[BoxingTable, Any]] = {}  # by the identity of avals, and these
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
+        self._forms: dict[Hashable, tuple[_Form, Any]] = {}
         self._matrices: dict[Hashable, NDArray[np.float64]] = {}
         self._edges: dict[Hashable, Given] = {}
         self.of = [self._domain(n) for n in problem.nodes]
@@ -139,29 +156,38 @@ class Domains:
         return self._known[key][0]
 
     def _make(self, n: Node, tables: tuple[BoxingTable | None, ...]) -> Domain:
-        columns = digits(n.options, len(tables))
-        options, orders = self._options(n, columns)
-        rows = self._rows(n, columns, options, orders, tables)
-        splits = self.splits(n.options, options)
-        allowed = np.ones(len(options), np.bool_)
-        granules = n.rule.granule if n.rule else {}
-        for factor, count in splits.items():
-            if granule := granules.get(factor, 0):
-                allowed &= granule % count == 0
+        form = self._form(n, tables)
+        allowed = np.ones(len(form.options), np.bool_)
+        for factor, granule in (n.rule.granule if n.rule else {}).items():
+            if granule and factor in form.splits:
+                allowed &= granule % form.splits[factor] == 0
         if n.plain:
-            for value, table, row in zip((*n.operands, *n.results), tables, rows, strict=True):
+            for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
                     allowed &= self._plain(value, table)[row]
-        keep = _first(np.flatnonzero(allowed), [*options.T, *(r for r in rows if r is not None)])
-        options, orders = options[keep], orders[keep]
-        rows = tuple(None if r is None else r[keep] for r in rows)
-        seconds = self._seconds(n, options, orders, {f: c[keep] for f, c in splits.items()}, tables, rows)
+        if not allowed.all():
+            form = form.of(np.flatnonzero(allowed))
+        options, orders, rows = form.options, form.orders, form.rows
+        seconds = self._seconds(n, options, orders, form.splits, tables, rows)
         cheapest = np.lexsort((np.arange(len(seconds)), seconds))
         best = np.sort(_first(cheapest, [r for r in rows if r is not None]))
         rows = tuple(None if r is None else r[best] for r in rows)
         plain = Domain(options[best], orders[best], seconds[best], tables, rows)
         rings = offer_rings(self, n)
         return plain if rings is None else _with_rings(plain, rings)
+
+    def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
+        """All that a node could choose, were all sizes divisible; of choices that are alike the first."""
+        columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
+        ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
+        key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
+        if key not in self._forms:
+            options, orders = self._options(n, columns)
+            rows = self._rows(n, columns, options, orders, tables)
+            form = _Form(options, orders, rows, self.splits(n.options, options))
+            keep = _first(np.arange(len(options)), [*options.T, *(r for r in rows if r is not None)])
+            self._forms[key] = form.of(keep), n.fixed  # which is kept: it goes by identity
+        return self._forms[key][0]
 
     def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
         """All one-axis signatures on all axes, in all orders of these, that agree with what is said of the node."""
@@ -231,7 +257,9 @@ class Domains:
         tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
     ) -> NDArray[np.float64]:  # fmt: skip
         held = [t.local_bytes[r] for t, r in zip(tables, rows, strict=True) if t is not None and r is not None]
-        memory: NDArray[np.float64] = np.sum(held, 0) if held else np.zeros(len(options))
+        memory = np.zeros(len(options))
+        for some in held:
+            memory += some
         if n.kind != "operation":
             cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
             if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
