@@ -23,7 +23,7 @@ from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
 from shardc.solver.costs import Costs
-from shardc.solver.search import CLOSE, SETTLED
+from shardc.solver.search import ROUNDING, SETTLED
 from shardc.solver.tables import Given, Index, Table, whole
 
 log = logging.getLogger("shardc")
@@ -126,7 +126,7 @@ class Tables:
         return replace(self, unary=unary, pairwise=pairwise, offered=offered)
 
     def minimize(
-        self, start: Sequence[int] | None = None, work: float | None = None, close: float = CLOSE,
+        self, start: Sequence[int] | None = None, work: float | None = None, close: float = ROUNDING,
         together: Sequence[Sequence[int]] | None = None,
     ) -> Assignment:  # fmt: skip
         """The best choices that the search finds and proves, none worse than those of `start`, until cost and bound are

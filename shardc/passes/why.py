@@ -24,7 +24,7 @@ from shardc.passes.problem import Nested, Node, Problem, Scope
 from shardc.sbp.placement import Pin, Placement, is_even
 from shardc.solver import FORBIDDEN, Assignment
 from shardc.solver.costs import Costs
-from shardc.solver.search import CLOSE
+from shardc.solver.search import ROUNDING
 from shardc.solver.tables import Table, whole
 
 _Mask: TypeAlias = NDArray[np.bool_]
@@ -123,7 +123,7 @@ class Again:
         if found.exact or start is None:
             return found
         # what is not proved best is then no worse where the question does not reach
-        values = tables.fuse([found.values, start], start, tables.work, CLOSE)
+        values = tables.fuse([found.values, start], start, tables.work, ROUNDING)
         return replace(found, values=values, cost=Costs(unary, tables.pairwise).cost(values))
 
     def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:

@@ -111,9 +111,8 @@ class Operations:
 
     @_once
     def finite(self, own: Table) -> Index:
-        """The values that are allowed; all if there are none."""
-        allowed = np.isfinite(own)
-        return self.where(allowed if allowed.any() else np.ones_like(allowed))
+        """The values that are allowed."""
+        return self.where(np.isfinite(own))
 
     @_once
     def supported(self, table: Table) -> Index | None:

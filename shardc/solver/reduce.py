@@ -405,10 +405,10 @@ class Reduction:
             if not self.inside[v]:
                 continue
             allowed = self.ops.finite(self.own[v])
-            if allowed.size != self.own[v].size:
-                self.keep(v, allowed)
-            elif not np.isfinite(self.own[v][0]):
+            if not allowed.size:
                 self.feasible = False
+            elif allowed.size != self.own[v].size:
+                self.keep(v, allowed)
             elif allowed.size == 1 and v not in self.held:
                 self._fix(v)
 

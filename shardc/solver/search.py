@@ -25,13 +25,13 @@ from shardc.solver.tables import Index, Pair, Table
 
 log = logging.getLogger("shardc")
 
-CLOSE: Final = 1e-6
-"""Relative distance of cost and bound at which an assignment counts as proved best."""
 ROUNDING: Final = 1e-9
-"""Relative error that sums of costs may have."""
-LOOK: Final = 2, 8
-"""Raisings of the bound from one look for better assignments to the next: so many at least, and at most; between them,
-while they have not taken as much as the look."""
+"""Relative error that sums of costs may have: an assignment whose cost is so close to the bound is proved best."""
+LOOK: Final = 6, 16
+"""Raisings of the bound before a look for better assignments: so many at least, and at most; between them, while they
+have not taken as long as the look before, or as the first one is to take."""
+FASTER: Final = 10
+"""Entries that a raising of the bound reads in the time in which a look touches one, with all that belongs to it."""
 WINDOW: Final = 4
 """Looks over which the bound is to rise."""
 SLOW: Final = 0.1
@@ -88,7 +88,7 @@ class Search:
     problem: Reduction
     full: Costs
     limit: float
-    close: float = CLOSE
+    close: float = ROUNDING
     values: list[int] | None = None
     cost: float = np.inf
     bound: float = -np.inf
@@ -169,11 +169,11 @@ class Search:
             self._tie()
         dual = Dual(part.own, near)
         best = self._known(inside, dual.values)
-        read, looked = np.inf, 0.0
+        read, looked = np.inf, STEP * len(inside)
         gaps: list[float] = []
         for turn in itertools.count(1):
             raised = 0
-            while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < looked):
+            while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * looked):
                 dual.raise_bound()
                 r.ops.work += dual.work
                 raised += 1
@@ -184,7 +184,7 @@ class Search:
             self._raise_to(bound)
             excess, first = dual.excess(), dual.first
             room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
-            alive = excess <= NEAR[turn % len(NEAR)] * room
+            alive = excess <= NEAR[(turn - 1) % len(NEAR)] * room
             alive[first + best] = True
             begin = r.ops.work
             best = self._eliminate(part, _split(alive, first), best)

@@ -20,7 +20,7 @@ from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
-from shardc.solver.search import CLOSE, MOVE_WORK, ROUNDING, SETTLED, TIED, Search
+from shardc.solver.search import MOVE_WORK, ROUNDING, SETTLED, TIED, Search
 from shardc.solver.tables import Given, Memo, Pair, Table, double, whole
 
 log = logging.getLogger("shardc")
@@ -61,7 +61,7 @@ class Assignment:
 
     @property
     def exact(self) -> bool:
-        return self.cost <= self.bound + CLOSE * abs(self.cost)
+        return self.cost <= self.bound + ROUNDING * abs(self.cost)
 
     @property
     def gap(self) -> float:
@@ -187,7 +187,7 @@ def minimize(
     start: Sequence[int] | None = None,
     memo: Memo | None = None,
     work: float = WORK,
-    close: float = CLOSE,
+    close: float = ROUNDING,
     labels: Sequence[NDArray[np.int64]] | None = None,
     patience: float = 1.0,
     together: Sequence[Sequence[int]] | None = None,

@@ -8,7 +8,7 @@ import pytest
 
 from shardc.solver import FORBIDDEN, minimize, search
 from shardc.solver.coarse import LARGE, WIDE, Coarse, is_large
-from shardc.solver.search import CLOSE, SETTLED, Search
+from shardc.solver.search import ROUNDING, SETTLED, Search
 from shardc.solver.solve import relative_gap
 from tests.solver.problems import cost_of, minimum, random_problem, shapes
 
@@ -74,7 +74,7 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     monkeypatch.setattr(Search, "run", lambda self: sizes.append(sum(u.size for u in self.problem.own)) or run(self))
     found = minimize(unary, pairwise, labels=labels)
     assert sizes == [24, 12]  # the coarse problem, and what its best assignment stands for
-    assert found.gap <= CLOSE
+    assert found.gap <= ROUNDING
     assert found.cost == minimum([u[::2] for u in unary], {p: t[::2, ::2] for p, t in pairwise.items()})
 
 

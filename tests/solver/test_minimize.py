@@ -41,7 +41,7 @@ class Forgetful(Memo):
 
 def test_what_is_forgotten_changes_nothing():
     chances = 0
-    for seed in range(2):
+    for seed in range(3, 5):
         rng = np.random.default_rng(seed)
         unary = [rng.integers(0, 30, 10).astype(float) for _ in range(14)]
         pairs = [(i, j) for i in range(14) for j in range(i + 1, 14) if rng.random() < 0.4]
