@@ -74,7 +74,7 @@ def random_problem(rng):
     return build_problem(jaxpr, borders, results, *names), mesh, steps
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(250, 2000, 250))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(250, 2500, 250))])
 def test_no_assignment_of_placements_costs_less(first):
     tried = 0
     for seed in range(first, first + 250):
@@ -92,4 +92,4 @@ def test_no_assignment_of_placements_costs_less(first):
         assert placed.seconds == pytest.approx(truth, rel=1e-6, abs=0), where
         assert placed.gap is not None and placed.seconds <= (1 + placed.gap) * truth * (1 + 1e-6), where
         assert tally(insert_boxing(problem, placed, mesh), mesh).added <= truth * (1 + 1e-6), where
-    assert tried > 150
+    assert tried > 200  # in each of ten parts
