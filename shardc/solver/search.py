@@ -171,7 +171,7 @@ class Search:
         best = self._known(inside, dual.values)
         read, looked = np.inf, STEP * len(inside)
         gaps: list[float] = []
-        for turn in itertools.count(1):
+        for share in itertools.cycle(NEAR):
             raised = 0
             while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * looked):
                 dual.raise_bound()
@@ -184,7 +184,7 @@ class Search:
             self._raise_to(bound)
             excess, first = dual.excess(), dual.first
             room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
-            alive = excess <= NEAR[(turn - 1) % len(NEAR)] * room
+            alive = excess <= share * room
             alive[first + best] = True
             begin = r.ops.work
             best = self._eliminate(part, _split(alive, first), best)
