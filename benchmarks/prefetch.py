@@ -17,12 +17,10 @@ import shardc
 from benchmarks.large_models import LARGE, pins_of
 from benchmarks.tables import new_table
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import bodies_of
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Plan
-from shardc.passes.problem import REMAT
 from shardc.passes.tally import tally
 
 
@@ -52,18 +50,18 @@ def waits_of(plan: Plan) -> list[Waits]:
 def _scans(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Eqn, int]]:
     """The loops of a jaxpr that runs so often, each with its steps in one call."""
     for eqn in jaxpr.eqns:
-        inside = times
+        inside = times * compat.trips_of(eqn)
         if eqn.primitive.name == "scan":
-            inside = times * eqn.params["length"]
             yield eqn, inside
         for body in bodies_of(eqn):
             yield from _scans(body, inside)
 
 
 def _waits(plan: Plan, scan: Eqn, trips: int) -> Waits:
-    body: Jaxpr = scan.params["jaxpr"].jaxpr
+    view = compat.scan_of(scan)
+    body = view.body
     sizes = plan.mesh.sizes
-    rows = set(body.invars[scan.params["num_consts"] + scan.params["num_carry"] :])
+    rows = set(body.invars[view.rows_at :])
     there: dict[Var, float] = dict.fromkeys(rows, 0.0)  # of rows and what is gathered of them: when it is there
     now = links = waited = 0.0
     size = 0
@@ -89,7 +87,7 @@ def _inlined(jaxpr: Jaxpr, names: dict[Var, Var]) -> Iterator[tuple[Eqn, list[Va
     for eqn in jaxpr.eqns:
         read = [names.get(v, v) for v in _variables(eqn.invars)]
         if eqn.primitive.name in REMAT:
-            inner: Jaxpr = eqn.params["jaxpr"]
+            (inner,) = bodies_of(eqn)
             pairs = [(v, a) for v, a in zip(inner.invars, eqn.invars, strict=True) if not compat.is_literal(a)]
             names |= {v: names.get(a, a) for v, a in pairs}
             yield from _inlined(inner, names)

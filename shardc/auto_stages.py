@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Var
+from shardc.compat import REMAT, Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.mesh import MeshView
 from shardc.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
@@ -22,7 +22,6 @@ from shardc.passes.mark_stages import mark_stages
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.owners import Owned, find_owned
 from shardc.passes.plan import Argument
-from shardc.passes.problem import REMAT
 from shardc.passes.program import Program
 from shardc.passes.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.passes.stage_memory import StageMemory, stage_memory

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final, TypeAlias
 
@@ -58,6 +59,9 @@ def literal(value: Any, aval: Any) -> Atom:
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """The jaxpr with the values of its constants. Since JAX 0.12 every jaxpr holds these, and one without is itself."""
+    if jex.Jaxpr is jex.ClosedJaxpr and not consts:
+        return jaxpr
     return jex.ClosedJaxpr(jaxpr, tuple(consts))
 
 
@@ -264,13 +268,147 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     return lambda xs: copy(list(xs), devices, targets, semantics)
 
 
-# Why: a scan with other operands has other parameters, and which it has depends on JAX's version.
-def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int) -> dict[str, Any]:
-    """The parameters of a scan like `eqn` with another body."""
-    params = {**eqn.params, "jaxpr": close(body), "num_consts": consts, "num_carry": carries}
+# Why: where a structured equation keeps its bodies, and how it counts its operands, depends on JAX's version.
+REMAT: Final = ("remat2", "checkpoint", "remat")
+NESTED: Final = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    **dict.fromkeys(REMAT, ("jaxpr",)),
+    "optimization_barrier": (),
+}
+"""The parameters that hold the bodies of each primitive that is planned where it stands, operand by operand."""
+
+
+def bodies_of(eqn: Eqn) -> list[Jaxpr]:
+    """The bodies of a nested equation, in order; of others none."""
+    found: list[Jaxpr] = []
+    for key in NESTED.get(eqn.primitive.name, ()):
+        body = eqn.params[key]
+        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
+    return found
+
+
+def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
+    """The parameters of a nested equation with other bodies, which take and give as many values."""
+    rest, params = iter(bodies), dict(eqn.params)
+
+    def like(old: Any) -> Any:
+        body = next(rest)
+        return close(body) if hasattr(old, "consts") else body
+
+    for key in NESTED.get(eqn.primitive.name, ()):
+        old = params[key]
+        params[key] = tuple(map(like, old)) if isinstance(old, tuple) else like(old)
+    return params
+
+
+def trips_of(eqn: Eqn) -> int:
+    """How often one run of an equation runs its body: the length of a scan; 1 for others, while loops too."""
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan: its operands are constants, carries and stacked rows; its results are carries and stacked rows.
+
+    Attributes:
+      body: takes constants, carries and one row of each stack; gives carries and one row of each stack.
+      consts, carries: numbers of operands.
+      length: number of rounds.
+      reverse: whether it begins with the last row.
+      unroll: rounds written out in one, as `jax.lax.scan` takes it.
+    """
+
+    body: Jaxpr
+    consts: int
+    carries: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+    @property
+    def rows_at(self) -> int:
+        """Number of the first operand that is a stack of rows."""
+        return self.consts + self.carries
+
+
+def scan_of(eqn: Eqn) -> Scan:
+    """The view of a scan equation."""
+    p = eqn.params
+    if "ft_in" in p:
+        consts, carries = _counts(p["ft_in"])
+    else:
+        consts, carries = p["num_consts"], p["num_carry"]
+    return Scan(p["jaxpr"].jaxpr, consts, carries, p["length"], p["reverse"], p["unroll"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _counts(ft_in: Any) -> tuple[int, int]:
+    consts, carries, _ = ft_in.unpack()
+    return len(consts), len(carries)
+
+
+def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | None = None) -> dict[str, Any]:
+    """The parameters of a scan like `eqn` with another body, other numbers of operands, or another length."""
+    params = {**eqn.params, "jaxpr": close(body)}
+    if length is not None:
+        params["length"] = length
+    if "ft_in" in params:  # trees of JAX's own, of which the shape alone counts here
+        from jax._src import flattree  # noqa: PLC0415 since JAX 0.11
+
+        none = flattree.nones
+        params["ft_in"] = flattree.pack((none(consts), none(carries), none(len(body.invars) - consts - carries)))
+        params["ft_out"] = flattree.pack((none(carries), none(len(body.outvars) - carries)))
+    else:
+        params |= {"num_consts": consts, "num_carry": carries}
     if "linear" in params:
         params["linear"] = (False,) * len(body.invars)
     return params
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    """A while loop: its operands are constants of the condition, constants of the body, and carries."""
+
+    cond: Jaxpr
+    body: Jaxpr
+    cond_consts: int
+    body_consts: int
+
+    @property
+    def carries_at(self) -> int:
+        """Number of the first operand that is a carry."""
+        return self.cond_consts + self.body_consts
+
+
+def while_of(eqn: Eqn) -> While:
+    """The view of a while equation."""
+    p = eqn.params
+    return While(p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr, p["cond_nconsts"], p["body_nconsts"])
+
+
+def while_params(eqn: Eqn, loop: While) -> dict[str, Any]:
+    """The parameters of a while loop like `eqn` with other bodies and numbers of constants."""
+    return {
+        **with_bodies(eqn, [loop.cond, loop.body]),
+        "cond_nconsts": loop.cond_consts,
+        "body_nconsts": loop.body_consts,
+    }
+
+
+def is_remat(eqn: Eqn) -> bool:
+    return eqn.primitive.name in REMAT
+
+
+def is_recompute(eqn: Eqn) -> bool:
+    """Whether a remat stands in a backward pass, where its body runs again."""
+    return bool(eqn.params["differentiated"])
+
+
+def is_kept_apart(eqn: Eqn) -> bool:
+    """Whether a remat in a backward pass is not to be shared with the forward pass: its operands pass a barrier."""
+    return is_recompute(eqn) and bool(eqn.params["prevent_cse"])
 
 
 # Why: what is stacked over layers is taken apart, and put together, in the jaxpr itself.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardc import compat
-from shardc.compat import Eqn
+from shardc.compat import Eqn, bodies_of, with_bodies
 from shardc.mesh import MeshView
 from shardc.passes.cut_stages import Cut, StageProgram
 from shardc.passes.plan import Argument, Placing, Plan
@@ -106,9 +106,9 @@ def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
         if is_transfer(eqn) and transfer_number(eqn) in pins:
             return eqn.replace(params={**eqn.params, "pin": pins[transfer_number(eqn)]})
         if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
+            (body,) = bodies_of(eqn)
             inner = compat.new_jaxpr(body.invars, body.outvars, [pin(e) for e in body.eqns], body)
-            return eqn.replace(params={**eqn.params, "jaxpr": compat.close(inner)})
+            return eqn.replace(params=with_bodies(eqn, [inner]))
         return eqn
 
     jaxpr = program.jaxpr
@@ -129,7 +129,7 @@ def transfer_ends(plan: Plan) -> list[tuple[int, Placement, bool]]:
                 placement = Placement() if compat.is_literal(var) else plan.boxed.placements[var]
                 found.append((transfer_number(eqn), placement, sent))
             elif eqn.primitive.name == "scan":
-                look(eqn.params["jaxpr"].jaxpr.eqns)
+                look(bodies_of(eqn)[0].eqns)
 
     look(plan.boxed.jaxpr.eqns)
     return found

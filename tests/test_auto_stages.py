@@ -15,6 +15,7 @@ import shardc.pipeline_plan
 from examples.zoo import MODELS
 from shardc import S
 from shardc.auto_stages import cut_automatically
+from shardc.compat import bodies_of
 from shardc.pipeline.simulate import simulate
 from shardc.pipeline_plan import HOST_SECONDS
 from tests.test_parity import assert_close
@@ -111,7 +112,7 @@ def test_rematerialised_blocks_stay_blocks():
     plan = check(inside(2, block=jax.checkpoint), AUTO)
     for stage in plan.stages:
         (loop,) = [e for e in stage.program.program.jaxpr.eqns if e.primitive.name == "scan"]
-        assert any(e.primitive.name == "remat2" for e in loop.params["jaxpr"].jaxpr.eqns)
+        assert any(e.primitive.name == "remat2" for e in bodies_of(loop)[0].eqns)
 
 
 def test_a_forward_pass_alone():
@@ -147,7 +148,7 @@ def test_a_larger_mesh_gets_more_work():
 
 def _body(stage):
     (loop,) = [e for e in stage.program.program.jaxpr.eqns if e.primitive.name == "scan"]
-    return loop.params["jaxpr"].jaxpr.eqns
+    return bodies_of(loop)[0].eqns
 
 
 def plan_of(mesh, pipeline=AUTO, gradient=None, batch=BATCH, **kwargs):

@@ -17,7 +17,7 @@ from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import NamedSharding
 
 from shardc import compat
-from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.passes.boundary import MARKS
 from shardc.passes.unit import CAST, UNTYPED, is_unit
 
@@ -34,27 +34,6 @@ INLINED: Final = {
     "composite": "jaxpr",
 }
 """Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
-
-NESTED: Final = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "remat": ("jaxpr",),
-    "optimization_barrier": (),
-}
-"""Primitives that are planned where they stand, operand by operand, and the parameters that hold their bodies."""
-
-
-def bodies_of(eqn: Eqn) -> list[Jaxpr]:
-    """The nested jaxprs of an equation."""
-    found: list[Jaxpr] = []
-    for key in NESTED.get(eqn.primitive.name, ()):
-        body = eqn.params[key]
-        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
-    return found
-
 
 class _Inliner:
     """`marks`: those of pipelines stay. `untyped`: the body of a unit, without the types of what differs."""
@@ -126,17 +105,18 @@ class _Inliner:
     def params(self, eqn: Eqn) -> dict[str, Any]:
         params = _without_shardings(eqn)
         if is_unit(eqn):
-            params["jaxpr"] = canonical_jaxpr(params["jaxpr"], (), eqn, untyped=True)
+            params["jaxpr"] = self._body(params["jaxpr"], eqn, untyped=True)
         for key in NESTED.get(eqn.primitive.name, ()):
             body = params[key]
             bodies = [self._body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
             params[key] = tuple(bodies) if isinstance(body, tuple) else bodies[0]
         return params
 
-    def _body(self, body: Any, caller: Eqn) -> Any:
+    def _body(self, body: Any, caller: Eqn, untyped: bool | None = None) -> Any:
+        untyped = self.untyped if untyped is None else untyped
         if hasattr(body, "consts"):
-            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks, self.untyped))
-        return canonical_jaxpr(body, (), caller, self.marks, self.untyped)
+            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks, untyped))
+        return canonical_jaxpr(body, (), caller, self.marks, untyped)
 
 
 def _without_shardings(eqn: Eqn) -> dict[str, Any]:
@@ -179,9 +159,10 @@ def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
 
 def _with_one_condition(eqn: Eqn) -> Eqn:
     """A `while` that vmap gave a condition for each row: `while any(cond c): c = where(cond c, body c, c)`."""
-    if eqn.primitive.name != "while" or not eqn.params["cond_jaxpr"].out_avals[0].shape:
+    if eqn.primitive.name != "while" or not compat.while_of(eqn).cond.outvars[0].aval.shape:
         return eqn
-    cond, body, nc = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"], eqn.params["cond_nconsts"]
+    loop = compat.while_of(eqn)
+    nc, (cond, body) = loop.cond_consts, (eqn.params[k] for k in NESTED["while"])
     carries = len(body.out_avals)
 
     def any_row(*args: Any) -> Any:
@@ -198,7 +179,7 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
         **eqn.params,
         "cond_jaxpr": jax.make_jaxpr(any_row)(*cond.in_avals),
         "body_jaxpr": jax.make_jaxpr(body_where)(*cond.in_avals[:nc], *body.in_avals),
-        "body_nconsts": nc + eqn.params["body_nconsts"],
+        "body_nconsts": nc + loop.body_consts,
     }
     return eqn.replace(invars=[*eqn.invars[:nc], *eqn.invars], params=params)
 

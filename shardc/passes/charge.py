@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.compat import Jaxpr
-from shardc.passes.canonicalize import bodies_of
+from shardc.compat import Jaxpr, bodies_of
 from shardc.passes.fusion import Habits
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import Lifetimes, lifetimes

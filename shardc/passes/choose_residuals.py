@@ -120,7 +120,7 @@ def _readers(jaxpr: Jaxpr, stacks: Collection[Var]) -> dict[Var, list[tuple[Eqn,
     found: dict[Var, list[tuple[Eqn, Var]]] = {s: [] for s in stacks}
     for eqn in all_eqns(jaxpr):
         if eqn.primitive.name == "scan":
-            for a, v in zip(eqn.invars, eqn.params["jaxpr"].jaxpr.invars, strict=True):
+            for a, v in zip(eqn.invars, compat.scan_of(eqn).body.invars, strict=True):
                 if not compat.is_literal(a) and a in stacks:
                     found[a].append((eqn, v))
     return found
@@ -143,10 +143,11 @@ class Loop:
     def __init__(
         self, maker: Eqn, trips: int, readers: Mapping[Var, Sequence[tuple[Eqn, Var]]], prices: Prices
     ) -> None:
-        self._prices, self._length, self._trips = prices, maker.params["length"], trips
-        self.body: Jaxpr = maker.params["jaxpr"].jaxpr
+        scan = compat.scan_of(maker)
+        self._prices, self._length, self._trips = prices, scan.length, trips
+        self.body: Jaxpr = scan.body
         self.count = len(self.body.eqns)
-        consts, carries = maker.params["num_consts"], maker.params["num_carry"]
+        consts, carries = scan.consts, scan.carries
         self._made_by = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
         self._values = [*self.body.invars, *self._made_by]
         self._bytes = np.asarray([prices.held(v) for v in self._values])
@@ -249,6 +250,6 @@ def _in_memory(body: Jaxpr, written: Collection[Var]) -> set[Var]:
 
 def _uses(loop: Eqn, row: Var) -> tuple[bool, bool]:
     """Whether operations of a loop's step that fuse read a row, and whether others do."""
-    body: Jaxpr = loop.params["jaxpr"].jaxpr
+    body = compat.scan_of(loop).body
     fuses = {kind_of(e) in FUSED for e in body.eqns if row in compat.variables(e.invars)}
     return True in fuses, False in fuses or row in compat.variables(body.outvars)

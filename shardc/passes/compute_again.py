@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
+from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import bodies_of
 from shardc.passes.choose_residuals import Loop, loops_of, placed
 from shardc.passes.drop_residuals import Again, Slices, drop_residuals, find_residuals
 from shardc.passes.drop_values import Crossing, drop_values
@@ -214,9 +213,8 @@ def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, repeated: Repeated)
         made: dict[Var, None] = {}
         read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
         for eqn in jaxpr.eqns:
-            inside = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for body in bodies_of(eqn):
-                scope(body, trips * inside)
+                scope(body, trips * compat.trips_of(eqn))
             boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
             if boxes_one or any(v in again for v in eqn.outvars):
                 mine.append(eqn)

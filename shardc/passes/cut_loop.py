@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
-from shardc.passes.canonicalize import bodies_of
 from shardc.passes.memory import all_eqns
-from shardc.passes.problem import REMAT
 from shardc.passes.program import Program
 from shardc.passes.reassociate import LINEAR, reassociate
 
@@ -66,19 +64,19 @@ class Loop:
 
     @property
     def microbatches(self) -> int:
-        return self.eqn.params["length"]
+        return compat.trips_of(self.eqn)
 
     @property
     def body(self) -> Jaxpr:
-        return self.eqn.params["jaxpr"].jaxpr
+        return compat.scan_of(self.eqn).body
 
     @property
     def consts(self) -> int:
-        return self.eqn.params["num_consts"]
+        return compat.scan_of(self.eqn).consts
 
     @property
     def carries(self) -> int:
-        return self.eqn.params["num_carry"]
+        return compat.scan_of(self.eqn).carries
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _not_one(program: Program, loops: Sequence[Loop]) -> str:
             "batch), or jax.grad of an accumulate of the loss."
         )
     lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
-    if any(x.eqn.params["reverse"] for x in loops):
+    if any(compat.scan_of(x.eqn).reverse for x in loops):
         return (
             f"and the gradient is taken of that loop as a whole ({lines}), which is a second one. Take it inside, "
             "as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
@@ -175,7 +173,7 @@ def _inside(eqn: Eqn) -> list[Eqn]:
 
 def _in_loops(eqn: Eqn) -> list[str]:
     if eqn.primitive.name in REMAT:
-        return [line for inner in eqn.params["jaxpr"].eqns for line in _in_loops(inner)]
+        return [line for inner in bodies_of(eqn)[0].eqns for line in _in_loops(inner)]
     return [
         f"{compat.source_line(e)}: inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}), which runs "
         "as a whole on one stage; unroll the loop over layers at the boundaries, or let stages=\"auto\" cut it."
@@ -248,9 +246,9 @@ class _Placer:
         found: list[Eqn] = []
         for eqn in eqns:
             if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
-                body: Jaxpr = eqn.params["jaxpr"]
+                (body,) = bodies_of(eqn)
                 self.alias |= dict(zip(body.invars, eqn.invars, strict=True))
-                found += self._open(body.eqns, recompute or eqn.params["differentiated"])
+                found += self._open(body.eqns, recompute or compat.is_recompute(eqn))
                 self.alias |= dict(zip(eqn.outvars, body.outvars, strict=True))
             else:
                 found.append(eqn)

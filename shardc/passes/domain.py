@@ -222,9 +222,9 @@ class Domains:
             if value is None or table is None:
                 found.append(None)
             elif n.pin is not None and n.pin.fixed is None:
-                found.append(np.asarray([table.index[_partial_by(n.pin.placement, value.op)]] * len(options)))
+                found.append(np.full(len(options), table.index[_partial_by(n.pin.placement, value.op)], np.int64))
             elif n.fixed is not None:
-                found.append(np.asarray([table.index[self._without_idle(n.fixed[1][i])]]))
+                found.append(np.asarray([table.index[self._without_idle(n.fixed[1][i])]], np.int64))
             else:
                 found.append(self.rows_of(value, columns[options, i], orders))
         return tuple(found)
@@ -250,7 +250,8 @@ class Domains:
 
     def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
         """For each row of a value's table: whether a jax.Array can be placed so."""
-        return np.asarray([not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index])
+        fits = [not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index]
+        return np.asarray(fits, np.bool_)
 
     def _seconds(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp], splits: dict[str, NDArray[np.int64]],

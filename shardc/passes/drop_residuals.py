@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED, bodies_of, with_own_bodies
-from shardc.passes.insert_boxing import with_bodies
+from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.passes.canonicalize import with_own_bodies
 
 KEPT: Final = frozenset((
     "constrain", "microbatches", "receive", "send", "sharding_constraint", "shard_map", "stage_boundary", *NESTED,
@@ -57,7 +56,7 @@ class Residual:
 def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
     """The residuals of a jaxpr and of its nested bodies."""
     nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in NESTED]
-    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[eqn.params["num_carry"] :]}
+    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[compat.scan_of(eqn).carries :]}
     readers: dict[Var, list[Eqn]] = {}
     for eqn in jaxpr.eqns if stacks else ():
         for v in compat.variables(eqn.invars):
@@ -65,11 +64,11 @@ def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
                 readers.setdefault(v, []).append(eqn)
     results = {a for a in jaxpr.outvars if not compat.is_literal(a)}
     for eqn in nested:
-        inside = trips * eqn.params["length"] if eqn.primitive.name == "scan" else trips
+        inside = trips * compat.trips_of(eqn)
         for body in bodies_of(eqn):
             yield from find_residuals(body, inside)
         if eqn.primitive.name == "scan":
-            for v in eqn.outvars[eqn.params["num_carry"] :]:
+            for v in eqn.outvars[compat.scan_of(eqn).carries :]:
                 found = readers.get(v, [])
                 if found and v not in results and all(_reads_rows(e, v, eqn) for e in found):
                     yield Residual(v, eqn, trips)
@@ -77,10 +76,9 @@ def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
 
 def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
     """Whether an equation is a loop like `maker` that reads `v` row by row and nowhere else."""
-    if eqn.primitive.name != "scan" or eqn.params["length"] != maker.params["length"]:
+    if eqn.primitive.name != "scan" or compat.trips_of(eqn) != compat.trips_of(maker):
         return False
-    first = eqn.params["num_consts"] + eqn.params["num_carry"]
-    return all(a is not v for a in eqn.invars[:first])
+    return all(a is not v for a in eqn.invars[: compat.scan_of(eqn).rows_at])
 
 
 class Slices:
@@ -97,9 +95,10 @@ class Slices:
 
     def __init__(self, maker: Eqn, dropped: Collection[Var]) -> None:
         self.maker = maker
-        self.body: Jaxpr = maker.params["jaxpr"].jaxpr
+        scan = compat.scan_of(maker)
+        self.body: Jaxpr = scan.body
         self.made_by = {v: i for i, e in enumerate(self.body.eqns) for v in e.outvars}
-        consts, carries = maker.params["num_consts"], maker.params["num_carry"]
+        consts, carries = scan.consts, scan.carries
         inputs = list(zip(self.body.invars, maker.invars, strict=True))
         self.consts: dict[Var, Atom] = dict(inputs[:consts])
         self.carried = {v for v, _ in inputs[consts : consts + carries]}
@@ -129,7 +128,7 @@ class Slices:
 
     def keep(self, values: Collection[Var]) -> None:
         """Has some of what is carried or made in a step stacked."""
-        length = self.maker.params["length"]
+        length = compat.trips_of(self.maker)
         for v in (*self.body.invars, *self.made_by):
             if v in values:
                 self.kept[v] = compat.fresh_var(v.aval.update(shape=(length, *v.aval.shape)))
@@ -192,20 +191,22 @@ def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Va
 
 def _without(eqn: Eqn, dropped: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
     """A loop without some of its results and what computes these alone, and with what is `stacked` of its carry."""
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
+    scan = compat.scan_of(eqn)
+    body = scan.body
     kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in dropped]
     kept += [(stack, v) for v, stack in stacked.items()]
     body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
     live = compat.remove_dead(body, [True] * len(kept))
-    return eqn.replace(outvars=[v for v, _ in kept], params={**eqn.params, "jaxpr": compat.close(live)})
+    params = compat.scan_params(eqn, live, scan.consts, scan.carries)
+    return eqn.replace(outvars=[v for v, _ in kept], params=params)
 
 
 def _computing(
     eqn: Eqn, dropped: Collection[Var], slices_of: Callable[[Var], Slices], again: dict[Var, Var | None]
 ) -> Eqn:
     """A loop that computes rows of what is dropped, each before it is first read."""
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    nc, first = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    scan = compat.scan_of(eqn)
+    body, nc, first = scan.body, scan.consts, scan.rows_at
     inputs = list(zip(body.invars, eqn.invars, strict=True))
     consts, carries = inputs[:nc], inputs[nc:first]
     rows = [(v, a) for v, a in inputs[first:] if a not in dropped]

@@ -22,12 +22,11 @@ from jax.lax import optimization_barrier_p
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import bodies_of
 from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Habits, Kind, kind_of
-from shardc.passes.insert_boxing import Boxed, box_p, with_bodies
+from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import lifetimes, made_at
 from shardc.passes.memory import Profile, piece_bytes
 from shardc.passes.tally import alone_seconds

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import bodies_of
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.fusion import IN_LOOPS, PRODUCTS, Kind, kind_of
-from shardc.passes.problem import REMAT
 
 
 @dataclass
@@ -79,12 +77,13 @@ class _Walk:
         """When the inputs of a body are there: what a loop does not change is there before it."""
         match eqn.primitive.name:
             case "scan":
-                consts = eqn.params["num_consts"]
+                consts = compat.scan_of(eqn).consts
                 return [*ready[:consts], *[self.now] * (len(ready) - consts)]
             case "while":
-                nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-                consts = ready[:nc] if body is eqn.params["cond_jaxpr"].jaxpr else ready[nc : nc + nb]
-                return [*consts, *[self.now] * (len(ready) - nc - nb)]
+                loop = compat.while_of(eqn)
+                nc, first = loop.cond_consts, loop.carries_at
+                consts = ready[:nc] if body is loop.cond else ready[nc:first]
+                return [*consts, *[self.now] * (len(ready) - first)]
             case "cond":
                 return ready[1:]
             case _:
@@ -96,7 +95,7 @@ class _Walk:
     def rounds(self, eqn: Eqn, scope: int) -> None:
         """How many groups of reductions over the mesh are behind each result."""
         if eqn.primitive.name in REMAT:
-            self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)}
+            self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, bodies_of(eqn)[0].outvars, strict=True)}
             return
         turn = max(map(self.round_of, eqn.invars), default=0)
         if eqn.primitive.name == "box" and eqn.params["src"].partial_axes:

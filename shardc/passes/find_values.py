@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import ArgumentError
-from shardc.passes.canonicalize import bodies_of
 from shardc.passes.insert_boxing import Boxed, box_p, entries_of
 from shardc.passes.pins import matcher
 from shardc.passes.problem import Nested, Node, Problem, Scope
@@ -126,7 +125,7 @@ class _Finder:
         self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str
     ) -> None:
         outside = {n: a for n, a in zip(nested.entries, eqn.invars, strict=True) if not compat.is_literal(a)}
-        runs = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        runs = times * compat.trips_of(eqn)
         for k, (scope, body) in enumerate(zip(nested.scopes, bodies_of(eqn), strict=True)):
             for n, var in zip(entries_of(eqn, nested, k), body.invars, strict=True):
                 origin = self._origin[outside[n]] if n in outside else _Origin("a constant", "")

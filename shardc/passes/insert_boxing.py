@@ -17,9 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, with_bodies
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED
 from shardc.passes.place import Placed
 from shardc.passes.problem import Nested, Node, Problem, Scope, itemsize_of
 from shardc.passes.run_once import runs_once
@@ -219,29 +218,13 @@ def latest(eqns: Sequence[Eqn]) -> list[Var]:
     return list(itertools.islice(made, 1))
 
 
-def with_bodies(eqn: Eqn, bodies: Sequence[Jaxpr]) -> dict[str, Any]:
-    """The parameters of a nested equation with other bodies."""
-    params = dict(eqn.params)
-    match eqn.primitive.name:
-        case "scan":
-            params["jaxpr"] = compat.close(bodies[0])
-        case "while":
-            params["cond_jaxpr"], params["body_jaxpr"] = map(compat.close, bodies)
-        case "cond":
-            params["branches"] = tuple(map(compat.close, bodies))
-        case "optimization_barrier":
-            pass
-        case _:
-            params["jaxpr"] = bodies[0]
-    return params
-
-
 def entries_of(eqn: Eqn, nested: Nested, k: int) -> list[Node]:
     """The carriers that scope `k` of a nested equation takes its inputs from."""
     if eqn.primitive.name == "while":
-        nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        consts = nested.entries[:nc] if k == 0 else nested.entries[nc : nc + nb]
-        return [*consts, *nested.entries[nc + nb :]]
+        loop = compat.while_of(eqn)
+        nc, first = loop.cond_consts, loop.carries_at
+        consts = nested.entries[:nc] if k == 0 else nested.entries[nc:first]
+        return [*consts, *nested.entries[first:]]
     return nested.entries[1:] if eqn.primitive.name == "cond" else nested.entries
 
 

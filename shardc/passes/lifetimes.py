@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED, bodies_of
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.find_loops import Wait, joined_loops, reads_of
 from shardc.passes.find_ready import Ready, find_ready
 from shardc.passes.find_scores import AGAIN, Again, Scores, find_scores
@@ -52,7 +51,7 @@ from shardc.passes.fusion import (
     Step,
     kind_of,
 )
-from shardc.passes.problem import REMAT, itemsize_of
+from shardc.passes.problem import itemsize_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
             break
         found.append((scope, here[0], trips))
         inside = scope.eqns[here[0]]
-        inner, trips = bodies_of(inside), trips * (inside.params["length"] if inside.primitive.name == "scan" else 1)
+        inner, trips = bodies_of(inside), trips * compat.trips_of(inside)
         scope = next((b for b in inner if b.eqns and steps[id(b)][0].start <= point <= steps[id(b)][-1].at), None)
     return found
 
@@ -470,11 +469,11 @@ class _Backward:
             for v, a in zip(eqn.outvars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid=True)
         elif name in REMAT:
-            body: Jaxpr = eqn.params["jaxpr"]
+            (body,) = bodies_of(eqn)
             for v, a in zip(eqn.outvars, body.outvars, strict=True):
                 self.pass_on(v, a)
             self.body(body)
-            solid = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+            solid = compat.is_kept_apart(eqn)
             for v, a in zip(body.invars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid)
         elif name == "cond":
@@ -497,14 +496,13 @@ class _Backward:
 
     def loop(self, step: Step) -> None:
         eqn, start, end = step.eqn, step.start, step.at
-        p = eqn.params
         if eqn.primitive.name == "scan":
-            body: Jaxpr = p["jaxpr"].jaxpr
-            first, consts, carries = p["num_consts"], p["num_consts"], p["num_carry"]
-            rows = list(zip(body.invars, eqn.invars, strict=True))[consts + carries :]
+            scan = compat.scan_of(eqn)
+            body, first, consts, carries = scan.body, scan.consts, scan.consts, scan.carries
+            rows = list(zip(body.invars, eqn.invars, strict=True))[scan.rows_at :]
         else:
-            body = p["body_jaxpr"].jaxpr
-            first, consts, carries = p["body_nconsts"], p["cond_nconsts"] + p["body_nconsts"], len(eqn.outvars)
+            loop = compat.while_of(eqn)
+            body, first, consts, carries = loop.body, loop.body_consts, loop.carries_at, len(eqn.outvars)
             rows = []
         for v in eqn.outvars:
             self.lives.append((v, start, self.last(v, end) + 1))

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lower_boxing import MeshWire, emit_step
-from shardc.passes.problem import REMAT, itemsize_of, operation_of
+from shardc.passes.problem import itemsize_of, operation_of
 from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
 from shardc.passes.unit import is_unit, run_unit
@@ -107,19 +107,16 @@ class Lowering:
 
 
 def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    p = eqn.params
-    consts = operands[: p["num_consts"]]
-    carry = operands[p["num_consts"] : p["num_consts"] + p["num_carry"]]
-    xs = operands[p["num_consts"] + p["num_carry"] :]
-    body = p["jaxpr"].jaxpr
+    scan = compat.scan_of(eqn)
+    body, split = scan.body, scan.carries
+    consts, carry, xs = operands[: scan.consts], operands[scan.consts : scan.rows_at], operands[scan.rows_at :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = low.run(body, [*consts, *carry, *x])
-        split = p["num_carry"]
         return [_typed(o, v) for o, v in zip(out[:split], body.outvars[:split], strict=True)], out[split:]
 
     carry = [_typed(c, v) for c, v in zip(carry, body.outvars, strict=False)]
-    carry, ys = lax.scan(step, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+    carry, ys = lax.scan(step, carry, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
     return [*carry, *ys]
 
 
@@ -129,10 +126,9 @@ def _typed(x: Any, var: Var) -> Any:
 
 
 def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    p = eqn.params
-    nc, nb = p["cond_nconsts"], p["body_nconsts"]
-    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    cond_consts, body_consts, init = operands[:nc], operands[nc : nc + nb], operands[nc + nb :]
+    loop = compat.while_of(eqn)
+    cond, body, nc, first = loop.cond, loop.body, loop.cond_consts, loop.carries_at
+    cond_consts, body_consts, init = operands[:nc], operands[nc:first], operands[first:]
     init = [_typed(c, v) for c, v in zip(init, body.outvars, strict=True)]
     return lax.while_loop(
         lambda carry: low.run(cond, [*cond_consts, *carry])[0],
@@ -147,14 +143,14 @@ def _cond(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     def branch(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
         return lambda *xs: [_typed(o, v) for o, v in zip(low.run(jaxpr, xs), jaxpr.outvars, strict=True)]
 
-    return lax.switch(index, [branch(b.jaxpr) for b in eqn.params["branches"]], *rest)
+    return lax.switch(index, list(map(branch, bodies_of(eqn))), *rest)
 
 
 def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     """A remat in the backward pass recomputes; the barrier keeps XLA from sharing that with the forward pass."""
-    if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+    if compat.is_kept_apart(eqn):
         operands = list(lax.optimization_barrier(tuple(operands)))
-    return low.run(eqn.params["jaxpr"], operands)
+    return low.run(bodies_of(eqn)[0], operands)
 
 
 def _barrier(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Var
+from shardc.compat import Atom, Eqn, Var, with_bodies
 from shardc.passes.boundary import stage_boundary_p
 from shardc.passes.find_points import Points
 from shardc.passes.fold_body import FoldedBody
@@ -24,9 +24,9 @@ from shardc.passes.program import Program
 def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequence[int]) -> Program:
     """The program with a boundary at each of the points `cuts`, which ascend."""
     eqns = _Marker(body, points, cuts).run()
-    old = body.loop.eqn.params["jaxpr"].jaxpr
+    old = body.loop.body
     inner = compat.new_jaxpr(old.invars, old.outvars, eqns, old)
-    loop = body.loop.eqn.replace(params={**body.loop.eqn.params, "jaxpr": compat.close(inner)})
+    loop = body.loop.eqn.replace(params=with_bodies(body.loop.eqn, [inner]))
     outer = list(program.jaxpr.eqns)
     outer[body.loop.index] = loop
     jaxpr = program.jaxpr

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import bodies_of
+from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.find_tables import Table
 from shardc.passes.fusion import GPU, TPU, Habits
 from shardc.passes.lifetimes import Lifetimes, Product, lifetimes

@@ -90,7 +90,7 @@ class _Offer:
         factors = {f: k for k, f in enumerate(dict.fromkeys(s.split for s in signatures))}
         factor = np.asarray([factors.get(r.factor, -1) for r in rings])[which]
         others = np.asarray([factors[s.split] for s in signatures])[options] == factor[:, None]
-        axis = np.asarray([axis for axis, _ in offered])[which]
+        axis = np.asarray([axis for axis, _ in offered], np.intp)[which]
         pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * np.asarray(domains.sizes)[axis]
         place = np.argsort(domains.all_orders, -1)[orders]  # of each axis in the order in which they cut
         innermost = ~(others & (place > np.take_along_axis(place, axis[:, None], 1))).any(-1)

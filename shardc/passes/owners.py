@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardc import compat
-from shardc.compat import Var
-from shardc.passes.canonicalize import NESTED
+from shardc.compat import NESTED, Var
 from shardc.passes.cut_loop import Loop
 from shardc.passes.program import Program
 

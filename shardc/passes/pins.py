@@ -23,7 +23,7 @@ from shardc.passes.constrain import pin_of
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.trace import path_text
-from shardc.passes.unit import is_unit, wrong_unit
+from shardc.passes.unit import is_unit, unit_body, wrong_unit
 from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S, as_sbp
 
 
@@ -174,7 +174,7 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
     """A line for each `shardc.constrain`, JAX sharding constraint and shard_map in a program that cannot be kept."""
     lines: list[str] = []
     for eqn in all_eqns(program.jaxpr):
-        if is_unit(eqn) and (text := wrong_unit(eqn, all_eqns(eqn.params["jaxpr"]), mesh)):
+        if is_unit(eqn) and (text := wrong_unit(eqn, all_eqns(unit_body(eqn)), mesh)):
             lines.append(f"shard_map at {compat.source_line(eqn)}: {text}.")
         pin, aval = pin_of(eqn), eqn.outvars[0].aval if eqn.outvars else None
         if pin is None or aval is None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from shardc import compat
+from shardc.compat import NESTED
 from shardc.errors import MemoryLimitError
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED
 from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, Offers, Recomputed, Repeated, compute_again, recomputed

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.constrain import pin_of
 from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.traffic import PARTLY_READ, UPDATES
@@ -34,7 +33,6 @@ from shardc.solver.kernels import kinds
 del _rules  # imported for its registrations
 
 _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
-REMAT: Final = ("remat2", "checkpoint", "remat")
 
 
 def itemsize_of(aval: Any) -> int:
@@ -374,9 +372,8 @@ def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
 
 
 def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    body: Jaxpr = eqn.params["jaxpr"].jaxpr
-    trips = float(eqn.params["length"])
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    scan = compat.scan_of(eqn)
+    body, consts, carries, trips = scan.body, scan.consts, scan.carries, float(scan.length)
     inner = weight * trips
     entries: list[Node] = []
     for i, (value, var) in enumerate(zip(operands, body.invars, strict=True)):
@@ -404,7 +401,7 @@ def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: floa
 
 
 def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    body: Jaxpr = eqn.params["jaxpr"]
+    (body,) = bodies_of(eqn)
     entries = [b.enter(v, var.aval, weight, weight, small=True) for v, var in zip(operands, body.invars, strict=True)]
     scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, weight)
     results = zip(scope.outputs, eqn.outvars, strict=True)
@@ -418,9 +415,8 @@ def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: f
 
 
 def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    cond: Jaxpr = eqn.params["cond_jaxpr"].jaxpr
-    body: Jaxpr = eqn.params["body_jaxpr"].jaxpr
-    nc, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    loop = compat.while_of(eqn)
+    cond, body, nc, nb = loop.cond, loop.body, loop.cond_consts, loop.body_consts
     consts = [
         b.enter(v, var.aval, weight, weight)
         for v, var in zip(operands[: nc + nb], [*cond.invars[:nc], *body.invars[:nb]], strict=True)
@@ -443,7 +439,7 @@ def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
 
 
 def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    branches: list[Jaxpr] = [br.jaxpr for br in eqn.params["branches"]]
+    branches = bodies_of(eqn)
     index = b.add(Node("carrier", [operands[0]], [], (Signature((B,), ()),), weight))
     b.read(operands[0], index, 0, weight)
     entries: list[Node] = []

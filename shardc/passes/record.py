@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED, bodies_of
+from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.compute_again import Recomputed
 from shardc.passes.insert_boxing import box_p
 from shardc.passes.memory import all_eqns

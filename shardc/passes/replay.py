@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.compute_again import choice_named, compute_again, recomputed
 from shardc.passes.fusion import habits_of
-from shardc.passes.insert_boxing import Boxed, box_p, latest, with_bodies
+from shardc.passes.insert_boxing import Boxed, box_p, latest
 from shardc.passes.memory import all_eqns
 from shardc.passes.plan import Argument, Plan, match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.passes.plan_json import rows_of

@@ -15,8 +15,7 @@ from typing import Any, Final
 import jax
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Var
-from shardc.passes.canonicalize import NESTED
+from shardc.compat import NESTED, Atom, Eqn, Var
 from shardc.passes.problem import operation_of
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Rule, bind_same, find_rule

@@ -14,14 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.canonicalize import NESTED, bodies_of
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.passes.choose_residuals import FUSED
 from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Kind, kind_of
-from shardc.passes.insert_boxing import with_bodies
 from shardc.passes.memory import bytes_of
-from shardc.passes.problem import REMAT
 from shardc.passes.traffic import PARTLY_READ
 
 LIGHT: Final = frozenset((Kind.CHEAP, Kind.VIEW))
@@ -72,9 +69,10 @@ def _entries(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
     """The bodies of an equation, and what each is given that is the same in every step: their first inputs."""
     match eqn.primitive.name:
         case "scan":
-            counts = [eqn.params["num_consts"]]
+            counts = [compat.scan_of(eqn).consts]
         case "while":
-            counts = [eqn.params["cond_nconsts"], eqn.params["body_nconsts"]]
+            loop = compat.while_of(eqn)
+            counts = [loop.cond_consts, loop.body_consts]
         case name:
             counts = [len(eqn.invars)] if name in REMAT else [0] * len(bodies_of(eqn))
     begin = 0
@@ -94,9 +92,9 @@ def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
     rest = eqn.invars[sum(len(given) for _, given in entries) :]
     match eqn.primitive.name:
         case "scan":
-            params = compat.scan_params(eqn, bodies[0], counts[0], eqn.params["num_carry"])
+            params = compat.scan_params(eqn, bodies[0], counts[0], compat.scan_of(eqn).carries)
         case "while":
-            params = with_bodies(eqn, bodies) | {"cond_nconsts": counts[0], "body_nconsts": counts[1]}
+            params = compat.while_params(eqn, compat.While(*bodies, *counts))
         case _:
             params = with_bodies(eqn, bodies)
     return eqn.replace(invars=[*(a for _, given in sunk for a in given), *rest], params=params)

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.canonicalize import canonical_jaxpr
 from shardc.passes.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
-from shardc.passes.problem import REMAT
 
 
 def split_backward(body: PlacedBody) -> PlacedBody:
@@ -121,7 +120,7 @@ def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var], r
 
 def _open(eqn: Eqn) -> list[Eqn]:
     """The equations of a rematerialised block."""
-    body: Jaxpr = eqn.params["jaxpr"]
+    (body,) = bodies_of(eqn)
     names: dict[Var, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
     outs = {a: v for a, v in zip(body.outvars, eqn.outvars, strict=True) if not compat.is_literal(a)}
     found: list[Eqn] = []
@@ -139,9 +138,8 @@ def _open(eqn: Eqn) -> list[Eqn]:
 
 def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[Eqn] | None:
     """A scan as two: the first makes what is wanted, the second the rest. None: all of it is needed for the first."""
-    p = eqn.params
-    body: Jaxpr = p["jaxpr"].jaxpr
-    nc, nk = p["num_consts"], p["num_carry"]
+    scan = compat.scan_of(eqn)
+    body, nc, nk = scan.body, scan.consts, scan.carries
     wanted = _wanted(eqn, eqns, needed, awaited)
     carried = body.invars[nc : nc + nk]
     inner = list(body.eqns)
@@ -164,7 +162,7 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var])
     }
     there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in first_carry)])
     kept = [v for v in there if v in steps]
-    kept_outer = [compat.fresh_var(_stacked(v.aval, p["length"])) for v in kept]
+    kept_outer = [compat.fresh_var(_stacked(v.aval, scan.length)) for v in kept]
     consts, xs = body.invars[:nc], body.invars[nc + nk :]
     operand = dict(zip(body.invars, eqn.invars, strict=True))
     a = _scan(
@@ -184,7 +182,7 @@ def _scan(
     ys: Sequence[int], more: Sequence[Var], more_outer: Sequence[Var], operand: dict[Var, Atom], extra: Sequence[Var],
 ) -> Eqn:  # fmt: skip
     """A scan of some equations of another's body: its carries, stacked results and what it keeps besides."""
-    nc = eqn.params["num_consts"]
+    nc = compat.scan_of(eqn).consts
     befores = [body.invars[nc + i] for i in carry]
     outs = [*(body.outvars[i] for i in carry), *(body.outvars[i] for i in ys), *more]
     read = {v for e in eqns for v in _vars(e)} | {a for a in outs if not compat.is_literal(a)}

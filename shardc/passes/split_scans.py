@@ -74,13 +74,13 @@ def whole_program(program: Program) -> Pieces:
 
 def find_layers(program: Program, loop: Loop) -> list[Layers]:
     """The dimensions of layers: what scans in the loop's body run over, if parameters have it too."""
-    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and e.params["length"] > 1 and not e.effects]
+    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
     if not scans:
         return []
     group = _Groups()
     for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
         if eqn in scans:
-            group.join([*_stacks(eqn), *eqn.outvars[eqn.params["num_carry"] :]])
+            group.join([*_stacks(eqn), *eqn.outvars[compat.scan_of(eqn).carries :]])
         elif eqn is not loop.eqn and (use := row_use(eqn)) is not None and use.op is None:
             group.join([*_stacked(eqn, use), *eqn.outvars])
     body, ends = loop.body, loop.consts + loop.carries
@@ -97,12 +97,12 @@ def find_layers(program: Program, loop: Loop) -> list[Layers]:
         if top in inputs:
             found.setdefault(top, []).append(eqn)
     members = group.members()
-    return [Layers(e[0].params["length"], tuple(e), frozenset(members[top])) for top, e in found.items()]
+    return [Layers(compat.trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
 
 
 def _stacks(scan: Eqn) -> list[Var]:
     """What a scan takes a row of in each step."""
-    return [a for a in scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :] if not compat.is_literal(a)]
+    return [a for a in scan.invars[compat.scan_of(scan).rows_at :] if not compat.is_literal(a)]
 
 
 def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
@@ -280,20 +280,21 @@ class _Splitter:
 
     def _scan(self, level: _Level, eqn: Eqn) -> None:
         """A scan over layers as scans over the pieces, one after the other."""
-        nc, nk = eqn.params["num_consts"], eqn.params["num_carry"]
+        scan = compat.scan_of(eqn)
+        nc, nk = scan.consts, scan.carries
         consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]
         stacks = [level.pieces(v) for v in _stacks(eqn)]
         rows = list(enumerate(pairwise(self.ends_of[_stacks(eqn)[0]])))
         ys: dict[int, list[Var]] = {}
         found: list[tuple[int, Eqn]] = []
-        for k, (a, b) in reversed(rows) if eqn.params["reverse"] else rows:
-            last = k == (0 if eqn.params["reverse"] else len(rows) - 1)
+        for k, (a, b) in reversed(rows) if scan.reverse else rows:
+            last = k == (0 if scan.reverse else len(rows) - 1)
             after = [v if last else compat.fresh_var(v.aval) for v in eqn.outvars[:nk]]
             ys[k] = [rows_of(v, b - a) for v in eqn.outvars[nk:]]
             piece = with_own_bodies(eqn)
             piece = piece.replace(
                 invars=[*consts, *state, *(s[k] for s in stacks)], outvars=[*after, *ys[k]],
-                params={**piece.params, "length": b - a},
+                params=compat.scan_params(piece, compat.scan_of(piece).body, nc, nk, length=b - a),
             )  # fmt: skip
             level.eqns.append(piece)
             found.append((a, piece))

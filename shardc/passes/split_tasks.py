@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.advance_sums import advance_sums
 from shardc.passes.cut_stages import StageProgram
 from shardc.passes.insert_boxing import Boxed, box_p
@@ -131,8 +131,8 @@ class _Splitter:
     def _loop(self) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
         scan = self.scan
         assert scan is not None
-        body: Jaxpr = scan.params["jaxpr"].jaxpr
-        consts, carries = scan.params["num_consts"], scan.params["num_carry"]
+        view = compat.scan_of(scan)
+        body, consts, carries = view.body, view.consts, view.carries
         operand = dict(zip(body.invars, scan.invars, strict=True))
         where = self._positions(body)
         made: dict[Var, int] = {}
@@ -252,7 +252,7 @@ class _Splitter:
         self.loaded: set[int] = set()
         kept: list[tuple[Var, Var]] = []
         if self.scan is not None:
-            scan, consts, carries = self.scan, self.scan.params["num_consts"], self.scan.params["num_carry"]
+            scan, view = self.scan, compat.scan_of(self.scan)
             needed = {a for a in scan.invars if not compat.is_literal(a)}
             for i in range(self.at - 1, -1, -1):
                 eqn = self.jaxpr.eqns[i]
@@ -263,7 +263,7 @@ class _Splitter:
             made = {v for e in eqns for v in e.outvars}
             readers = Counter(a for e in self.jaxpr.eqns for a in e.invars if not compat.is_literal(a))
             readers.update(a for a in self.jaxpr.outvars if not compat.is_literal(a))
-            for start, total in zip(scan.invars[consts : consts + carries], scan.outvars, strict=False):
+            for start, total in zip(scan.invars[view.consts : view.rows_at], scan.outvars, strict=False):
                 if not compat.is_literal(start) and start in made and readers[start] == 1:
                     kept.append((total, start))
                     continue
@@ -274,13 +274,13 @@ class _Splitter:
                 else:
                     eqns.append(compat.copy_eqn(start, fresh))
                 kept.append((total, fresh))
-            for buffer in scan.outvars[carries:]:
+            for buffer in scan.outvars[view.carries :]:
                 fresh = compat.fresh_var(buffer.aval)
                 self.placements[fresh] = self.placements[buffer]
                 eqns.append(compat.full_eqn(0, fresh))
                 kept.append((buffer, fresh))
             kept += [(v, v) for e in self._after() for v in e.invars if not compat.is_literal(v) and v in made]
-            read = (*scan.invars[:consts], *scan.invars[consts + carries :], *self.jaxpr.outvars)
+            read = (*scan.invars[: view.consts], *scan.invars[view.rows_at :], *self.jaxpr.outvars)
             kept += [(a, a) for a in read if not compat.is_literal(a) and a in made]
             kept = list(dict.fromkeys(kept))
         return self._task("load", -1, eqns, [v for _, v in kept], kept=kept)
@@ -360,7 +360,7 @@ class _Splitter:
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
-    return any(v in stage.position for e in eqn.params["jaxpr"].jaxpr.eqns for v in e.outvars)
+    return any(v in stage.position for e in bodies_of(eqn)[0].eqns for v in e.outvars)
 
 
 def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:

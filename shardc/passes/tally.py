@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
+from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
-from shardc.passes.canonicalize import NESTED, bodies_of
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p
@@ -25,7 +24,7 @@ from shardc.passes.overlap import hidden_seconds, late_values
 from shardc.passes.problem import itemsize_of, operation_of, setting_of, work_dtype
 from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
-from shardc.passes.unit import is_unit, unit_moves
+from shardc.passes.unit import is_unit, unit_body, unit_moves
 from shardc.sbp.boxing import Boxing, find_boxing
 from shardc.sbp.cost import RingTime, compute_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
@@ -248,7 +247,7 @@ class _Tallier:
         if eqn.primitive is box_p:
             return self.take(self.price(eqn), eqn.params["source"], trips)
         if is_unit(eqn):
-            return self.unit(eqn.params["jaxpr"], trips)
+            return self.unit(unit_body(eqn), trips)
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
         return self.take(self.price(eqn), compat.source_line(eqn), trips)
@@ -321,10 +320,11 @@ class _Tallier:
 
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
         """A loop's body as often as it runs, of a `while` once; of a `cond` the branch that takes longest."""
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        length = compat.trips_of(eqn)
         results = late
         if eqn.primitive.name == "scan":  # what is carried is read by the next step
-            results = [False] * eqn.params["num_carry"] + late[eqn.params["num_carry"] :]
+            carries = compat.scan_of(eqn).carries
+            results = [False] * carries + late[carries:]
         found: list[Time] = []
         begin = len(self.collectives)
         for body in bodies_of(eqn):
@@ -362,9 +362,8 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
     """Equations with how often they run; a nested one stands for its bodies."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in NESTED:
-            inner = trips * eqn.params["length"] if eqn.primitive.name == "scan" else trips
             for body in bodies_of(eqn):
-                yield from _weighted(body, inner)
+                yield from _weighted(body, trips * compat.trips_of(eqn))
         else:
             yield eqn, trips
 
@@ -434,10 +433,8 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
         whole = dict.fromkeys(atoms, REPLICATED)
         return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
-    trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return sum(
-        n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips)
-    )
+    trips = compat.trips_of(eqn)
+    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips))
 
 
 def _counts(

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from shardc import compat
+from shardc.compat import NESTED
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
-from shardc.passes.canonicalize import NESTED, canonicalize
+from shardc.passes.canonicalize import canonicalize
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.sink_constants import sink_constants

@@ -33,6 +33,12 @@ def is_unit(eqn: Eqn) -> bool:
     return eqn.primitive.name == "shard_map"
 
 
+def unit_body(eqn: Eqn) -> Jaxpr:
+    """What it runs on the pieces."""
+    body = eqn.params["jaxpr"]
+    return getattr(body, "jaxpr", body)
+
+
 def unit_placements(eqn: Eqn) -> tuple[Placement, ...]:
     """Of its operands and results, as the specs say."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
@@ -78,7 +84,7 @@ def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
 
 def run_unit(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     """Its results on this device's pieces. Runs inside shard_map over the same mesh."""
-    body: Jaxpr = eqn.params["jaxpr"]
+    body = unit_body(eqn)
     typed = [compat.as_aval(x, v.aval) for x, v in zip(operands, body.invars, strict=True)]
     return jex.jaxpr_as_fun(compat.close(body))(*typed)
 

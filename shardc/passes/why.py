@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Jaxpr
-from shardc.passes.canonicalize import bodies_of
+from shardc.compat import Atom, Jaxpr, bodies_of
 from shardc.passes.domain import Domains
 from shardc.passes.insert_boxing import Boxed, box_p, entries_of, insert_boxing
 from shardc.passes.place import Placed, Tables

@@ -217,7 +217,7 @@ def _steps(rank: int, axes: tuple[tuple[str, int], ...], ops: tuple[ReduceOp, ..
     return _Steps(
         every, index, src, dst, name, tuple(names), np.asarray(group, np.int64)[name], tuple(groups),
         reducible[src] != reducible[dst], np.asarray(cuts, np.int64).reshape(len(every), rank), tuple(orders),
-        np.asarray(partial), np.asarray([p.partial_op in ("max", "min") for p in every]),
+        np.asarray(partial, np.int64), np.asarray([p.partial_op in ("max", "min") for p in every], np.bool_),
         np.asarray([isinstance(p[a], S) for p in every for a in sizes], np.bool_).reshape(len(every), len(sizes)),
     )  # fmt: skip
 
@@ -247,9 +247,11 @@ class _Costs:
 def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshView) -> _Costs:
     devices = [(kind, group_of(mesh, axes)) for kind, axes in groups]
     return _Costs(
-        np.asarray([mesh.goes_together(*g) for g in groups]), np.asarray([STEP_KINDS.index(k) for k, _ in groups]),
-        np.asarray([g.n for _, g in devices]), np.asarray([min(g.wire.get(k, 0), LONGEST) for k, g in devices]),
-        np.asarray([g.latency.get(k, 0) for k, g in devices]),
+        np.asarray([mesh.goes_together(*g) for g in groups], np.bool_),
+        np.asarray([STEP_KINDS.index(k) for k, _ in groups], np.int64),
+        np.asarray([g.n for _, g in devices], np.int64),
+        np.asarray([min(g.wire.get(k, 0), LONGEST) for k, g in devices], np.int64),
+        np.asarray([g.latency.get(k, 0) for k, g in devices], np.int64),
     )  # fmt: skip
 
 

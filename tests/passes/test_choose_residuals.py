@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import shardc
+from shardc.compat import bodies_of
 from shardc.mesh import MeshView, view
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.choose_residuals import choose_residuals
@@ -81,7 +82,7 @@ def seconds(jaxpr):
 
 
 def bodies(eqn):
-    return [eqn.params["jaxpr"].jaxpr] if eqn.primitive.name == "scan" else []
+    return bodies_of(eqn) if eqn.primitive.name == "scan" else []
 
 
 def subsets(values, most):
@@ -98,7 +99,7 @@ def test_no_other_choice_takes_less(layer):
     assert now < least
     residuals = list(find_residuals(jaxpr))
     maker = residuals[0].maker
-    body = maker.params["jaxpr"].jaxpr
+    body = bodies_of(maker)[0]
     rows = {Slices(maker, ()).row_of[r.stack] for r in residuals}
     made = [v for e in body.eqns for v in e.outvars if v.aval.size > ROWS and v not in rows]
     for stacks in subsets([r.stack for r in residuals], len(residuals)):
@@ -145,7 +146,7 @@ def test_what_is_pinned_is_not_done_twice():
         choice = Choice(*choose_residuals(jaxpr, view(mesh)))
         assert choice.stacks
         (*_, backward) = (e for e in compute_again(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
-        return [e.primitive.name for e in backward.params["jaxpr"].jaxpr.eqns]
+        return [e.primitive.name for e in bodies_of(backward)[0].eqns]
 
     plain = names(lambda h: h)
     assert "tanh" in plain

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import shardc
+from shardc.compat import bodies_of
 from shardc.passes.cut_stages import cut_stages
 from shardc.passes.trace import Arguments, trace
 
@@ -96,5 +97,5 @@ def test_a_stage_that_recomputes_keeps_its_input_only():
     for recompute, heavy in (((), 2), ((1,), 3)):
         _, found = cut(make_step(chain, sgd), *args, stages=3, recompute=recompute)
         (scan,) = [e for e in found.stages[1].program.jaxpr.eqns if e.primitive.name == "scan"]
-        names = [e.primitive.name for e in scan.params["jaxpr"].jaxpr.eqns]
+        names = [e.primitive.name for e in bodies_of(scan)[0].eqns]
         assert names.count("dot_general") == heavy + 1

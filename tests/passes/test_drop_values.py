@@ -14,6 +14,7 @@ import shardc
 from examples import gpt2
 from examples.zoo import MODELS
 from shardc import compat
+from shardc.compat import bodies_of
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.compute_again import Choice, Offers, compute_again
 from shardc.passes.drop_residuals import KEPT
@@ -58,7 +59,7 @@ def scopes(jaxpr):
     yield jaxpr
     for e in jaxpr.eqns:
         if e.primitive.name == "scan":
-            yield from scopes(e.params["jaxpr"].jaxpr)
+            yield from scopes(bodies_of(e)[0])
 
 
 @pytest.mark.parametrize("fn", [both_ways, in_steps])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardc import compat
+from shardc.compat import bodies_of, with_bodies
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.fusion import CPU, GPU, TPU, Kind, habits_of, kind_of
 from shardc.passes.lifetimes import lifetimes
@@ -139,7 +140,7 @@ def test_loops_have_their_carries_and_stacks_from_the_beginning():
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
     span = {v: (b, e) for v, b, e in zip(found.values, found.begin, found.end, strict=True)}
     assert all(span[v] == (0, found.points) for v in scan.outvars)
-    row = scan.params["jaxpr"].jaxpr.invars[1]
+    row = bodies_of(scan)[0].invars[1]
     assert span[row][1] - span[row][0] == 1
 
 
@@ -148,7 +149,7 @@ def test_a_carry_that_is_still_read_has_two_buffers():
         start = (X, jax.ShapeDtypeStruct((), jnp.float32))
         jaxpr = traced(lambda x, s, w: jax.lax.scan(lambda c, _: (step(*c, w), None), (x, s), length=3)[0], *start, W)
         (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-        return lifetimes(jaxpr, {}, CPU).values.count(scan.params["jaxpr"].jaxpr.outvars[0])
+        return lifetimes(jaxpr, {}, CPU).values.count(bodies_of(scan)[0].outvars[0])
 
     def late(x, s, w):
         y = x @ w
@@ -223,11 +224,11 @@ def test_what_follows_from_what_a_step_begins_with_begins_with_it():
 
     jaxpr = traced(f, W, jax.ShapeDtypeStruct((3, ROWS, COLS), jnp.float32))
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-    body = scan.params["jaxpr"].jaxpr
+    body = bodies_of(scan)[0]
     first, *rest = body.eqns
     assert first.primitive.name == "exp" and [e.primitive.name for e in rest[:3]] == ["dot_general"] * 3
     late = compat.new_jaxpr(body.invars, body.outvars, [*rest[:3], first, *rest[3:]], body)
-    moved = scan.replace(params={**scan.params, "jaxpr": compat.close(late)})
+    moved = scan.replace(params=with_bodies(scan, [late]))
     jaxpr = compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [moved if e is scan else e for e in jaxpr.eqns], jaxpr)
 
     def begin(habits):

@@ -12,7 +12,8 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 import shardc
 from examples import gpt2
 from shardc import S, compat
-from shardc.passes.canonicalize import bodies_of, canonicalize
+from shardc.compat import bodies_of
+from shardc.passes.canonicalize import canonicalize
 from shardc.passes.memory import all_eqns, bytes_of
 from shardc.passes.sink_constants import sink_constants
 from tests.pipelines import on_host
@@ -39,13 +40,15 @@ def in_steps(step, c, x):
     return lax.scan(lambda h, _: (step(h, c), None), x, None, length=STEPS)[0]
 
 
-CONSTANTS = {"scan": ("num_consts",), "while": ("cond_nconsts", "body_nconsts")}
+def constants(loop):
+    """How many operands of a loop are the same in every step."""
+    return compat.scan_of(loop).consts if loop.primitive.name == "scan" else compat.while_of(loop).carries_at
 
 
 def given(jaxpr, name="scan"):
     """What each loop of a program is given that is the same in every step, the outermost first."""
     loops = [e for e in all_eqns(jaxpr) if e.primitive.name == name]
-    first = [e.invars[: sum(e.params[n] for n in CONSTANTS[name])] for e in loops]
+    first = [e.invars[: constants(e)] for e in loops]
     return [[v for v in vs if not compat.is_literal(v)] for vs in first]
 
 

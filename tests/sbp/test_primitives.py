@@ -12,7 +12,8 @@ from typing import Final
 import jax
 import pytest
 
-from shardc.passes.canonicalize import INLINED, NESTED
+from shardc.compat import NESTED
+from shardc.passes.canonicalize import INLINED
 from shardc.passes.run_once import CALLBACKS
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule, rule_names
