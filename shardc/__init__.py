@@ -14,6 +14,7 @@ from shardc.errors import (
     PipelineError,
     PlacementError,
     ShardcError,
+    SignatureError,
     StepFailedError,
     TracingError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "SavedPlan",
     "Schedule",
     "ShardcError",
+    "SignatureError",
     "StackedArray",
     "StepFailedError",
     "TracingError",

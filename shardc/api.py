@@ -18,6 +18,8 @@ from shardc import collector, compat
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
+from shardc.passes.canonicalize import EVERY
+from shardc.passes.check_found import check_found
 from shardc.passes.constrain import constrain_p, pin_of
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
@@ -94,6 +96,25 @@ class Compiled:
         call = self._arguments.take_apart(args, kwargs)
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         return call
+
+    def check(self, *args: Any, **kwargs: Any) -> int:
+        """Holds the signatures that were found for operations without a rule against the values of a call.
+
+        The program runs on one device, callbacks too, and each such operation on the pieces that the plan gives to the
+        devices.
+
+        Returns:
+          The number of operations that were compared.
+
+        Raises:
+          SignatureError: pieces differ from the whole; it names the primitives, and how to refuse what was found.
+          PipelineError: this is a pipeline; check the function without `pipeline=`.
+        """
+        call = self._taken_apart(args, kwargs)
+        if isinstance(self.plan, PipelinePlan):
+            raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
+        leaves = [x.to_jax() if is_placed(x) else x for x in call.leaves if is_array(x)]
+        return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
@@ -180,6 +201,7 @@ class Function:
     def __init__(
         self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, out_placements: Any,
         donate: Sequence[str], static: Sequence[str], pipeline: Pipeline | None = None, saved: SavedPlan | None = None,
+        replicate: Sequence[str] = (),
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn)
         self._arguments = arguments = Arguments(fn, static)
@@ -188,7 +210,7 @@ class Function:
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
             )
         self.mesh = auto_mesh(mesh)
-        self._pipeline, self._saved = pipeline, saved
+        self._pipeline, self._saved, self._replicate = pipeline, saved, tuple(replicate)
         self._meshes = [] if pipeline is None else _meshes_of(pipeline, self.mesh, arguments.where)
         self._view = view(mesh)
         if pipeline is not None:
@@ -288,7 +310,7 @@ class Function:
         marks = self._pipeline is not None
         key = (self._key(call), marks)
         if key not in self._programs:
-            self._programs[key] = trace(self._arguments, call, marks)
+            self._programs[key] = trace(self._arguments, call, marks, self._replicate)
         return self._programs[key]
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
@@ -304,7 +326,7 @@ class Function:
         arguments = self._arguments
         made = Function(
             arguments.fn, mesh, self._in_placements, self._out_placements, sorted(self._donate),
-            sorted(arguments.static), pipeline,
+            sorted(arguments.static), pipeline, replicate=self._replicate,
         )  # fmt: skip
         made._programs = self._programs
         return made
@@ -385,7 +407,8 @@ class Function:
             _as_constraint(x, pin, self.mesh, path) if pin is not None and is_array(x) else x
             for x, pin, path in zip(call.leaves, into.pins, call.paths, strict=True)
         ]
-        program = trace(self._arguments, replace(call, leaves=tuple(map(abstract, leaves))))
+        abstracted = replace(call, leaves=tuple(map(abstract, leaves)))
+        program = trace(self._arguments, abstracted, replicate=(EVERY,))
         results = self._out_pins(program)
         offenders = [*results.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -527,6 +550,7 @@ def function(
     static_argnums: int | Sequence[int] = (),
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
+    replicate: str | Sequence[str] = (),
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
@@ -546,6 +570,8 @@ def function(
       plan: a plan that `plan.save(path)` wrote: its path, or what `shardc.load_plan` gives. It is lowered as it is,
         without a search, and only for calls of the shapes that it was made for; other placements that are given are
         held against it.
+      replicate: primitives without a rule that are to be computed whole on every device, by name, though shardc finds
+        signatures for them; `"*"` for all.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -579,7 +605,8 @@ def function(
             return fn
         donate = [*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums")]
         static = [*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums")]
-        return Function(fn, over, in_placements, out_placements, donate, static, pipeline, saved)
+        whole = [*_words(replicate)]
+        return Function(fn, over, in_placements, out_placements, donate, static, pipeline, saved, whole)
 
     return decorate if fn is None else decorate(fn)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +17,15 @@ from jax._src import core as _core
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
 from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla
 from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax.extend import core as jex
+
+log = logging.getLogger("shardc")
 
 Jaxpr: TypeAlias = Any
 ClosedJaxpr: TypeAlias = Any
@@ -430,6 +434,58 @@ _JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_
 def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
     """`out = a + b`, or the larger or smaller of both."""
     return new_eqn([a, b], [out], _JOINS[op], {}, None)
+
+
+# Why: what an operation without a rule is in JAX's own terms stands in its lowering, or in hijax.
+def jaxprs_in(values: Iterable[Any]) -> list[Any]:
+    """The jaxprs among parameters, closed or not, and in tuples of them."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += jaxprs_in(value)
+    return found
+
+
+def definition_of(eqn: Eqn) -> ClosedJaxpr | None:
+    """The body that JAX defines an operation by: the `expand` of a hijax primitive, or the Python function that is its
+    lowering on every platform; None if it has none, or not for these operands."""
+    fn = _expansion_of(eqn) or _lowered_function_of(eqn.primitive, eqn.params)
+    if fn is None:
+        return None
+    try:
+        closed = jax.make_jaxpr(fn)(*(shaped_array(v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in eqn.invars))
+    except Exception as error:  # noqa: BLE001  # whatever the function of a library says
+        log.debug("the definition of %s: %s", eqn.primitive.name, error)
+        return None
+    avals: Sequence[Any] = closed.out_avals
+    made = [(a.shape, a.dtype) for a in avals]
+    calls_itself = any(e.primitive is eqn.primitive for e in closed.jaxpr.eqns)
+    fits = made == [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    return closed if fits and not calls_itself and not closed.jaxpr.effects else None
+
+
+def _expansion_of(eqn: Eqn) -> Callable[..., Any] | None:
+    prim = eqn.params.get("_prim")
+    if eqn.primitive.name != "call_hi_primitive" or prim is None:
+        return None
+    return lambda *xs: jax.tree.leaves(prim.expand(*prim.in_tree.unflatten(xs)))
+
+
+def _lowered_function_of(primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The function that `mlir.lower_fun` made the lowering of, if no platform has another one."""
+    if any(primitive in table for table in _mlir._platform_specific_lowerings.values()):  # pyright: ignore[reportPrivateUsage]
+        return None
+    entry: Any = _mlir._lowerings.get(primitive)  # pyright: ignore[reportPrivateUsage]
+    rule: Any = getattr(entry, "rule", entry)
+    if getattr(rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
+        return None
+    cells = dict(zip(rule.__code__.co_freevars, (c.cell_contents for c in rule.__closure__), strict=True))
+    if cells.keys() != {"fun", "multiple_results"}:
+        return None
+    fun, several = functools.partial(cells["fun"], **params), cells["multiple_results"]
+    return (lambda *xs: list(fun(*xs))) if several else lambda *xs: [fun(*xs)]
 
 
 # Why: which generator keys belong to is not public, nor is the sample of a gamma distribution that one key makes.

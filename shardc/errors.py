@@ -34,6 +34,10 @@ class TracingError(ShardcError, RuntimeError):
     """Something in the function that cannot run on a mesh, such as an ordered effect on several devices."""
 
 
+class SignatureError(ShardcError, RuntimeError):
+    """Signatures that were found for an operation without a rule, and are wrong for the values of a call."""
+
+
 class PipelineError(ShardcError, ValueError):
     """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
 

@@ -224,6 +224,7 @@ def function(
     static_argnames: str | Sequence[str] = (),
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
+    replicate: str | Sequence[str] = (),
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
 
@@ -238,7 +239,7 @@ def function(
         as `placements` reads it; variables without metadata are AUTO.
       out_placements: of the result. What is written to a module lies where the compiler chooses, that of a donated one
         where it was.
-      donate_argnames, static_argnames, pipeline, plan: as for `shardc.function`.
+      donate_argnames, static_argnames, pipeline, plan, replicate: as for `shardc.function`.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -257,6 +258,7 @@ def function(
             "static_argnames": (*static, _GRAPH),
             "pipeline": pipeline,
             "plan": plan,
+            "replicate": replicate,
         }
         return Function(fn, cast(AnyMesh, mesh), in_placements, keywords)
 

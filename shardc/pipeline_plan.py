@@ -23,7 +23,7 @@ from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, compute_again
 from shardc.passes.cut_loop import find_loop
 from shardc.passes.cut_stages import Cut, cut_stages
-from shardc.passes.plan import Argument, Gathered, Plan, Unlimited, match_donated
+from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited, match_donated
 from shardc.passes.plan_json import to_json
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
@@ -219,6 +219,11 @@ class PipelinePlan:
     def gathered(self) -> tuple[Gathered, ...]:
         """Operations without a rule that cost a gather or a repeated computation."""
         return tuple(g for s in self.stages for g in s.plan.gathered)
+
+    @cached_property
+    def found(self) -> tuple[FoundSignatures, ...]:
+        """Operations without a rule that are split by signatures that were found."""
+        return tuple(f for s in self.stages for f in s.plan.found)
 
     @cached_property
     def in_placements(self) -> Any:

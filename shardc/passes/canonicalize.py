@@ -6,7 +6,7 @@ What is left nested is what must stay: scan, while, cond and remat, which are pl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,11 +19,16 @@ from jax.sharding import NamedSharding
 from shardc import compat
 from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.passes.boundary import MARKS
+from shardc.passes.find_signatures import Found, find_signatures
+from shardc.passes.run_once import ONCE
 from shardc.passes.unit import CAST, UNTYPED, is_unit
+from shardc.sbp.signature import has_rule
 
 INLINED: Final = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "program_order": "call_jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
@@ -35,12 +40,22 @@ INLINED: Final = {
 }
 """Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
 
-class _Inliner:
-    """`marks`: those of pipelines stay. `untyped`: the body of a unit, without the types of what differs."""
+EVERY: Final = "*"
+"""In `replicate`: all primitives that have no rule."""
+_PLANNED: Final = frozenset((
+    "box", "constrain", "device_put", "microbatches", "receive", "send", "shard_map", "sharding_constraint", "split",
+    "stage_boundary", *NESTED, *INLINED, *ONCE,
+))  # fmt: skip
+"""Primitives that passes take care of: they need no rule."""
 
-    def __init__(self, marks: bool, untyped: bool = False) -> None:
+
+class _Inliner:
+    """`marks`: those of pipelines stay. `replicate`: primitives for which no signatures are looked for. `untyped`: the
+    body of a unit, without the types of what differs; it is bound as it is."""
+
+    def __init__(self, marks: bool, untyped: bool = False, replicate: Collection[str] = (EVERY,)) -> None:
         self.eqns: list[Eqn] = []
-        self.marks, self.untyped = marks, untyped
+        self.marks, self.untyped, self.replicate = marks, untyped, replicate
 
     def fresh(self, aval: Any) -> Var:
         return compat.fresh_var(compat.without_sharding(aval) if self.untyped else aval)
@@ -67,6 +82,12 @@ class _Inliner:
                 env[eqn.outvars[0]] = invars[0]
                 continue
             call = _inlined(eqn, invars)
+            if call is None and self.has_no_rule(eqn):
+                found = find_signatures(eqn.replace(invars=invars))
+                if isinstance(found, Found):
+                    eqn = found.put_into(eqn)
+                elif found is not None:
+                    call = found, invars
             if call is not None:
                 closed, args = call
                 results = self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
@@ -85,6 +106,13 @@ class _Inliner:
             env |= dict(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
         return [read(a) for a in jaxpr.outvars]
+
+    def has_no_rule(self, eqn: Eqn) -> bool:
+        """Whether signatures are to be looked for."""
+        name = eqn.primitive.name
+        if self.untyped or EVERY in self.replicate or name in self.replicate:
+            return False
+        return not has_rule(name) and name not in _PLANNED
 
     def put(self, eqn: Eqn, invars: Sequence[Atom]) -> list[Atom]:
         """`device_put x --> x`, or `sharding_constraint x` if it names a sharding; other targets stay."""
@@ -115,8 +143,9 @@ class _Inliner:
     def _body(self, body: Any, caller: Eqn, untyped: bool | None = None) -> Any:
         untyped = self.untyped if untyped is None else untyped
         if hasattr(body, "consts"):
-            return compat.close(canonical_jaxpr(body.jaxpr, _as_literals(body), caller, self.marks, untyped))
-        return canonical_jaxpr(body, (), caller, self.marks, untyped)
+            consts = _as_literals(body)
+            return compat.close(canonical_jaxpr(body.jaxpr, consts, caller, self.marks, untyped, self.replicate))
+        return canonical_jaxpr(body, (), caller, self.marks, untyped, self.replicate)
 
 
 def _without_shardings(eqn: Eqn) -> dict[str, Any]:
@@ -185,13 +214,14 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
 
 
 def canonical_jaxpr(
-    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False, untyped: bool = False
-) -> Jaxpr:
+    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False, untyped: bool = False,
+    replicate: Collection[str] = (EVERY,),
+) -> Jaxpr:  # fmt: skip
     """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
 
     Equations without a line of the user's get that of `caller`, the equation whose body this is.
     """
-    inliner = _Inliner(marks, untyped)
+    inliner = _Inliner(marks, untyped, replicate)
     invars = [inliner.fresh(v.aval) for v in jaxpr.invars]
     outvars = inliner.run(jaxpr, consts, invars, caller)
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
@@ -204,10 +234,13 @@ def with_own_bodies(eqn: Eqn) -> Eqn:
     return eqn.replace(params=_Inliner(marks=True).params(eqn))
 
 
-def canonicalize(closed: ClosedJaxpr, marks: bool = False) -> tuple[Jaxpr, tuple[Any, ...]]:
+def canonicalize(
+    closed: ClosedJaxpr, marks: bool = False, replicate: Collection[str] = ()
+) -> tuple[Jaxpr, tuple[Any, ...]]:
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
-    Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`.
+    Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
+    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names.
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
@@ -220,7 +253,7 @@ def canonicalize(closed: ClosedJaxpr, marks: bool = False) -> tuple[Jaxpr, tuple
             extra.append(compat.fresh_var(var.aval))
             consts.append(extra[-1])
             captured.append(value)
-    inliner = _Inliner(marks)
+    inliner = _Inliner(marks, replicate=replicate)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
     return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

@@ -20,6 +20,7 @@ from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, Offers, Recomputed, Repeated, compute_again, recomputed
 from shardc.passes.constrain import constrain_p
+from shardc.passes.find_signatures import found_of
 from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted, Trial
 from shardc.passes.fusion import Habits, habits_of
 from shardc.passes.insert_boxing import Boxed, insert_boxing
@@ -62,6 +63,22 @@ class Gathered:
     """Operations of one primitive that were computed whole on every device for want of a rule."""
 
     primitive: str
+    count: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FoundSignatures:
+    """Operations of one primitive without a rule whose signatures were found.
+
+    Attributes:
+      how: what justifies them: "its batching rule" or "experiment".
+      rule: the decorator to paste.
+    """
+
+    primitive: str
+    how: str
+    rule: str
     count: int
     sources: tuple[str, ...]
 
@@ -131,6 +148,15 @@ class Plan:
             if not planned and any(v.aval.shape for v in eqn.outvars):
                 found.setdefault(name, []).append(compat.source_line(eqn))
         return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
+
+    @cached_property
+    def found(self) -> tuple[FoundSignatures, ...]:
+        """Operations without a rule that are split by signatures that were found."""
+        uses: dict[tuple[str, str, str], list[str]] = {}
+        for eqn in all_eqns(self.boxed.jaxpr):
+            if (found := found_of(eqn)) is not None:
+                uses.setdefault((found.fn.primitive.name, found.fn.how, str(found)), []).append(compat.source_line(eqn))
+        return tuple(FoundSignatures(*key, len(s), tuple(dict.fromkeys(s))) for key, s in sorted(uses.items()))
 
     @cached_property
     def in_placements(self) -> Any:

@@ -27,11 +27,11 @@ from shardc.sbp.placement import B, P, ReduceOp
 from shardc.sbp.signature import Signature, neutral_value
 
 CALLBACKS: Final = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
-_ONCE: Final = CALLBACKS | {"rng_uniform"}
+ONCE: Final = CALLBACKS | {"rng_uniform"}
 
 
 def runs_once(eqn: Eqn) -> bool:
-    return eqn.primitive.name in _ONCE
+    return eqn.primitive.name in ONCE
 
 
 def result_op(aval: Any) -> ReduceOp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -241,8 +241,13 @@ _SETTINGS: Final = (
 )
 
 
-def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
-    """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`."""
+def trace(
+    arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()
+) -> Program:
+    """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
+
+    `replicate` names primitives without a rule for which no signatures are looked for (`canonicalize`).
+    """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
     out_info: list[Any] = []
@@ -267,7 +272,7 @@ def trace(arguments: Arguments, call: Call, marks: bool = False) -> Program:
         return [x for _, x in pairs]
 
     closed = jax.make_jaxpr(flat)(*avals)
-    jaxpr, captured = canonicalize(closed, marks)
+    jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
     if ordered:
         raise TracingError(

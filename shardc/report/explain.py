@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 from shardc.passes.collective import KINDS, Collective
 from shardc.passes.compute_again import Recomputed
 from shardc.passes.memory import local_bytes
-from shardc.passes.plan import Argument, Gathered, Plan, Unlimited
+from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
 from shardc.passes.tally import Time, short_aval
 from shardc.report.tables import (
     Key,
@@ -42,7 +42,7 @@ def explain(plan: Plan) -> str:
     """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
     sections = (
         _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
-        gathered_section(plan.gathered), notes_section(plan.notes), _memory(plan),
+        gathered_section(plan.gathered), found_section(plan.found), notes_section(plan.notes), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 
@@ -179,6 +179,17 @@ def gathered_section(gathered: Sequence[Gathered]) -> str:
     for g in gathered:
         table.add_row(g.primitive, str(g.count), ", ".join(g.sources))
     return section(title, table)
+
+
+def found_section(found: Sequence[FoundSignatures]) -> str:
+    """The operations without a rule that are split by signatures that were found."""
+    if not found:
+        return ""
+    table = make_table("operation", "justified by", "rule to paste", ">times", "made by")
+    for f in found:
+        table.add_row(f.primitive, f.how, f.rule, str(f.count), ", ".join(f.sources))
+    refused = ", ".join(f'"{name}"' for name in dict.fromkeys(f.primitive for f in found))
+    return section(f"Signatures found for operations without a rule; to refuse them: replicate=[{refused}]", table)
 
 
 def notes_section(notes: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from shardc.report.chart import KINDS
 from shardc.report.explain import (
     REPLACES,
     WORDS,
+    found_section,
     gathered_section,
     memory_decided,
     moving,
@@ -59,7 +60,8 @@ def explain_pipeline(plan: PipelinePlan) -> str:
     sections = (
         _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan),
         _sent(plan), _arguments(plan), _results(plan), _transfers(plan), _moves(plan), totals_section(plan.collectives),
-        _channels(plan, timeline), gathered_section(plan.gathered), notes_section(plan.notes), _memory(plan),
+        _channels(plan, timeline), gathered_section(plan.gathered), found_section(plan.found),
+        notes_section(plan.notes), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 

@@ -41,16 +41,16 @@ def _is_a(dtype: Any, kind: type) -> bool:
 @rule(
     "abs", "acos", "acosh", "asin", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "clz", "cos", "cosh", "digamma",
     "eq", "eq_to", "erf_inv", "erfc", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "is_finite", "le", "le_to",
-    "lgamma", "lt", "lt_to", "mulhi", "ne", "nextafter", "polygamma", "population_count", "pow", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-    "sin", "square", "tan", "threefry2x32", "xor", "zeta",
+    "lgamma", "lt", "lt_to", "mulhi", "ne", "nextafter", "one_minus_square", "polygamma", "population_count", "pow",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "rsqrt", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sin", "square", "tan", "threefry2x32", "xor", "zeta",
 )  # fmt: skip
 def elementwise(op: Operation) -> Rule:
     """Split any dimension; nothing passes a partial value."""
     return pointwise(op)
 
 
-@rule("copy", "layout_constraint", "name", "stop_gradient")
+@rule("copy", "layout_constraint", "name", "relayout", "stop_gradient", "with_memory_space_constraint")
 def identity(op: Operation) -> Rule:
     """Identities pass everything."""
     return pointwise(op, passes(1, (0,)))
@@ -113,10 +113,17 @@ def increasing(op: Operation) -> Rule:
     return pointwise(op, passes(1, (0,), ops=EXTREMA) if _is_a(op.results[0].dtype, np.floating) else ())
 
 
-@rule("log", "log1p", "sqrt")
+@rule("log", "log1p", "log2", "sqrt")
 def increasing_above(op: Operation) -> Rule:
     """Monotone above a bound: the parts of a P(min) are in the domain if the value is; of a P(max) they need not be."""
     return pointwise(op, passes(1, (0,), ops=("min",)) if _is_a(op.results[0].dtype, np.floating) else ())
+
+
+@rule("polynomial")
+def polynomial(op: Operation) -> Rule:
+    """a0 + x (a1 + x (a2 + ...)): linear in all coefficients together, with x whole or split."""
+    n = len(op.operands)
+    return pointwise(op, linear(n, range(1, n)))
 
 
 @rule("integer_pow")

@@ -117,6 +117,12 @@ def unstack(op: Operation) -> Rule:
     return Rule((names,), (tuple(n for n in names if n),) * len(op.results), partials=passes(1, (0,)))
 
 
+@rule("empty")
+def empty(op: Operation) -> Rule:
+    """An array that nobody has written yet: each device makes its own piece."""
+    return Rule((), (dims(len(op.results[0].shape)),), local=local_shape_param("shape"))
+
+
 @rule("iota")
 def iota(op: Operation) -> Rule:
     """Counts along one dimension; a device counts its own piece from its own offset."""
