@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick parity harnesses lint docs bench clean
+.PHONY: help demo demo-pipeline test quick parity harnesses lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
 	@echo "make bench  the benchmarks"
+	@echo "make gpu    the benchmark of one GPU, with the packages that PY has: nothing is installed"
 	@echo "make clean  remove $(VENV) and what was built"
 	@echo "Variables: PY (a Python, 3.11 or newer), VENV, JOBS (test processes), ARGS (more options for the command)"
 
@@ -53,6 +54,9 @@ docs: $(VENV)/.has-docs
 
 bench: $(VENV)/.has-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+gpu:
+	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis

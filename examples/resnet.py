@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,6 +24,7 @@ class Config:
     classes: int
     image: tuple[int, int, int]
     large_stem: bool = False  # 7x7 convolution and max pooling: an image of 224 enters the blocks as 56
+    dtype: Any = None  # of activations; None: that of the parameters, which is float32, or float64 under x64
     learning_rate: float = 1e-3
 
 
@@ -41,19 +43,21 @@ class Bottleneck(nn.Module):
 
     width: int
     stride: int
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x_NHWC, train: bool):
-        norm = partial(Norm, use_running_average=not train)
+        conv = partial(Conv, dtype=self.dtype)
+        norm = partial(Norm, use_running_average=not train, dtype=self.dtype)
         out = 4 * self.width
-        y_NHWC = Conv(self.width, (1, 1), name="conv1")(x_NHWC)
+        y_NHWC = conv(self.width, (1, 1), name="conv1")(x_NHWC)
         y_NHWC = nn.relu(norm(name="norm1")(y_NHWC))
-        y_NHWC = Conv(self.width, (3, 3), self.stride, name="conv2")(y_NHWC)
+        y_NHWC = conv(self.width, (3, 3), self.stride, name="conv2")(y_NHWC)
         y_NHWC = nn.relu(norm(name="norm2")(y_NHWC))
-        y_NHWC = Conv(out, (1, 1), name="conv3")(y_NHWC)
+        y_NHWC = conv(out, (1, 1), name="conv3")(y_NHWC)
         y_NHWC = norm(name="norm3", scale_init=nn.initializers.zeros)(y_NHWC)  # a block starts as its shortcut
         if x_NHWC.shape != y_NHWC.shape:
-            x_NHWC = norm(name="norm0")(Conv(out, (1, 1), self.stride, name="conv0")(x_NHWC))
+            x_NHWC = norm(name="norm0")(conv(out, (1, 1), self.stride, name="conv0")(x_NHWC))
         return nn.relu(x_NHWC + y_NHWC)
 
 
@@ -66,15 +70,15 @@ class ResNet(nn.Module):
     def __call__(self, x_NHWC, train: bool):
         cfg = self.cfg
         kernel, stride = ((7, 7), 2) if cfg.large_stem else ((3, 3), 1)
-        x_NHWC = Conv(cfg.width, kernel, stride, name="stem")(x_NHWC)
-        x_NHWC = nn.relu(Norm(use_running_average=not train, name="stem_norm")(x_NHWC))
+        x_NHWC = Conv(cfg.width, kernel, stride, dtype=cfg.dtype, name="stem")(x_NHWC)
+        x_NHWC = nn.relu(Norm(use_running_average=not train, dtype=cfg.dtype, name="stem_norm")(x_NHWC))
         if cfg.large_stem:
             x_NHWC = nn.max_pool(x_NHWC, (3, 3), (2, 2), padding="SAME")
         for i, blocks in enumerate(cfg.stages):
             for j in range(blocks):
                 stride = 2 if i > 0 and j == 0 else 1
-                x_NHWC = Bottleneck(cfg.width * 2**i, stride, name=f"stage{i}_block{j}")(x_NHWC, train)
-        return nn.Dense(cfg.classes, name="head", param_dtype=float)(x_NHWC.mean((1, 2)))
+                x_NHWC = Bottleneck(cfg.width * 2**i, stride, cfg.dtype, name=f"stage{i}_block{j}")(x_NHWC, train)
+        return nn.Dense(cfg.classes, name="head", dtype=cfg.dtype, param_dtype=float)(x_NHWC.mean((1, 2)))
 
 
 def loss(params, batch_stats, batch, cfg: Config):
@@ -82,7 +86,7 @@ def loss(params, batch_stats, batch, cfg: Config):
     logits_NC, updated = ResNet(cfg).apply(
         {"params": params, "batch_stats": batch_stats}, batch["image"], train=True, mutable=["batch_stats"]
     )
-    cross_entropy_N = optax.softmax_cross_entropy_with_integer_labels(logits_NC, batch["label"])
+    cross_entropy_N = optax.softmax_cross_entropy_with_integer_labels(logits_NC.astype(float), batch["label"])
     return cross_entropy_N.mean(), updated["batch_stats"]
 
 
