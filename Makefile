@@ -1,30 +1,43 @@
 # Everything that people and machines do here. `make` alone lists it.
 #
-# PY is the Python that makes the virtual environment, VENV where that lies. Versions are those of requirements.lock.
+# PY is the Python that makes the virtual environment, VENV where that lies. Without PY it is the newest that works of
+# those that shardc is tested with: each has a lock, locks/python3.N.txt, whose versions are installed.
 
-PY ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python3.14,$(shell \
-	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+TESTED := 3.13 3.12 3.11
+WORKS = import sys, venv, ssl, ctypes, zlib; sys.exit(sys.version_info[:2] not in [(3, 13), (3, 12), (3, 11)])
+found = $(firstword $(foreach p,$(1),$(shell $(p) -c '$(WORKS)' 2>/dev/null && echo $(p))))
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
+python_of = $(call found,python$(1) $(lastword $(sort $(wildcard $(PYENV)/versions/$(1).*/bin/python))))
+ifeq ($(origin PY), undefined)
+PY := $(or $(firstword $(foreach v,$(TESTED),$(call python_of,$(v)))),$(call found,python3))
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
+VERSION := $(shell $(or $(wildcard $(BIN)/python),$(PY),false) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+LOCK := locks/python$(VERSION).txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick parity harnesses lint docs bench gpu clean
+.PHONY: help demo demo-pipeline test quick sample oldest parity harnesses without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
 	@echo "make test   the whole test suite"
 	@echo "make quick  the tests that are not marked slow"
+	@echo "make sample a part of the tests of every file: quick to run on one more release"
+	@echo "make newest the quick tests on the newest releases of everything, whatever the locks say"
 	@echo "make parity every plan, schedule, model and mesh of the parity with one device, of which the suite runs a sample"
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
+	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
+	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
 	@echo "make bench  the benchmarks"
 	@echo "make gpu    the benchmark of one GPU, with the packages that PY has: nothing is installed"
 	@echo "make clean  remove $(VENV) and what was built"
-	@echo "Variables: PY (a Python, 3.11 or newer), VENV, JOBS (test processes), ARGS (more options for the command)"
+	@echo "Variables: PY (a Python: 3.11, 3.12 or 3.13; without it the newest that works), VENV, JOBS (test processes), ARGS (more options for the command)"
 
 demo: $(VENV)/.has-examples
 	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh data=4,model=2 --plan data_tensor --steps 400 $(ARGS)
@@ -38,11 +51,37 @@ test: $(VENV)/.has-dev
 quick: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
+sample: $(VENV)/.has-dev
+	$(BIN)/python -m pytest -n $(JOBS) --sample $(ARGS)
+
+oldest:
+	@echo "$(call python_of,$(lastword $(TESTED)))"
+
+newest:
+	@echo "the newest releases, on $$($(PY) --version)"
+	rm -rf .venv-newest
+	$(PY) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable ".[dev]"
+	.venv-newest/bin/python -m pip list --format=freeze | grep -iE "^(jax|jaxlib|numpy|scipy|flax|optax)=="
+	.venv-newest/bin/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+lock:
+	rm -rf .venv-lock
+	$(PY) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,docs]"
+	@v=$$(.venv-lock/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); { \
+	echo "# The versions that shardc is tested with on Python $$v: constraints for pip (-c). Made by make lock PY=python$$v."; \
+	.venv-lock/bin/python -m pip freeze --exclude-editable; } > locks/python$$v.txt
+	rm -rf .venv-lock
+
 parity: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py $(ARGS)
 
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)
+
+without-rules: $(VENV)/.has-dev
+	$(BIN)/python -m tests.sbp.without_rule $(ARGS)
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .
@@ -59,14 +98,18 @@ gpu:
 	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-lock site .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	@test -n "$(PY)" || { echo "shardc wants Python 3.11 or newer; say which with make PY=/path/to/python3"; exit 1; }
-	$(PY) -m venv $(VENV)
+	@test -n "$(PY)" || { echo "shardc wants Python 3.11, 3.12 or 3.13, with venv; found none. Say where one is: make PY=/path/to/python3"; exit 1; }
+	@echo "$(VENV): $$($(PY) --version) at $$(command -v $(PY)), jax $$(sed -n 's/^jax==//p' $(LOCK))"
+	@$(PY) -m venv $(VENV)
+
+$(LOCK):
+	@echo "there is no $@: shardc is tested with Python $(TESTED). Take one of these, make PY=python3.13, or make newest"; exit 1
 
 # .has-dev: the extra "dev" is installed, as pyproject.toml and the lock are now.
-$(VENV)/.has-%: pyproject.toml requirements.lock | $(BIN)/python
-	@echo "installing shardc[$*] into $(VENV)"
-	@$(PIP) --editable ".[$*]"
+$(VENV)/.has-%: pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "installing shardc[$*] into $(VENV), as $(LOCK) says"
+	@$(PIP) --constraint $(LOCK) --editable ".[$*]"
 	@touch $@

@@ -4,6 +4,12 @@ Write a training step for one device; say where a few global arrays live: split 
 over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
+import jax
+
+from shardc.versions import check_jax
+
+check_jax(jax.__version__)
+
 from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
 from shardc.discover import discover

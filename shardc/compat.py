@@ -459,7 +459,7 @@ def definition_of(eqn: Eqn) -> ClosedJaxpr | None:
     except Exception as error:  # noqa: BLE001  # whatever the function of a library says
         log.debug("the definition of %s: %s", eqn.primitive.name, error)
         return None
-    avals: Sequence[Any] = closed.out_avals
+    avals: Any = closed.out_avals
     made = [(a.shape, a.dtype) for a in avals]
     calls_itself = any(e.primitive is eqn.primitive for e in closed.jaxpr.eqns)
     fits = made == [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]

@@ -8,6 +8,7 @@ os.environ["NPROC"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import functools
 import signal
 from pathlib import Path
 
@@ -22,6 +23,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
     parser.addoption("--every-case", action="store_true", help="all cases of parity, not a sample")
+    parser.addoption("--sample", action="store_true", help="a part of the tests of every file, for one more release")
+
+
+SAMPLE = 12
+"""Of so many tests of a file that follow each other, `--sample` runs one."""
+RELEASE = "test_find_signatures.py", "test_compat.py", "test_primitives.py", "test_versions.py"
+"""Files of which it runs all that is not slow: what depends on the release."""
+MODELS = "test_parity.py", "test_zoo_parity.py"
+"""Files of which it runs a case of each model."""
+
+
+def _model_of(item):
+    """The name of the model that a parity test is of: its parameter's first word."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    case = params.get("case", params.get("model", ""))
+    return str(case[0] if isinstance(case, tuple | list) else case).partition(" ")[0]
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--sample"):
+        return
+    by_file = {}
+    for item in items:
+        by_file.setdefault(item.path, []).append(item)
+    kept = set()
+    for path, mine in by_file.items():
+        fast = [i for i in mine if not i.get_closest_marker("slow")]
+        if path.name in MODELS:
+            some = list({_model_of(i): i for i in reversed([*fast, *mine])}.values())
+        else:
+            some = fast if path.name in RELEASE else (fast or mine)[::SAMPLE]
+        kept.update(map(id, some))
+    config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
+    items[:] = [i for i in items if id(i) in kept]
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -30,9 +65,22 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
 
 
+EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
+@functools.cache
+def _has_option(name):
+    """Whether this release of XLA knows an option: those of its own that it drops are an error."""
+    try:
+        jax.jit(lambda x: x).lower(0).compile(compiler_options={name: False})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 # JAX has no public way to say how what is compiled from now on is compiled.
 def _without_emitters(*args, known=compiler.get_compile_options, env_options_overrides=None, **options):
-    less = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+    less = {EMITTERS: False, **(env_options_overrides or {})}
     return known(*args, env_options_overrides=less, **options)
 
 
@@ -40,7 +88,8 @@ def _without_emitters(*args, known=compiler.get_compile_options, env_options_ove
 def compiled_fast(monkeypatch):
     """A compiler that hardly optimizes what runs once or twice: it takes a fifth of the time. What is sent and computed
     is decided before; what is left out is how XLA:CPU makes code of it."""
-    monkeypatch.setattr(compiler, "get_compile_options", _without_emitters)
+    if _has_option(EMITTERS):
+        monkeypatch.setattr(compiler, "get_compile_options", _without_emitters)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

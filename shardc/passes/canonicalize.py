@@ -40,6 +40,8 @@ INLINED: Final = {
 }
 """Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
 
+IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
+"""What says how one device keeps a value: a plan says where values live."""
 EVERY: Final = "*"
 """In `replicate`: all primitives that have no rule."""
 _PLANNED: Final = frozenset((
@@ -78,7 +80,7 @@ class _Inliner:
                 env |= zip(eqn.outvars, [e.outvars[0] for e in slices], strict=True)
                 self.eqns += slices
                 continue
-            if eqn.primitive in MARKS and not self.marks:
+            if eqn.primitive.name in IDENTITIES or (eqn.primitive in MARKS and not self.marks):
                 env[eqn.outvars[0]] = invars[0]
                 continue
             call = _inlined(eqn, invars)

@@ -427,8 +427,10 @@ def _adds_up(fn: FoundOperation, operands: Sequence[Aval], group: Sequence[int])
         for a, b, y in zip(*parts, strict=True):  # pyright: ignore[reportArgumentType]
             wide = np.complex128 if np.dtype(y.dtype).kind == "c" else np.float64
             a, b, y = (x.astype(wide) for x in (a, b, y))
-            if not bool((np.abs(a + b - y) <= 32 * eps * (np.abs(a) + np.abs(b) + np.abs(y)).max(initial=0.0)).all()):
-                return False
+            with np.errstate(all="ignore"):
+                scale = (np.abs(a) + np.abs(b) + np.abs(y)).max(initial=0.0)
+                if not bool((np.abs(a + b - y) <= 32 * eps * scale).all()):
+                    return False
     return True
 
 

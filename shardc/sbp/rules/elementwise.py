@@ -50,7 +50,7 @@ def elementwise(op: Operation) -> Rule:
     return pointwise(op)
 
 
-@rule("copy", "layout_constraint", "name", "relayout", "stop_gradient", "with_memory_space_constraint")
+@rule("copy", "layout_constraint", "name", "stop_gradient")
 def identity(op: Operation) -> Rule:
     """Identities pass everything."""
     return pointwise(op, passes(1, (0,)))

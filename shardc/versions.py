@@ -1,0 +1,39 @@
+"""Which releases of JAX shardc runs on: an error for one that is too old, one warning for one that nobody has tested."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Final
+
+OLDEST: Final = "0.10"
+NEWEST: Final = "0.12.0.1"
+"""The newest release in locks/."""
+
+
+def check_jax(version: str) -> None:
+    """Holds the version of JAX against the tested ones.
+
+    Args:
+      version: as `jax.__version__` has it.
+
+    Raises:
+      ImportError: it is older than the oldest release that shardc runs on.
+    """
+    if _numbers(version) < _numbers(OLDEST):
+        raise ImportError(
+            f"shardc needs jax {OLDEST} or newer, and this is jax {version}; install a newer one: "
+            f'pip install --upgrade "jax>={OLDEST}"'
+        )
+    if _numbers(version) > _numbers(NEWEST):
+        warnings.warn(
+            f"shardc is tested with jax {OLDEST}.2 to {NEWEST}, and this is jax {version}. If something fails, install "
+            f'a tested release: pip install "jax=={NEWEST}"',
+            stacklevel=3,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`0.12.0.dev7+cpu --> (0, 12, 0)`."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
