@@ -1,4 +1,4 @@
-"""Which releases of JAX shardc runs on: an error for one that is too old, one warning for one that nobody has tested."""
+"""The releases of JAX that shardc runs on: an older one is an error, one that nobody has tested a warning."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ assert rules  # imported for what it registers
 _NAMES_SPLIT: Final = """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp clz complex concatenate conj conv_general_dilated convert_element_type copy cos
-    cosh cumlogsumexp cummax cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice empty eq eq_to
-    erf erf_inv erfc exp exp2 expm1 floor gather ge gt igamma igamma_grad_a igammac imag integer_pow iota
-    iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne
-    neg nextafter not one_minus_square or pad polygamma polynomial population_count pow ragged_dot_general random_bits random_clone random_fold_in
-    random_gamma random_seed random_split random_unwrap real reduce_and reduce_max reduce_min reduce_or
-    reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt scaled_dot scatter scatter-add scatter-max
-    scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter_add select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze stack stop_gradient sub tan tanh
-    threefry2x32 top_k transpose xor zeta
+    cosh cumlogsumexp cummax cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice empty eq
+    eq_to erf erf_inv erfc exp exp2 expm1 floor gather ge gt igamma igamma_grad_a igammac imag integer_pow iota
+    iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name
+    ne neg nextafter not one_minus_square or pad polygamma polynomial population_count pow ragged_dot_general
+    random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap real reduce_and
+    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt scaled_dot
+    scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter_add
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze stack
+    stop_gradient sub tan tanh threefry2x32 top_k transpose xor zeta
 """
 SPLIT: Final = frozenset(_NAMES_SPLIT.split())
 """Every dimension may be split, by one set of parameters at least."""

@@ -1,4 +1,4 @@
-"""Rules taken away one by one: what shardc finds in place of a rule has to move the same bytes and give the same values.
+"""Rules taken away one by one: what shardc finds in place of each has to move the same bytes and give the same values.
 
     python -m tests.sbp.without_rule            # all primitives that are element by element, or can be batched
     python -m tests.sbp.without_rule sin sort   # some
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def cases() -> list[Case]:
-    """Every case whose rule neither reduces a factor nor has pieces tell each other something, once for each factor."""
+    """Every case whose rule reduces no factor, and whose pieces tell each other nothing, once for each factor."""
     found: list[Case] = []
     with jax.enable_x64(True):
         for name, (fn, args, primitive) in CASES.items():
@@ -117,7 +117,7 @@ def compare(case: Case) -> Outcome:
 
         f = planned()
         ours, runs = f.plan(args).bytes_per_device, _runs(f, args)
-        rule = signature._RULES.pop(case.primitive)  # noqa: SLF001
+        rule = signature._RULES.pop(case.primitive)
         try:
             f = planned()
             plan, wrong, failed = f.plan(args), "", ""
@@ -126,7 +126,7 @@ def compare(case: Case) -> Outcome:
         except jax.errors.JaxRuntimeError as error:
             failed = str(error).partition("\n")[0]
         finally:
-            signature._RULES[case.primitive] = rule  # noqa: SLF001
+            signature._RULES[case.primitive] = rule
     return Outcome(case, ours, plan.bytes_per_device, wrong, failed)
 
 
@@ -142,7 +142,8 @@ def _runs(f: Any, args: Sequence[Any]) -> bool:
 def _difference(got: Any, want: Any) -> str:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in (a, b))
-        close = np.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True) if b.dtype.kind in "fc" else np.array_equal(a, b)
+        floats = b.dtype.kind in "fc"
+        close = np.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True) if floats else np.array_equal(a, b)
         if not close:
             return f"{a.ravel()[:4]} for {b.ravel()[:4]}"
     return ""
