@@ -18,9 +18,9 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from scipy.optimize import nnls
 
 from shardc.errors import MeshError
 from shardc.mesh import view
@@ -126,7 +126,7 @@ def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[f
         row[1 + len(axes) + pairs.index((s.axis, s.kind))] = s.sent
     measured = np.asarray([s.seconds for s in samples])
     scale = np.abs(matrix / measured[:, None]).max(0)  # columns of equal size: seconds beside seconds for a byte
-    found = nnls(matrix / measured[:, None] / scale, np.ones(len(samples)))[0] / scale
+    found = scipy.optimize.nnls(matrix / measured[:, None] / scale, np.ones(len(samples)))[0] / scale
     errors = np.abs(matrix @ found / measured - 1)
     fits: list[Fit] = []
     for k, (axis, kind) in enumerate(pairs):

@@ -1,7 +1,7 @@
-"""Loops over numbers that are compiled (numba), where numpy would read, write and read again.
+"""Functions compiled by numba, which is an extra (`shardc[fast]`): only `kernels_numba` imports this module.
 
 The compiled code is kept in `__pycache__`, or in the user's cache folder where that cannot be written: the first plan
-on a machine makes it.
+of a large problem on a machine makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.core.registry import cpu_target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# numba imports most of itself with the first function that is called, which takes 0.17 s: no part of the first plan.
+# numba imports most of itself with the first function that is called, which takes 0.17 s. Now it is part of the import.
 _cpu = cast(Any, cpu_target)
 _cpu.typing_context.refresh()
 _cpu.target_context.refresh()

@@ -23,6 +23,7 @@ from shardc.passes.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
 from shardc.solver.costs import Costs
+from shardc.solver.kernels import Kernels, kernels_for
 from shardc.solver.search import ROUNDING, SETTLED
 from shardc.solver.tables import Given, Index, Table, whole
 
@@ -55,6 +56,7 @@ class Tables:
       domains: what each node may choose.
       unary, pairwise: seconds of choices, and of those of two nodes.
       memo: of what was computed from tables.
+      kernels: the implementation of the solver's loops, chosen by the size of the whole problem.
       offered: for each node the numbers of the choices that these tables have of it; None: all.
       unpriced: the tables that these are with prices on memory; None: these are without.
     """
@@ -63,6 +65,7 @@ class Tables:
     unary: Sequence[Table]
     pairwise: Mapping[tuple[int, int], Given]
     memo: Memo
+    kernels: Kernels
     offered: Sequence[Index] | None = None
     unpriced: Tables | None = None
 
@@ -86,7 +89,7 @@ class Tables:
                     both, key = (present, cost), ("sum", id(present), id(cost))
                     cost = memo.do(key, both, lambda both=both: whole(both[0]) + whole(both[1]))
                 pairwise[i, j] = cost
-        return cls(domains, unary, pairwise, memo)
+        return cls(domains, unary, pairwise, memo, kernels_for(pairwise.values()))
 
     @property
     def work(self) -> float:
@@ -135,8 +138,9 @@ class Tables:
             start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
         patience = PATIENCE if work is None else 1.0
         found = minimize(
-            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience, together
-        )
+            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience, together,
+            kernels=self.kernels,
+        )  # fmt: skip
         if self.offered is None:
             return found
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
@@ -174,7 +178,7 @@ class Tables:
             tables = tables_of(offered)
             return tables.unary, tables.pairwise
 
-        return move(some, start, self.labels, sweeps, self.memo, self.together)
+        return move(some, start, self.labels, sweeps, self.memo, self.together, self.kernels)
 
     def fuse(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
         """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.

@@ -28,7 +28,7 @@ from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import REPLICATED, SBP, AxisSizes, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, find_rule, gathered, signatures
-from shardc.solver.kernels import kinds
+from shardc.solver.kernels_numpy import kinds
 
 del _rules  # imported for its registrations
 

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, milp
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from shardc.passes.charge import Charges
 from shardc.solver.tables import Given, whole
@@ -49,7 +47,8 @@ class Relink:
         pairs = [(i, j) for i, j in tables.pairwise if position[i] >= 0 or position[j] >= 0]
         both = np.asarray([p for p in pairs if (position[list(p)] >= 0).all()], np.intp).reshape(-1, 2)
         edges = (np.ones(len(both)), (position[both[:, 0]], position[both[:, 1]]))
-        count, labels = connected_components(coo_array(edges, (differs.size,) * 2), directed=False)
+        graph = scipy.sparse.coo_array(edges, (differs.size,) * 2)
+        count, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
         self.part[differs] = labels
         self.costs = np.zeros(count)
         for i in differs.tolist():
@@ -95,8 +94,8 @@ class Relink:
                 there = (self._begin <= at) & (at < self._end)
                 rows.append(_sums(self._parts[there], self._bytes[there], self.costs.size))
                 rooms.append(float(room[at]))
-            solved = milp(
-                self.costs / scale, integrality=np.ones(self.costs.size), bounds=Bounds(0, 1),
+            solved = scipy.optimize.milp(
+                self.costs / scale, integrality=np.ones(self.costs.size), bounds=scipy.optimize.Bounds(0, 1),
                 constraints=(np.asarray(rows), -np.inf, np.asarray(rooms)),
                 options={"node_limit": NODES, "mip_rel_gap": CLOSE},
             )  # fmt: skip

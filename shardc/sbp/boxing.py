@@ -19,7 +19,6 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.compiled import compiled
 from shardc.mesh import MeshView
 from shardc.sbp.cost import (
     FEMTO,
@@ -443,22 +442,20 @@ def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
     return cost
 
 
-@compiled
-def _go_on(cost: NDArray[np.int64], to: NDArray[np.int64], price: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+def _go_on(cost: NDArray[np.int64], to: NDArray[np.intp], price: NDArray[np.int64], first: NDArray[np.intp]) -> None:
     """From each placement by its own steps until nothing changes (Bellman 1958, Ford 1956). A path has few steps."""
-    changed = True
-    while changed:
-        changed = False
-        for i in range(len(cost)):
-            row = cost[i]
-            for step in range(first[i], first[i + 1]):
-                further, by = cost[to[step]], price[step]
-                some = 0
-                for j in range(row.size):
-                    new = further[j] + by
-                    some |= new < row[j]
-                    row[j] = new if new < row[j] else row[j]
-                changed |= some != 0
+    ends = [to[a:b] for a, b in itertools.pairwise(first.tolist())]
+    prices = [price[a:b, None] for a, b in itertools.pairwise(first.tolist())]
+    changed = np.ones(len(cost), np.bool_)
+    while changed.any():
+        before, changed = changed, np.zeros(len(cost), np.bool_)
+        for i, j in enumerate(ends):
+            if not (before[j] | changed[j]).any():
+                continue
+            further = np.minimum.reduce(cost[j] + prices[i], 0)
+            if (further < cost[i]).any():
+                np.minimum(cost[i], further, out=cost[i])
+                changed[i] = True
 
 
 @lru_cache(maxsize=4096)

@@ -16,11 +16,9 @@ from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
-from shardc.compiled import compiled
 from shardc.solver.chain import Chain, End, Numbered
 from shardc.solver.near import Kinds, Near
 from shardc.solver.tables import Index, Pair
@@ -147,50 +145,51 @@ def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
     )
 
 
-@compiled
-def _follow(
-    s: _Steps, start: Index, other: Index, table: Index, kind: Kinds, place: int, variable: int
-) -> Index:  # fmt: skip
-    """The variables that steps lead to from one at that place; -1 where none does."""
-    cell, taken = np.full(s.start.size - 1, -1), np.zeros(kind.size, np.bool_)
-    cell[place], taken[variable] = variable, True
-    some = np.empty(cell.size + 1, np.intp)
-    heap, twins, turn = list(s.out[s.start[place] : s.start[place + 1]]), list(s.out[:0]), 0
-    heapify(heap)
-    while len(heap) > 0 or turn < len(twins):
-        sure = len(heap) > 0
-        if sure:
-            step = heappop(heap)
-        else:
-            step, turn = twins[turn], turn + 1
-        v, a = cell[s.place[step]], s.first[step]
-        while a < s.last[step]:
-            b, wanted, count = a, 0, 0
-            while b < s.last[step] and s.kind[b] == s.kind[a]:
-                wanted += cell[s.to[b]] < 0
-                b += 1
-            for e in range(start[v], start[v + 1]):
-                if table[e] == s.table[a] and kind[other[e]] == s.kind[a] and not taken[other[e]] and count <= wanted:
-                    k = count
-                    while k > 0 and some[k - 1] > other[e]:
-                        some[k] = some[k - 1]
-                        k -= 1
-                    some[k] = other[e]
-                    count += 1
-            if count == wanted > 1 and sure:  # unless they are told apart from elsewhere
-                twins.append(step)
-            elif count == wanted:
-                count = 0
-                for t in range(a, b):
-                    q = s.to[t]
-                    if cell[q] < 0:
-                        cell[q], taken[some[count]] = some[count], True
-                        count += 1
-                        for e in s.out[s.start[q] : s.start[q + 1]]:
-                            if cell[s.to[e]] < 0:
+class _Follower:
+    """Follows steps from one variable to the others of its cell; in lists, which Python reads faster than arrays."""
+
+    def __init__(self, steps: _Steps, near: Near, kind: Kinds) -> None:
+        self._place, self._table, self._to = steps.place.tolist(), steps.table.tolist(), steps.to.tolist()
+        self._wanted = steps.kind.tolist()
+        self._first, self._last = steps.first.tolist(), steps.last.tolist()
+        start, out = steps.start.tolist(), steps.out.tolist()
+        self._out: list[list[int]] = [out[a:b] for a, b in itertools.pairwise(start)]
+        self._start, self._other, self._tables = near.start.tolist(), near.other.tolist(), near.table.tolist()
+        self._kind: list[int] = kind.tolist()
+
+    def follow(self, place: int, variable: int) -> Index:
+        """The variables that steps lead to from one at that place; -1 where none does."""
+        cell, taken = [-1] * len(self._out), {variable}
+        cell[place] = variable
+        heap, twins, turn = self._out[place].copy(), list[int](), 0
+        heapify(heap)
+        while heap or turn < len(twins):
+            sure = bool(heap)
+            if sure:
+                step = heappop(heap)
+            else:
+                step, turn = twins[turn], turn + 1
+            v, a, last = cell[self._place[step]], self._first[step], self._last[step]
+            edges = range(self._start[v], self._start[v + 1])
+            while a < last:
+                kind, table = self._wanted[a], self._table[a]
+                b = next((b for b in range(a + 1, last) if self._wanted[b] != kind), last)
+                places = [q for q in self._to[a:b] if cell[q] < 0]
+                some = sorted(
+                    j for e in edges
+                    if self._tables[e] == table and self._kind[j := self._other[e]] == kind and j not in taken
+                )  # fmt: skip
+                if len(some) == len(places) > 1 and sure:  # unless they are told apart from elsewhere
+                    twins.append(step)
+                elif len(some) == len(places):
+                    taken.update(some)
+                    for q, j in zip(places, some, strict=True):
+                        cell[q] = j
+                        for e in self._out[q]:
+                            if cell[self._to[e]] < 0:
                                 heappush(heap, e)
-            a = b
-    return cell
+                a = b
+        return np.asarray(cell, np.intp)
 
 
 class _Alike:
@@ -207,7 +206,7 @@ class _Alike:
     def __init__(self, model: Index, kind: Kinds, problem: Numbered) -> None:
         self.model, self.kind, self.problem, self.near = model, kind, problem, problem.near
         self.broken: set[Pair] = set()
-        self._steps = _steps_in(model, kind, problem)
+        self._follower = _Follower(_steps_in(model, kind, problem), problem.near, kind)
         self._place = np.full(kind.size, model.size)  # of the variables of a cell that is looked at
         self._model_tables = self._tables(model)
 
@@ -302,8 +301,7 @@ class _Alike:
         """The variables that steps lead to from one at that place; None: not to all places."""
         if self.kind[variable] != self.kind[self.model[place]]:
             return None
-        near = self.near
-        cell = _follow(self._steps, near.start, near.other, near.table, self.kind, place, variable)
+        cell = self._follower.follow(place, variable)
         return cell if cell.min() >= 0 else None
 
     def _tables(self, cell: Index) -> Index:
@@ -353,10 +351,10 @@ def _cut_well(chain: Chain, free: Container[Pair]) -> Index | None:
     row, one = np.arange(count), np.ones(count)
     entries = np.concatenate((one, -one, -one, one))
     columns = np.concatenate((second, first, size + row, size + count + row))
-    matrix = coo_array((entries, (np.tile(row, 4), columns)), (count, size + 2 * count)).tocsr()
+    matrix = scipy.sparse.coo_array((entries, (np.tile(row, 4), columns)), (count, size + 2 * count)).tocsr()
     cost = np.concatenate((np.zeros(size), weight, weight))
     bounds = [(0, 0)] + [(None, None)] * (size - 1) + [(0, None)] * (2 * count)
-    offsets = np.rint(linprog(cost, A_eq=matrix, b_eq=between, bounds=bounds).x[:size]).astype(int)
+    offsets = np.rint(scipy.optimize.linprog(cost, A_eq=matrix, b_eq=between, bounds=bounds).x[:size]).astype(int)
     offsets += middle - (offsets.min() + offsets.max()) // 2
     if offsets.min() < 0 or offsets.max() >= len(chain.cells):
         return None

@@ -215,7 +215,8 @@ class Chain:
             return None
         inside = [v for v, some in enumerate(small.inside) if some]
         number = {v: k for k, v in enumerate(inside)}
-        dual = Dual([small.own[v] for v in inside], [{number[j]: t for j, t in small.near[v].items()} for v in inside])
+        near = [{number[j]: t for j, t in small.near[v].items()} for v in inside]
+        dual = Dual([small.own[v] for v in inside], near, ops.kernels)
         last = -np.inf
         for turn in range(1, RAISINGS + 1):
             dual.raise_bound()

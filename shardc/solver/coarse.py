@@ -14,7 +14,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.kernels import least_of_groups
+from shardc.solver import kernels_numpy
+from shardc.solver.kernels import Kernels
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Lookup, Memo, Pair, Table, whole
 
@@ -49,13 +50,14 @@ class _Groups(NamedTuple):
         return found
 
 
-def _least(table: Given, a: _Groups, b: _Groups) -> Table:
+def _least(table: Given, a: _Groups, b: _Groups, kernels: Kernels) -> Table:
     """Of each pair of groups."""
     if isinstance(table, Lookup):
         matrix, rows, columns = table.matrix, table.rows, table.columns
     else:
         matrix, rows, columns = whole(table), np.arange(table.shape[0]), np.arange(table.shape[1])
-    return least_of_groups(np.ascontiguousarray(matrix), rows, columns, a.group, b.group, a.first.size, b.first.size)
+    matrix = np.ascontiguousarray(matrix)
+    return kernels.least_of_groups(matrix, rows, columns, a.group, b.group, a.first.size, b.first.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +77,11 @@ class Coarse:
     ops: Operations
 
     @classmethod
-    def of(cls, unary: Sequence[Table], pairwise: Mapping[Pair, Given], labels: Sequence[Labels]) -> Coarse:
-        ops = Operations(Memo())
+    def of(
+        cls, unary: Sequence[Table], pairwise: Mapping[Pair, Given], labels: Sequence[Labels],
+        kernels: Kernels = kernels_numpy,
+    ) -> Coarse:  # fmt: skip
+        ops = Operations(Memo(), kernels)
         do = ops.memo.do
 
         found = [do(("groups", id(of)), of, lambda of=of: _Groups.of(of)) for of in labels]
@@ -87,7 +92,7 @@ class Coarse:
         tables = {
             (i, j): do(
                 ("least", id(t), id(a := found[i]), id(b := found[j])), (t, a, b),
-                lambda t=t, a=a, b=b: ops.one(_least(t, a, b)),
+                lambda t=t, a=a, b=b: ops.one(_least(t, a, b, kernels)),
             )
             for (i, j), t in pairwise.items()
         }  # fmt: skip

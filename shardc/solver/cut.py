@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 SOURCE: Final = 0
 SINK: Final = 1
@@ -76,16 +75,16 @@ class Repeatable:
         capacity = np.full(len(tails), UNCUT, np.int32)
         capacity[finite] = np.ceil(costs[finite] * scale)
         network = self._network(capacity)
-        side = self._side(network - maximum_flow(network, SOURCE, SINK).flow)
+        side = self._side(network - scipy.sparse.csgraph.maximum_flow(network, SOURCE, SINK).flow)
         needed, again = side[2 : 2 + len(self.sizes)], side[2 + len(self.sizes) :]
         return needed & ~((self.makers >= 0) & again[self.makers]), again
 
-    def _network(self, capacity: NDArray[np.int32]) -> csr_array:
+    def _network(self, capacity: NDArray[np.int32]) -> scipy.sparse.csr_array:
         size = 2 + len(self.sizes) + len(self.seconds)
-        return csr_array((capacity, self._edges), shape=(size, size))
+        return scipy.sparse.csr_array((capacity, self._edges), shape=(size, size))
 
-    def _side(self, network: csr_array) -> NDArray[np.bool_]:
+    def _side(self, network: scipy.sparse.csr_array) -> NDArray[np.bool_]:
         network.eliminate_zeros()
         found = np.zeros(2 + len(self.sizes) + len(self.seconds), np.bool_)
-        found[breadth_first_order(network, SOURCE, return_predecessors=False)] = True
+        found[scipy.sparse.csgraph.breadth_first_order(network, SOURCE, return_predecessors=False)] = True
         return found

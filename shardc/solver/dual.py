@@ -17,9 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from shardc.solver import kernels
-from shardc.solver.kernels import Graph, Single
-from shardc.solver.tables import Index, Pair, Table, double
+from shardc.solver import kernels_numpy
+from shardc.solver.graph import Graph
+from shardc.solver.kernels import Kernels
+from shardc.solver.tables import Index, Pair, Single, Table, double
 
 CALL: Final = 1 << 18
 STEP: Final = 1 << 8
@@ -46,15 +47,13 @@ def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
 
 
 def graph_of(
-    sizes: Sequence[int], near: Sequence[Mapping[int, Table]], single: Mapping[int, Single], order: Sequence[int]
-) -> Graph:
-    """The graph of a problem whose variables are visited in that order; `single`: tables by their `id`s, or none."""
+    sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: Sequence[int]
+) -> tuple[Graph, list[Table]]:  # fmt: skip
+    """The graph of a problem whose variables are visited in that order, and the table of each edge."""
     place = np.empty(len(order), np.intp)
     place[order] = np.arange(len(order))
     where = place.tolist()
-    different = {id(t): t for n in near for t in n.values()}
-    addresses = {name: (t.ctypes.data, single[name].ctypes.data if single else 0) for name, t in different.items()}
-    start, split, other, tables = [0], list[int](), list[int](), list[tuple[int, int]]()
+    start, split, other, tables = [0], list[int](), list[int](), list[Table]()
     number: dict[tuple[int, int], int] = {}
     for v, some in enumerate(near):
         ends = sorted(some, key=lambda j: where[j] > where[v])
@@ -62,7 +61,7 @@ def graph_of(
         for j in ends:
             number[v, j] = len(other)
             other.append(j)
-            tables.append(addresses[id(some[j])])
+            tables.append(some[j])
         start.append(len(other))
     twin = np.asarray([number[j, v] for v, j in number], np.intp)
     first = np.cumsum([0, *sizes])
@@ -72,26 +71,26 @@ def graph_of(
     at = np.empty(len(other), np.intp)
     at[twin] = np.cumsum(lengths) - lengths
     behind = splits - starts[:-1]
-    table, single_table = np.asarray(tables, np.intp).reshape(-1, 2).T.copy()
     share = 1.0 / np.maximum(np.maximum(behind, degree - behind), 1)
-    return Graph(
-        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, table, single_table,
-        at, share, 1.0 - behind * share,
+    graph = Graph(
+        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, at, share,
+        1.0 - behind * share,
     )  # fmt: skip
+    return graph, tables
 
 
-def _single(tables: Sequence[Table]) -> dict[int, Single]:
-    """The entries of large tables in single precision by the tables' `id`s, one after the other in memory."""
+def _singles(tables: Sequence[Table]) -> list[Single]:
+    """The tables in single precision, one after the other in memory; none where they are small."""
     different = {id(t): t for t in tables}
     size = sum(t.size for t in different.values())
     if size <= CACHED:
-        return {}
+        return []
     entries, found, at = np.empty(size, np.float32), dict[int, Single](), 0
     for name, table in different.items():
-        found[name] = part = entries[at : at + table.size]
-        part[:] = table.reshape(-1)
+        found[name] = part = entries[at : at + table.size].reshape(table.shape)
+        part[:] = table
         at += table.size
-    return found
+    return [found[id(t)] for t in tables]
 
 
 class Dual:
@@ -105,7 +104,9 @@ class Dual:
       messages: to the variables, one after the other.
     """
 
-    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
+    def __init__(
+        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels = kernels_numpy
+    ) -> None:  # fmt: skip
         """Of a problem of finite costs, in which each variable and each row of a table has an allowed entry.
 
         Args:
@@ -117,8 +118,10 @@ class Dual:
         self.values: Index = np.zeros(len(own), np.intp)
         self.readings: list[Index] = []
         order = outwards(near)
-        self._single = _single([t for v in order for t in self.near[v].values()])
-        self.graph = graph_of([u.size for u in own], self.near, self._single, order)
+        self.graph, tables = graph_of([u.size for u in own], self.near, order)
+        singles = _singles(tables)
+        self._rough = bool(singles)
+        self._kernels, self._passes = kernels, kernels.passes(self.graph, tables, singles)
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
@@ -143,52 +146,52 @@ class Dual:
         self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            bound = self._send(forward, exact=not self._single or (last and not forward), read=last)
+            bound = self._send(forward, exact=not self._rough or (last and not forward), read=last)
             if last:
                 self.readings.append(self.values.copy())
         if bound < self.bound:
             self.messages = self._begin = known
             self._last = None
-            if last and self._single:
+            if last and self._rough:
                 self.bound = self._send(False, exact=True, read=False)
             return
         self.bound, after = bound, self.messages
         change, self._begin = after - begin, after
         if self._last is not None:
-            self._begin = kernels.further(after, change, *self._last)
+            self._begin = self._kernels.further(after, change, *self._last)
         self._last = after, change
 
     def _send(self, forward: bool, exact: bool, read: bool) -> float:
-        return kernels.send(self.graph, self.own, self.messages, forward, exact, read, self.values)
+        return self._passes.send(self.own, self.messages, forward, exact, read, self.values)
 
     def cost(self, values: Index) -> float:
-        return kernels.improve(self.graph, self.own, values, 0)
+        return self._passes.improve(self.own, values, 0)
 
     def improve(self, values: Index, passes: int) -> Index:
         """Each variable in turn takes what is best, the others as they are."""
         found = values.copy()
-        kernels.improve(self.graph, self.own, found, passes)
+        self._passes.improve(self.own, found, passes)
         return found
 
     def around(self, values: Index) -> Table:
         """For each value of each variable what its tables cost, the others as they are."""
         found = np.zeros(self.own.size)
-        kernels.around(self.graph, values, found)
+        self._passes.around(values, found)
         return found
 
     def better_of(self, best: Index, other: Index) -> Index:
         """The better one in each part of the graph in which two assignments differ."""
-        return kernels.better_of(self.graph, self.own, best, other)
+        return self._passes.better_of(self.own, best, other)
 
     def excess(self) -> Table:
         """For each value of each variable by how much at least an assignment that has it costs more than the bound, as
         the messages are now."""
-        return kernels.excess(self.graph, self.own, self.messages)
+        return self._passes.excess(self.own, self.messages)
 
     def handed(self) -> dict[Pair, Table]:
         """For variables (v, j) that are neighbours what j's values cost of their table, as the messages of the last
         pass write it. What is left of the table costs nothing at least, or a constant."""
-        _, given = kernels.handed(self.graph, self.own, self.messages)
+        _, given = self._passes.handed(self.own, self.messages)
         found: dict[Pair, Table] = {}
         for v, j, there, back in self._edges_back():
             found[v, j], found[j, v] = self.messages[there], -given[back]
@@ -198,14 +201,14 @@ class Dual:
         """The problem of some values as the messages of the last pass write it: a constant (the bound), and what values
         and pairs of values cost more than that, nowhere negative but for rounding. Pairs are (variable, one visited
         earlier)."""
-        left, given = kernels.handed(self.graph, self.own, self.messages)
+        left, given = self._passes.handed(self.own, self.messages)
         constant, own, tables = 0.0, list[Table](), dict[Pair, Table]()
         for mine, some in zip(np.split(left, self.first[1:]), values, strict=True):
             least = float(mine.min())
             constant += least
             own.append(mine[some] - least)
         for v, j, there, back in self._edges_back():
-            table = kernels.block(self.near[v][j], values[v], values[j])
+            table = self._kernels.block(self.near[v][j], values[v], values[j])
             table += given[back][values[v], None] - self.messages[there][values[j]]
             least = float(table.min())
             constant += least

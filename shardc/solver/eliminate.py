@@ -16,7 +16,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardc.solver import kernels
+from shardc.solver import kernels_numpy
+from shardc.solver.kernels import Kernels
 from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
 
 Scope: TypeAlias = tuple[int, ...]
@@ -107,10 +108,11 @@ class Elimination:
     """
 
     def __init__(
-        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None
-    ) -> None:
+        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None,
+        kernels: Kernels = kernels_numpy,
+    ) -> None:  # fmt: skip
         self.least, self.work = 0.0, 0.0
-        self._held = held
+        self._held, self._kernels = held, kernels
         self._back: list[tuple[int, Table, dict[Scope, Table]]] = []
         self._largest = float(np.clip(HELD_WORK / max(len(unary), 1), *HELD_TABLE))
         self._own = list(unary)
@@ -205,7 +207,8 @@ class Elimination:
         self.work += math.prod((float(self._own[i].size) for i in rest), start=float(self._own[v].size))
         # the widest last, so that the inner loop is long
         rest.sort(key=lambda i: (self._own[i].size, i))
-        least = _least_sum([((v,), self._own[v]), *sorted(tables.items(), key=lambda item: item[0])], v, rest)
+        terms = [((v,), self._own[v]), *sorted(tables.items(), key=lambda item: item[0])]
+        least = _least_sum(terms, v, rest, self._kernels)
         scope = tuple(sorted(rest))
         self._put(scope, least.transpose([rest.index(i) for i in scope]))
 
@@ -218,7 +221,7 @@ def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]
     return total
 
 
-def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int]) -> Table:
+def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int], kernels: Kernels) -> Table:
     """The minimum over `v` of a sum of tables, in the dimensions of `rest`."""
     if not rest:
         return np.sum([table for _, table in terms], 0).min()

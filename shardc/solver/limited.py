@@ -60,7 +60,7 @@ class Limited:
         self.near = [{number[j]: t for j, t in problem.near[v].items()} for v in self.inside]
         self.times = Times([problem.uses[v] for v in self.inside], problem.fixed_uses, limit)
         self.limit, self.work = limit, work
-        self.dual = Dual(self.own, self.near)
+        self.dual = Dual(self.own, self.near, problem.ops.kernels)
         sizes = np.asarray([u.size for u in self.own], np.intp)
         self.first, self.flat = self.dual.first, self.dual.own
         self.variable = np.repeat(np.arange(len(sizes)), sizes)
@@ -186,12 +186,12 @@ class Limited:
 
     def least_peak(self) -> tuple[Index, float]:
         """Looks for an assignment of the least memory, whatever it costs; and a bound that no allowed one is below."""
-        if not self.inside:
-            return np.zeros(0, np.intp), float(self.times.least.max(initial=0.0))
+        if not self.inside or not self.problem.feasible:
+            return np.zeros(len(self.inside), np.intp), float(self.times.least.max(initial=0.0))
         nothing = np.where(np.isfinite(self.flat), 0.0, np.inf)
         free = {id(t): np.where(np.isfinite(t), 0.0, np.inf) for n in self.near for t in n.values()}
         near = [{j: free[id(t)] for j, t in n.items()} for n in self.near]
-        dual = Dual(np.split(nothing, self.first[1:]), near)
+        dual = Dual(np.split(nothing, self.first[1:]), near, self.problem.ops.kernels)
         times, base = self.times, self.limit - self.times.room
         prices = np.full(base.size, 1.0 / max(base.size, 1))
         bound, best, peak = float(times.least.max(initial=0.0)), dual.values, np.inf

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.costs import Costs
+from shardc.solver.kernels import Kernels
 from shardc.solver.search import MOVE_WORK, SETTLED
 from shardc.solver.solve import minimize
 from shardc.solver.tables import Given, Index, Memo, Pair, Table
@@ -26,6 +27,7 @@ def move(
     sweeps: int,
     memo: Memo | None = None,
     together: Sequence[Sequence[int]] | None = None,
+    kernels: Kernels | None = None,
 ) -> list[int]:
     """An assignment that costs no more than the start, whose values come from it by changes in one column of the labels
     after the other.
@@ -33,7 +35,7 @@ def move(
     Args:
       among: the problem.
       start: an assignment that is allowed.
-      labels, memo, together: as those of `minimize`.
+      labels, memo, together, kernels: as those of `minimize`.
       sweeps: over all columns, at most.
     """
     memo, begin = memo or Memo(), np.asarray(start, np.intp)
@@ -45,12 +47,12 @@ def move(
             memo.do(("like", id(of), column, v), of, lambda of=of, c=column, v=v: _like(of, c, v))
             for of, v in zip(labels, values.tolist(), strict=True)
         ]
-        values, before, after = _best_among(among, offered, values, memo, together)
+        values, before, after = _best_among(among, offered, values, memo, together, kernels)
         settled = settled + 1 if after >= before * (1 - SETTLED) else 1
         if settled == columns:
             break
     if together is not None:  # it may be that those of the start were not
-        values, *_ = _best_among(among, choices_of([begin, values]), begin, memo)
+        values, *_ = _best_among(among, choices_of([begin, values]), begin, memo, None, kernels)
     return values.tolist()
 
 
@@ -69,13 +71,14 @@ def _like(labels: NDArray[np.int64], column: int, value: int) -> Index:
 
 
 def _best_among(
-    among: Among, offered: Sequence[Index], start: Index, memo: Memo, together: Sequence[Sequence[int]] | None = None
-) -> tuple[Index, float, float]:
+    among: Among, offered: Sequence[Index], start: Index, memo: Memo, together: Sequence[Sequence[int]] | None,
+    kernels: Kernels | None,
+) -> tuple[Index, float, float]:  # fmt: skip
     """The best found of some values, none worse than the start; and what both cost, up to a constant."""
     unary, pairwise = among(offered)
     begin = [int(np.searchsorted(some, v)) for some, v in zip(offered, start, strict=True)]
     before = Costs(unary, pairwise).cost(begin)
-    found = minimize(unary, pairwise, begin, memo, MOVE_WORK, SETTLED, together=together)
+    found = minimize(unary, pairwise, begin, memo, MOVE_WORK, SETTLED, together=together, kernels=kernels)
     if not found.cost < before:
         return start, before, before
     return np.asarray([some[v] for some, v in zip(offered, found.values, strict=True)], np.intp), before, found.cost

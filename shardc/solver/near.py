@@ -1,4 +1,4 @@
-"""The neighbours of variables in arrays, so that what is done for all edges is done by numpy or in a compiled loop."""
+"""The neighbours of variables in arrays, so that NumPy handles all edges in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.compiled import compiled
 from shardc.solver.tables import Index
 
 Kinds: TypeAlias = NDArray[np.uint64]
@@ -90,7 +89,22 @@ class Near:
 
     def grown(self, begin: Index, kind: Index, most: Index) -> Index:
         """The same, of each kind as many as it may be."""
-        return _grown(self.start, self.other, begin, kind, most)
+        start, other, kinds, left = self.start.tolist(), self.other.tolist(), kind.tolist(), most.tolist()
+        found: list[int] = []
+        seen = [False] * len(kinds)
+        reached: list[int] = begin.tolist()
+        turn = 0
+        while True:
+            for j in reached:
+                if not seen[j] and left[kinds[j]] > 0:
+                    seen[j] = True
+                    left[kinds[j]] -= 1
+                    found.append(j)
+            if turn == len(found):
+                return np.asarray(found, np.intp)
+            v = found[turn]
+            reached = other[start[v] : start[v + 1]]
+            turn += 1
 
 
 def _before(counts: NDArray[Any]) -> NDArray[Any]:
@@ -105,26 +119,3 @@ def _mixed(bits: Kinds) -> Kinds:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-@compiled
-def _grown(start: Index, other: Index, begin: Index, kind: Index, most: Index) -> Index:
-    found, left = np.empty(kind.size, np.intp), most.copy()
-    seen = np.zeros(kind.size, np.bool_)
-    count = 0
-    for v in begin:
-        if left[kind[v]] > 0:
-            seen[v], found[count] = True, v
-            left[kind[v]] -= 1
-            count += 1
-    at = 0
-    while at < count:
-        v = found[at]
-        at += 1
-        for e in range(start[v], start[v + 1]):
-            j = other[e]
-            if left[kind[j]] > 0 and not seen[j]:
-                seen[j], found[count] = True, j
-                left[kind[j]] -= 1
-                count += 1
-    return found[:count]

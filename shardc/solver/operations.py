@@ -12,7 +12,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver import kernels
+from shardc.solver import kernels_numpy
+from shardc.solver.kernels import Kernels
 from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table, double
 
 COPY: Final = 4
@@ -40,8 +41,8 @@ def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concat
 class Operations:
     """Operations on tables, done once for the same operands. `work` counts the entries that were touched."""
 
-    def __init__(self, memo: Memo) -> None:
-        self.memo = memo
+    def __init__(self, memo: Memo, kernels: Kernels = kernels_numpy) -> None:
+        self.memo, self.kernels = memo, kernels
         self.work = 0.0
 
     def one(self, table: A) -> A:
@@ -103,8 +104,8 @@ class Operations:
     @_once
     def _block(self, table: Given, rows: Index, columns: Index) -> Table:
         if isinstance(table, Lookup):
-            return self._one(kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
-        return self._one(kernels.block(table, rows, columns))
+            return self._one(self.kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
+        return self._one(self.kernels.block(table, rows, columns))
 
     def where(self, mask: NDArray[np.bool_]) -> Index:
         return self.memo.one(np.flatnonzero(mask))
@@ -150,13 +151,13 @@ class Operations:
     def plain(self, table: Table) -> bool:
         """Whether it says nothing of one variable alone: all rows are supported, nothing follows, and it is no sum."""
         self.work += table.size
-        return kernels.is_plain(table, SUM)
+        return self.kernels.is_plain(table, SUM)
 
     @_once
     def classes(self, table: Table) -> tuple[Index, Index]:
         """(first, number): the first of each kind of equal rows, and each row's kind."""
         self.work += table.size
-        first, number = kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
+        first, number = self.kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
         return self.memo.one(first), self.memo.one(number)
 
     @_once
@@ -164,13 +165,13 @@ class Operations:
         """For rows a, b the least over the columns of table[a] - table[b]."""
         if table.size * len(table) <= CHUNK:
             self.work += table.size * len(table)
-            return kernels.least_gain(np.ascontiguousarray(table.T))
+            return self.kernels.least_gain(np.ascontiguousarray(table.T))
         first, number = self.classes(table)
         small = table[first]
         columns, _ = self.classes(np.ascontiguousarray(small.T))
         small = small[:, columns]
         self.work += small.size * len(small)
-        return kernels.block(kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
+        return self.kernels.block(self.kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
 
     def needed(self, own: Table, tables: Sequence[Table], uses: Sequence[Table]) -> Index | None:
         """The values that no other beats, whatever the neighbours take; None: all of them.
@@ -186,7 +187,7 @@ class Operations:
                     gain = gain + self.least_gain(table)
             for use in uses:
                 gain = np.where(use[:, None] >= use, gain, -np.inf)
-            index = kernels.unbeaten(gain)
+            index = self.kernels.unbeaten(gain)
             return self.memo.one(index) if index.size < own.size else None
 
         key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
@@ -206,11 +207,11 @@ class Operations:
         first, number = self.classes(self.turned(left))
         last, name = self.classes(self.turned(right))
         small = self._least_sum(left[:, first] + own[:, None], right[:, last])
-        return self._one(kernels.block(small, number, name))
+        return self._one(self.kernels.block(small, number, name))
 
     def _least_sum(self, left: Table, right: Table) -> Table:
         self.work += left.size * right.shape[1]
-        return kernels.least_product(np.ascontiguousarray(left), np.ascontiguousarray(right))
+        return self.kernels.least_product(np.ascontiguousarray(left), np.ascontiguousarray(right))
 
     def _one(self, table: Table) -> Table:
         self.work += COPY * table.size

@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver import kernels
 from shardc.solver.costs import by_identity, ends_of
 from shardc.solver.operations import Operations
 from shardc.solver.tables import Given, Index, Pair, Table
@@ -311,7 +310,7 @@ class Reduction:
         allowed = dict[Pair, NDArray[np.bool_]]()
         with np.errstate(invalid="ignore"):
             for (v, j), table in tables.items():
-                allowed[v, j] = kernels.affordable(table, star[v] - least[v, j], star[j] - least[j, v], slack)
+                allowed[v, j] = self.ops.kernels.affordable(table, star[v] - least[v, j], star[j] - least[j, v], slack)
         left = {v: some <= slack for v, some in star.items()}
         _leave_supported(left, around, allowed)
         found, kept = self.copy(), {v: self.ops.where(some) for v, some in left.items()}
@@ -321,7 +320,7 @@ class Reduction:
         for v, index in kept.items():
             found.rewrite(v, values[v][index], own[v][index])
         for (v, j), table in tables.items():
-            block, fewer = kernels.block_of_allowed(table, allowed[v, j], kept[v], kept[j])
+            block, fewer = self.ops.kernels.block_of_allowed(table, allowed[v, j], kept[v], kept[j])
             found.link(v, j, block if fewer else self.ops.block(table, kept[v], kept[j]))
         found._touch(kept)
         return found

@@ -16,10 +16,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver import kernels
 from shardc.solver.costs import Costs
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
+from shardc.solver.kernels import Kernels
 from shardc.solver.reduce import Reduction
 from shardc.solver.tables import Index, Pair, Table
 
@@ -158,7 +158,7 @@ class Search:
         r = self.problem
         number = {v: k for k, v in enumerate(inside)}
         near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
-        part = _Part([r.own[v] for v in inside], near)
+        part = _Part([r.own[v] for v in inside], near, r.ops.kernels)
         values = [np.arange(u.size) for u in part.own]
         if part.easy(values):
             self._offer_part(inside, self._eliminate(part, values))
@@ -167,7 +167,7 @@ class Search:
         if not self._tied:
             self._tied = True
             self._tie()
-        dual = Dual(part.own, near)
+        dual = Dual(part.own, near, r.ops.kernels)
         best = self._known(inside, dual.values)
         read, looked = np.inf, STEP * len(inside)
         gaps: list[float] = []
@@ -297,8 +297,8 @@ class Search:
 class _Part:
     """Costs and tables of variables among which some values are looked at."""
 
-    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
-        self.own, self.near = own, near
+    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels) -> None:
+        self.own, self.near, self._kernels = own, near, kernels
         self._order = elimination_order(len(own), [(v, j) for v, n in enumerate(near) for j in n if v < j])
 
     def easy(self, values: Sequence[Index], work: float = 0.0) -> bool:
@@ -319,10 +319,11 @@ class _Part:
                     mine = mine + table[some, values[j][0]]
             own.append(mine)
         pairwise = {
-            (a, b): kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs
+            (a, b): self._kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w])
+            for a, b in pairs
         }
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
-        elimination = Elimination(own, pairwise, start)
+        elimination = Elimination(own, pairwise, start, self._kernels)
         found = elimination.run(range(len(order)))
         whole = np.asarray([some[0] for some in values])
         for v, value in zip(order, found, strict=True):

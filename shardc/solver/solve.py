@@ -16,6 +16,7 @@ from shardc.solver.chain import Chain, Numbered, Part
 from shardc.solver.coarse import Coarse, is_large
 from shardc.solver.costs import Costs
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
+from shardc.solver.kernels import Kernels, kernels_for
 from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
@@ -140,8 +141,8 @@ def solve(
     Raises:
       ValueError: a table whose shape is not that of its variables.
     """
-    ops = Operations(memo or Memo())
     pairwise = {pair: double(np.asarray(t)) for pair, t in pairwise.items()}
+    ops = Operations(memo or Memo(), kernels_for(pairwise.values()))
     unary = [double(np.asarray(u)) for u in unary]
     full = Costs(unary, pairwise)
     limit = work if memory is None else UNLIMITED_PART * work
@@ -192,6 +193,7 @@ def minimize(
     patience: float = 1.0,
     together: Sequence[Sequence[int]] | None = None,
     coarse: bool = True,
+    kernels: Kernels | None = None,
 ) -> Assignment:
     """Minimises sum_i unary[i][x_i] + sum_(i,j) pairwise[i,j][x_i, x_j].
 
@@ -209,8 +211,9 @@ def minimize(
       patience: so many times the work may be done while cost and bound are more than 1 % from each other.
       together: classes of variables (`alike`) that are to take one value; the bound is of such assignments.
       coarse: whether values of the same labels may be taken as one at first.
+      kernels: the implementation of loops over tables; None: by the size of this problem. The result is the same.
     """
-    ops = Operations(memo or Memo())
+    ops = Operations(memo or Memo(), kernels or kernels_for(pairwise.values()))
     unary = [double(np.asarray(u)) for u in unary]
     full = Costs(unary, pairwise)
     problem = Reduction.of(unary, pairwise, [], ops)
@@ -226,12 +229,14 @@ def minimize(
             part: Part, start: Sequence[int] | None = None, close: float = close, coarse: bool = True
         ) -> Assignment:
             some = None if labels is None else [labels[v] for v in part.variables]
-            return minimize(part.unary, part.pairwise, start, ops.memo, work, close, some, patience, None, coarse)
+            return minimize(
+                part.unary, part.pairwise, start, ops.memo, work, close, some, patience, None, coarse, ops.kernels
+            )  # fmt: skip
 
         aim, enough = (SETTLED, SETTLED) if large else (close, max(close, SEAMS))
         settled = _settled_by_cells(chain, search, solve_part, aim, enough)
     elif together is None and labels and large and coarse:
-        settled = _settled_by(Coarse.of(unary, pairwise, labels), search) or search.spent
+        settled = _settled_by(Coarse.of(unary, pairwise, labels, ops.kernels), search) or search.spent
     else:
         settled = False
     if not settled:
@@ -316,7 +321,8 @@ def by_cost(
     order = elimination_order(len(unary), list(pairwise))
     if elimination_work([u.size for u in unary], list(pairwise), order)[0] > work:
         return None
-    found = Elimination(unary, {pair: whole(t) for pair, t in pairwise.items()})
+    tables = {pair: whole(t) for pair, t in pairwise.items()}
+    found = Elimination(unary, tables, kernels=kernels_for(tables.values()))
     found.run(order)
     return found.by_cost()
 

@@ -1,4 +1,5 @@
-"""Compiled loops, against numpy; and messages, against all assignments."""
+"""The loops over tables in both implementations: against plain formulas, against each other, and messages against all
+assignments."""
 
 import itertools
 import subprocess
@@ -6,13 +7,25 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardc.compiled import compiled
 from shardc.solver import dual as dual_module
-from shardc.solver import kernels
+from shardc.solver import kernels as kernels_module
+from shardc.solver import kernels_numba, kernels_numpy, minimize, solve
 from shardc.solver.dual import Dual
-from shardc.solver.tables import Lookup, double
-from tests.solver.problems import every, random_problem, repeated_layers, shapes
+from shardc.solver.kernels import kernels_for
+from shardc.solver.passes_numpy import least_sums
+from shardc.solver.tables import CHUNK, Lookup, double
+from tests.solver.problems import every, random_memory, random_problem, repeated_layers, shapes
+
+LONG = kernels_numba.LONG
+
+
+@pytest.fixture(params=[kernels_numpy, kernels_numba], ids=["numpy", "numba"])
+def kernels(request):
+    return request.param
 
 
 def costs(rng, *shape, forbidden=0.2):
@@ -20,18 +33,20 @@ def costs(rng, *shape, forbidden=0.2):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 11])
-@pytest.mark.parametrize("columns", [1, 3, 17, kernels.LONG, 100])
+@pytest.mark.parametrize("columns", [1, 3, 17, LONG, 100])
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_least_sums(rows, columns, kind):
     rng = np.random.default_rng(rows * 100 + columns)
     table, here = costs(rng, rows, columns).astype(kind), rng.standard_normal(rows).astype(kind)
-    out = np.zeros(columns, kind)
-    kernels.least_sums(table.reshape(-1), here, out)
+    out, other = np.zeros((2, columns), kind)
+    kernels_numba.least_sums(table.reshape(-1), here, out)
+    least_sums(table, here, other, np.empty(3 * columns, kind))
     np.testing.assert_array_equal(out, (table + here[:, None]).min(0))
+    np.testing.assert_array_equal(other, out)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_least_product(seed):
+def test_least_product(kernels, seed):
     rng = np.random.default_rng(seed)
     k, a, b = rng.integers(1, 9, 3)
     left, right = costs(rng, k, a), costs(rng, k, b)
@@ -41,7 +56,7 @@ def test_least_product(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_least_gain(seed):
+def test_least_gain(kernels, seed):
     """What both rows forbid says nothing of either."""
     rng = np.random.default_rng(seed)
     columns = costs(rng, *rng.integers(1, 7, 2))
@@ -51,14 +66,14 @@ def test_least_gain(seed):
         assert found[a, b] == min(both, default=np.inf)
 
 
-def test_block():
+def test_block(kernels):
     rng = np.random.default_rng(0)
     table, rows, columns = costs(rng, 5, 7), np.array([0, 3, 4]), np.array([6, 2])
     np.testing.assert_array_equal(kernels.block(table, rows, columns), table[rows[:, None], columns])
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_allowed_of_a_block(seed):
+def test_what_is_allowed_of_a_block(kernels, seed):
     rng = np.random.default_rng(seed)
     table, mine, theirs = costs(rng, 5, 7), rng.standard_normal(5), rng.standard_normal(7)
     allowed = kernels.affordable(table, mine, theirs, 0.5)
@@ -70,7 +85,7 @@ def test_what_is_allowed_of_a_block(seed):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 3), (4, 0), (1, 1), (30, 1), (200, 5), (200, 90)])
-def test_kinds_of_rows(rows, columns):
+def test_kinds_of_rows(kernels, rows, columns):
     rng = np.random.default_rng(rows + columns)
     different = rng.integers(0, 3, (max(rows // 4, 1), columns)).astype(np.float64)
     table = different[rng.integers(0, len(different), rows)]
@@ -81,7 +96,7 @@ def test_kinds_of_rows(rows, columns):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_is_plain(seed):
+def test_is_plain(kernels, seed):
     """Not what has a row of nothing, one that follows from the other, or a sum of two vectors."""
     rng = np.random.default_rng(seed)
     rows, columns = rng.integers(1, 5, 2)
@@ -100,7 +115,7 @@ def test_is_plain(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_unbeaten(seed):
+def test_unbeaten(kernels, seed):
     """Each value that goes is beaten by one that stays, and one stays of those that beat each other."""
     rng = np.random.default_rng(seed)
     place = rng.integers(0, 4, (rng.integers(1, 9), 2))  # beaten is what is as large in both ways: an order
@@ -113,7 +128,7 @@ def test_unbeaten(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_least_of_sum(seed):
+def test_least_of_sum(kernels, seed):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 5, rng.integers(2, 6))
     arrays, begins, strides, taken = [], [], [], 0
@@ -136,7 +151,7 @@ def test_least_of_sum(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_least_of_groups(seed):
+def test_least_of_groups(kernels, seed):
     rng = np.random.default_rng(seed)
     rows, columns = rng.integers(0, 4, 9), rng.integers(0, 5, 7)
     table = Lookup(costs(rng, 4, 5), rows, columns)
@@ -147,11 +162,11 @@ def test_least_of_groups(seed):
     np.testing.assert_array_equal(found, want)
 
 
-def dual_of(unary, pairwise):
+def dual_of(unary, pairwise, kernels):
     near = [{} for _ in unary]
     for (i, j), table in pairwise.items():
         near[i][j], near[j][i] = table, np.ascontiguousarray(table.T)
-    return Dual(unary, near)
+    return Dual(unary, near, kernels)
 
 
 def cost(unary, pairwise, x):
@@ -161,12 +176,12 @@ def cost(unary, pairwise, x):
 @pytest.mark.parametrize("cached", [0, dual_module.CACHED])
 @pytest.mark.parametrize("shape", shapes)
 @pytest.mark.parametrize("seed", range(10))
-def test_messages_say_what_is_so(shape, seed, cached, monkeypatch):
+def test_messages_say_what_is_so(kernels, shape, seed, cached, monkeypatch):
     """The bound is one, no value costs less than its excess says, and neither does what is handed change the costs."""
     monkeypatch.setattr(dual_module, "CACHED", cached)
     unary, pairwise = random_problem(shape, seed)
     all_costs = {tuple(x): cost(unary, pairwise, x) for x in every(unary)}
-    least, dual = min(all_costs.values()), dual_of(unary, pairwise)
+    least, dual = min(all_costs.values()), dual_of(unary, pairwise, kernels)
     last = -np.inf
     for _ in range(4):
         bound = dual.raise_bound()
@@ -182,14 +197,14 @@ def test_messages_say_what_is_so(shape, seed, cached, monkeypatch):
         assert constant + cost(own, tables, x) == pytest.approx(c)
 
 
-def test_messages_in_single_precision_are_followed_by_exact_ones(monkeypatch):
+def test_messages_in_single_precision_are_followed_by_exact_ones(kernels, monkeypatch):
     """Costs that differ by less than single precision tells apart: the bound is one nevertheless."""
     monkeypatch.setattr(dual_module, "CACHED", 0)
     rng = np.random.default_rng(0)
     unary, pairwise = repeated_layers(0, layers=6, width=3, values=4)
     unary = [1e6 + u for u in unary]
     pairwise = {pair: 1e5 + 1e-3 * rng.random(t.shape) for pair, t in pairwise.items()}
-    dual = dual_of(unary, pairwise)
+    dual = dual_of(unary, pairwise, kernels)
     best = dual.improve(np.zeros(len(unary), np.intp), 100)
     for _ in range(6):
         dual.raise_bound()
@@ -199,7 +214,7 @@ def test_messages_in_single_precision_are_followed_by_exact_ones(monkeypatch):
         assert dual.bound <= dual.cost(best) * (1 + 1e-15)
 
 
-def test_tables_keep_their_identity():
+def test_tables_keep_their_identity(kernels):
     """What a compiled loop made is of a `dtype` that numpy does not take for its own."""
     table = kernels.block(np.eye(3), np.arange(2), np.arange(2))
     assert double(table) is table
@@ -207,9 +222,9 @@ def test_tables_keep_their_identity():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_assignments_are_improved(seed):
+def test_assignments_are_improved(kernels, seed):
     unary, pairwise = repeated_layers(seed, layers=4, width=3, values=4)
-    dual, rng = dual_of(unary, pairwise), np.random.default_rng(seed)
+    dual, rng = dual_of(unary, pairwise, kernels), np.random.default_rng(seed)
     some, other = (np.asarray([rng.integers(u.size) for u in unary], np.intp) for _ in range(2))
     assert dual.cost(some) == pytest.approx(cost(unary, pairwise, some))
     better = dual.improve(some, 3)
@@ -239,10 +254,149 @@ def test_a_first_call_imports_nothing_more_of_numba():
     program = """
 import sys
 import numpy as np
-import shardc.solver.kernels as kernels
+import shardc.solver.kernels_numba as kernels
 before = set(sys.modules)
 kernels.least_product(np.zeros((2, 2)), np.zeros((2, 2)))
 print(sorted(m for m in set(sys.modules) - before if m.startswith("numba")))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def both(call):
+    """What both implementations give."""
+    return call(kernels_numpy), call(kernels_numba)
+
+
+def same(call):
+    """Both implementations give the same, bit for bit."""
+    for a, b in zip(*both(lambda k: tuple(np.atleast_1d(*call(k)))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+sizes = st.integers(1, 12)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, sizes, sizes, sizes, st.sampled_from([0.0, 0.2, 0.7]))
+def test_both_implementations_of_each_loop_agree(seed, rows, columns, more, forbidden):
+    rng = np.random.default_rng(seed)
+    table, other = costs(rng, rows, columns, forbidden=forbidden), costs(rng, rows, more, forbidden=forbidden)
+    some, there = rng.integers(0, rows, more), rng.integers(0, columns, rows)
+    mine, theirs = rng.standard_normal(rows), rng.standard_normal(columns)
+    alike = np.round(table)[some]
+    same(lambda k: (k.least_product(table, other), k.least_gain(table), k.block(table, some, there)))
+    same(lambda k: (k.affordable(table, mine, theirs, 0.5), k.is_plain(alike, 1e-13), k.unbeaten(k.least_gain(alike))))
+    allowed = kernels_numpy.affordable(table, mine, theirs, 0.5)
+    same(lambda k: k.block_of_allowed(table, allowed, some, there))
+    same(lambda k: k.kinds(alike.view(np.uint64)))
+    same(lambda k: (k.further(*vectors(seed)), *k.kinds(table.view(np.uint64))))
+    group, groups = np.unique(rng.integers(0, 4, more), return_inverse=True)[1], rng.permutation(rows) % min(rows, 3)
+    same(
+        lambda k: (
+            k.least_of_groups(table, some, there, group, groups, int(group.max()) + 1, min(rows, 3)), np.zeros(1)
+        )
+    )  # fmt: skip
+
+
+def vectors(seed):
+    return np.random.default_rng(seed).standard_normal((4, 37))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(1, 5), st.booleans())
+def test_both_implementations_of_a_sum_agree(seed, shape, count, large):
+    rng = np.random.default_rng(seed)
+    shape = [n * (40 if large else 1) for n in shape[:3]] if large else shape
+    entries, begins, strides, at = [np.zeros(0)], [], [], 0
+    for _ in range(count):
+        in_it = rng.random(len(shape)) < 0.6
+        begins.append(at)
+        step, row = 1, []
+        for n, some in zip(shape[::-1], in_it[::-1], strict=True):
+            row.append(step if some else 0)
+            step *= n if some else 1
+        strides.append(row[::-1])
+        entries.append(costs(rng, step))
+        at += step
+    arguments = np.concatenate(entries), np.asarray(begins), np.asarray(strides), np.asarray(shape)
+    np.testing.assert_array_equal(*both(lambda k: k.least_of_sum(*arguments)))
+
+
+def test_tables_larger_than_a_cache_are_read_in_parts():
+    rng = np.random.default_rng(0)
+    left, right, wide = rng.random((300, 9)), rng.random((300, 41)), rng.random((3, CHUNK + 5))
+    assert left.size * right.shape[1] > CHUNK
+    same(lambda k: (k.least_product(left, right), k.least_product(wide, right[:3]), k.least_product(right[:3], wide)))
+    same(lambda k: (k.least_gain(left.T[:, :200]), k.least_gain(vectors(1).repeat(20, 0).T[:30].T)))
+
+
+@pytest.mark.parametrize("cached", [0, dual_module.CACHED])
+@pytest.mark.parametrize("shape", shapes)
+def test_both_implementations_of_messages_agree(shape, cached, monkeypatch):
+    """Bounds, readings and messages are the same bits after several sweeps."""
+    monkeypatch.setattr(dual_module, "CACHED", cached)
+    for seed in range(6):
+        unary, pairwise = random_problem(shape, seed, most=6)
+        rng = np.random.default_rng(seed)
+        unary = [u + rng.random(u.shape) for u in unary]
+        pairwise = {pair: t + rng.random(t.shape) for pair, t in pairwise.items()}
+        ours, other = both(lambda k, u=unary, p=pairwise: dual_of(u, p, k))
+        for _ in range(5):
+            assert ours.raise_bound() == other.raise_bound()
+            np.testing.assert_array_equal(ours.messages, other.messages)
+            np.testing.assert_array_equal(ours.readings, other.readings)
+        some, another = (np.asarray([rng.integers(u.size) for u in unary], np.intp) for _ in range(2))
+        calls = ("excess",), ("cost", some), ("improve", some, 3), ("around", some), ("better_of", some, another)
+        for name, *arguments in calls:
+            np.testing.assert_array_equal(*(getattr(d, name)(*arguments) for d in (ours, other)))
+
+
+@pytest.mark.parametrize("shape", shapes)
+def test_both_implementations_find_the_same_assignment(shape, monkeypatch):
+    """With and without a limit on memory: values, costs, bounds and work are equal."""
+
+    def found(most):
+        monkeypatch.setattr(kernels_module, "COMPILED", most)
+        for seed in range(8):
+            unary, pairwise = random_problem(shape, seed, forbidden=0.1, most=6)
+            unary = [u + np.random.default_rng(seed).random(u.shape) for u in unary]
+            yield minimize(unary, pairwise)
+            yield solve(unary, pairwise, random_memory(unary, seed, 0.5))
+        yield minimize(*repeated_layers(3, layers=20, values=5))
+
+    assert list(found(np.inf)) == list(found(0))
+
+
+def test_large_problems_are_compiled(monkeypatch):
+    monkeypatch.setattr(kernels_module, "COMPILED", 12)
+    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))]) is kernels_numpy
+    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))]) is kernels_numba
+
+
+def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
+    monkeypatch.setattr(kernels_module, "COMPILED", 0)
+    monkeypatch.delitem(sys.modules, "shardc.solver.kernels_numba")
+    monkeypatch.delattr("shardc.solver.kernels_numba")
+    monkeypatch.delitem(sys.modules, "shardc.compiled")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level("INFO", "shardc"):
+        assert kernels_for([np.zeros((2, 3))]) is kernels_numpy
+    assert "pip install 'shardc[fast]'" in caplog.text
+
+
+def test_a_small_plan_imports_no_numba():
+    program = """
+import sys
+import jax.numpy as jnp
+import shardc
+from shardc import S
+
+mesh = shardc.make_mesh(topology="v5e:2x4", data=4, model=2)
+step = shardc.function(lambda x, w, v: jnp.tanh(x @ w) @ v, mesh=mesh, in_placements={"x": {"data": S(0)}})
+step.plan(jnp.ones((16, 32)), jnp.ones((32, 64)), jnp.ones((64, 8)))
+print(sorted({"numba", "llvmlite", "scipy.optimize"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
