@@ -102,15 +102,27 @@ def slow_compiled_fast(request):
         request.getfixturevalue("compiled_fast")
 
 
+OLDEST = "0.10"
+"""The release whose traces differ from the newest's: a golden text may have a second file for it."""
+
+
 @pytest.fixture
 def golden(request):
-    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test."""
+    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test, or, on the oldest release and if
+    it is there, in `golden/<name>.jax-0.10.txt`."""
 
     def check(name, text):
-        file = Path(request.path).parent / "golden" / f"{name}.txt"
+        folder, text = Path(request.path).parent / "golden", text + "\n"
+        file, old = folder / f"{name}.txt", folder / f"{name}.jax-{OLDEST}.txt"
+        is_oldest = jax.__version__.startswith(f"{OLDEST}.")
         if request.config.getoption("--update-golden"):
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text + "\n")
-        assert text + "\n" == file.read_text()
+            folder.mkdir(exist_ok=True)
+            if not is_oldest:
+                file.write_text(text)
+            elif file.read_text() != text:
+                old.write_text(text)
+            else:
+                old.unlink(missing_ok=True)
+        assert text == (old if is_oldest and old.exists() else file).read_text()
 
     return check

@@ -69,7 +69,7 @@ def programs(draw, mesh):
     operations = draw(st.integers(5, 30))
     while len(program.steps) < operations:
         step = draw(steps(shapes, mesh))
-        shape = jax.eval_shape(step[1], *(jax.ShapeDtypeStruct(shapes[i], np.float64) for i in step[2])).shape
+        shape = jax.eval_shape(step[1], *(jax.ShapeDtypeStruct(shapes[i], np.float32) for i in step[2])).shape
         if len(shape) <= 5 and np.prod(shape) <= 2000:
             program.steps.append(step)
             shapes.append(shape)

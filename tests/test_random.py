@@ -56,6 +56,10 @@ PROGRAMS = {
 }
 
 
+ROUNDED = "exponential", "for_each_key", "gamma", "half", "initializer", "normal", "truncated"
+"""Their floats come of elementary functions, whose last bits may differ with the number of elements."""
+
+
 def at_shape(program, shape):
     return lambda key: program(key, shape=shape)
 
@@ -73,7 +77,7 @@ def check(fn, *args, where, mesh, exact=True):
     for g, w in zip(got, want, strict=True):
         g, w = np.asarray(g), np.asarray(w)
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
-        np.testing.assert_array_equal(g, w, str(where)) if exact else np.testing.assert_allclose(g, w, rtol=1e-5)
+        np.testing.assert_array_equal(g, w, str(where)) if exact else np.testing.assert_allclose(g, w, rtol=2e-6)
     assert exe.audit().ok, str(exe.audit())
     return exe.plan
 
@@ -88,7 +92,7 @@ def test_they_are_those_of_one_device(name, x64):
             shape, mesh = SHAPES[rng.integers(len(SHAPES))], MESHES[rng.integers(len(MESHES))]
             fn = at_shape(PROGRAMS[name], shape)
             rank = len(jax.eval_shape(fn, key).shape)
-            check(fn, key, where=placement(rng, mesh, rank), mesh=mesh, exact=name != "gamma")  # its floats are rounded
+            check(fn, key, where=placement(rng, mesh, rank), mesh=mesh, exact=name not in ROUNDED)
 
 
 @pytest.mark.parametrize("name", ["normal", "split", "fold_in", "for_each_key"])

@@ -25,20 +25,18 @@ from shardc.passes.unit import CAST, UNTYPED, is_unit
 from shardc.sbp.signature import has_rule
 
 INLINED: Final = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "program_order": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "linear_call": "callee",
-    "composite": "jaxpr",
-}
-"""Calls that only name their body; differentiation and batching are over, so rules for these have done their work."""
+    **dict.fromkeys(
+        ("closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit",
+         "program_order"),
+        ("call_jaxpr", "jaxpr"),
+    ),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    "custom_vmap_call": ("call",),
+    "linear_call": ("callee",),
+}  # fmt: skip
+"""Calls that only name their body, and the parameters that hold it, of which a release of JAX has one.
+
+Differentiation and batching are over, so rules for these have done their work."""
 
 IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
 """What says how one device keeps a value: a plan says where values live."""
@@ -166,8 +164,8 @@ def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[At
         consts, ends = eqn.params["const_lengths"], itertools.accumulate(eqn.params["const_lengths"])
         *_, end, all_consts = ends  # of matvec, vecmat, solve and transpose_solve
         return eqn.params["jaxprs"].solve, [*invars[end - consts.solve : end], *invars[all_consts:]]
-    body = INLINED.get(eqn.primitive.name)
-    return None if body is None else (eqn.params[body], invars)
+    body = next((eqn.params[k] for k in INLINED.get(eqn.primitive.name, ()) if k in eqn.params), None)
+    return None if body is None else (body, invars)
 
 
 def _as_literals(closed: ClosedJaxpr) -> list[Atom]:

@@ -224,7 +224,7 @@ def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]
 def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int], kernels: Kernels) -> Table:
     """The minimum over `v` of a sum of tables, in the dimensions of `rest`."""
     if not rest:
-        return np.sum([table for _, table in terms], 0).min()
+        return np.asarray(np.sum([table for _, table in terms], 0).min())
     order = (*rest[:-1], v, rest[-1])
     size = {i: n for scope, table in terms for i, n in zip(scope, table.shape, strict=True)}
     strides, begins, taken, entries = np.zeros((len(terms), len(order)), np.intp), list[int](), 0, list[Table]()

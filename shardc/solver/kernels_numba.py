@@ -184,7 +184,7 @@ def _send(g: _Graph, own: Table, messages: Table, forward: bool, exact: bool, re
                 _add_column(g, e, values[g.other[e]], given)
             values[v] = given.argmin()
         if not forward:
-            bound += g.left[v] * costs.min()
+            bound += float(g.left[v] * costs.min())
         for a in range(size):
             costs[a] *= g.share[v]
         for e in range(ahead[0], ahead[1]):

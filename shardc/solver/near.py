@@ -85,7 +85,7 @@ class Near:
     def outwards(self, begin: Index, most: int | None = None) -> Index:
         """All variables that are linked to some, breadth first, or so many."""
         count = self.degree.size
-        return self.grown(begin, np.zeros(count, np.intp), np.asarray([count if most is None else most]))
+        return self.grown(begin, np.zeros(count, np.intp), np.asarray([count if most is None else most], np.intp))
 
     def grown(self, begin: Index, kind: Index, most: Index) -> Index:
         """The same, of each kind as many as it may be."""

@@ -325,7 +325,7 @@ class _Part:
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
         elimination = Elimination(own, pairwise, start, self._kernels)
         found = elimination.run(range(len(order)))
-        whole = np.asarray([some[0] for some in values])
+        whole = np.asarray([some[0] for some in values], np.intp)
         for v, value in zip(order, found, strict=True):
             whole[v] = values[v][value]
         return whole, elimination.work + STEP * len(order)

@@ -134,7 +134,7 @@ def test_what_is_pinned_is_not_done_twice():
 
     def loss(x, params, twice):
         def layer(h, w):
-            h = jnp.tanh(twice(h @ w))
+            h = jnp.arctan(twice(h @ w))
             return jnp.sin(h) * h, None
 
         return (lax.scan(layer, x, params)[0] ** 2).sum()
@@ -149,7 +149,7 @@ def test_what_is_pinned_is_not_done_twice():
         return [e.primitive.name for e in bodies_of(backward)[0].eqns]
 
     plain = names(lambda h: h)
-    assert "tanh" in plain
+    assert "atan" in plain
     assert "constrain" not in names(lambda h: shardc.constrain(h, {"data": shardc.S(0)}))
     assert names(shardc.stage_boundary).count("stage_boundary") == 1  # the gradient's
 
