@@ -74,7 +74,8 @@ def compare(one: dict[str, Any], two: dict[str, Any]) -> str:
             f"{', '.join(changed)} |"
         )
     whole = sorted({p for side in (a, b) for row in side.values() for p in row["gathered"]})
-    rows.append(f"\n{same} of {len(a)} plans have the same bytes and arguments. Replicated: {', '.join(whole) or 'nothing'}.")
+    said = f"{same} of {len(a)} plans have the same bytes and arguments."
+    rows += ["", f"{said} Replicated: {', '.join(whole) or 'nothing'}."]
     return "\n".join(rows)
 
 

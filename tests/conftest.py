@@ -16,6 +16,8 @@ import jax
 import pytest
 from jax._src import compiler
 
+from tests.releases import IS_OLDEST, OLDEST
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -102,27 +104,22 @@ def slow_compiled_fast(request):
         request.getfixturevalue("compiled_fast")
 
 
-OLDEST = "0.10"
-"""The release whose traces differ from the newest's: a golden text may have a second file for it."""
-
-
 @pytest.fixture
 def golden(request):
-    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test, or, on the oldest release and if
-    it is there, in `golden/<name>.jax-0.10.txt`."""
+    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test, or in `golden/<name>.jax-0.10.txt`
+    on the oldest release, if that is there."""
 
     def check(name, text):
         folder, text = Path(request.path).parent / "golden", text + "\n"
         file, old = folder / f"{name}.txt", folder / f"{name}.jax-{OLDEST}.txt"
-        is_oldest = jax.__version__.startswith(f"{OLDEST}.")
         if request.config.getoption("--update-golden"):
             folder.mkdir(exist_ok=True)
-            if not is_oldest:
+            if not IS_OLDEST:
                 file.write_text(text)
             elif file.read_text() != text:
                 old.write_text(text)
             else:
                 old.unlink(missing_ok=True)
-        assert text == (old if is_oldest and old.exists() else file).read_text()
+        assert text == (old if IS_OLDEST and old.exists() else file).read_text()
 
     return check

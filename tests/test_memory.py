@@ -14,6 +14,7 @@ import pytest
 import shardc
 from examples.zoo import MODELS
 from shardc import S
+from tests.releases import IS_OLDEST
 
 
 def array(*shape):
@@ -145,7 +146,8 @@ def test_never_below_what_xla_allots(step, args, donated, place):
     function = shardc.function(
         step, mesh=shardc.make_mesh(data=8), in_placements=places, donate_argnames=donated
     )
-    assert 1.0 <= compare(function, args) <= ABOVE[place]
+    shared = 1.3 if step is recomputed and not IS_OLDEST else 1.0  # by XLA:CPU of jaxlib 0.12
+    assert 1.0 <= compare(function, args) <= ABOVE[place] * shared
 
 
 ZOO = {

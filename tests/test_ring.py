@@ -13,6 +13,7 @@ import shardc
 from shardc import S
 from shardc.passes.place import Placer
 from shardc.topology import TOPOLOGIES, Fabric
+from tests.releases import IS_OLDEST
 from tests.test_memory import compare
 
 LINKS = (Fabric("switch", 1e7, 0.0),)
@@ -187,6 +188,9 @@ def test_a_ring_takes_less_memory_than_the_operand_made_whole(slow):
     assert ring.memory.peak < plain.memory.peak
 
 
+LEAST, MORE = (1.0, 1.0) if IS_OLDEST else (0.85, 1.3)
+"""XLA:CPU of jaxlib 0.12 keeps another buffer of a ring in a product alone, and shares more of them in a program, than
+that of 0.10, by which `plan.memory` goes."""
 SIZES = {"alike": (96, 96, 96), "many rows": (384, 48, 96), "many columns": (96, 48, 384), "much summed": (48, 384, 48)}
 
 
@@ -202,7 +206,7 @@ def test_memory_is_never_below_what_xla_allots(slow_cpu, case, n):
         if _rings(f.plan(*args)):
             found[name] = compare(f, args)
     assert len(found) > 1
-    assert all(1.0 <= ratio <= 1.6 for ratio in found.values()), found
+    assert all(LEAST <= ratio <= 1.6 * MORE for ratio in found.values()), found
 
 
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
@@ -216,7 +220,7 @@ def test_memory_of_a_program_with_rings(slow_cpu, axes):
         block, mesh=slow_cpu(**axes), in_placements=(at, {"model": S(1)}, {"model": S(0)}), out_placements=at
     )
     assert len(_rings(f.plan(*args))) == 2
-    assert 1.0 <= compare(f, args) <= 1.8
+    assert 1.0 <= compare(f, args) <= 1.8 * MORE
 
 
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
@@ -239,7 +243,7 @@ def test_memory_of_training_with_rings(slow_cpu, axes):
         donate_argnames=("params",),
     )  # fmt: skip
     assert len(_rings(f.plan(*args))) > 4
-    assert 1.0 <= compare(f, args) <= 1.6
+    assert 1.0 <= compare(f, args) <= 1.6 * MORE
 
 
 def test_memory_of_rings_in_a_loop(slow_cpu):
@@ -252,7 +256,7 @@ def test_memory_of_rings_in_a_loop(slow_cpu):
         out_placements={"data": S(1)},
     )  # fmt: skip
     assert _rings(f.plan(*args))
-    assert 1.0 <= compare(f, args) <= 1.3
+    assert 1.0 <= compare(f, args) <= 1.3 * MORE
 
 
 @pytest.mark.parametrize("case", ONE_AXIS)
