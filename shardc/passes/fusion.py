@@ -46,14 +46,14 @@ _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.CHEAP: (
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "conj", "convert_element_type", "copysign",
         "dynamic_slice", "eq", "eq_to", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to",
-        "lt", "lt_to", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "real", "reduce_precision", "rev", "round",
-        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "sub",
-        "transpose", "xor",
+        "lt", "lt_to", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "real",
+        "reduce_precision", "rev", "round", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+        "sign", "slice", "square", "sub", "transpose", "xor",
     ),
     Kind.COSTLY: (
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "complex", "cos", "cosh", "digamma", "div",
-        "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "nextafter", "pow",
-        "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+        "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2", "logistic", "nextafter",
+        "polynomial", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
     ),
     Kind.REDUCED: (
         "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
