@@ -106,8 +106,8 @@ def slow_compiled_fast(request):
 
 @pytest.fixture
 def golden(request):
-    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test, or in `golden/<name>.jax-0.10.txt`
-    on the oldest release, if that is there."""
+    """`golden(name, text)`: the text is the one in `golden/<name>.txt` beside the test; on the oldest release that in
+    `golden/<name>.jax-0.10.txt`, if it is there."""
 
     def check(name, text):
         folder, text = Path(request.path).parent / "golden", text + "\n"
