@@ -37,7 +37,8 @@ Tracer = _core.Tracer
 
 
 _Literal: Final = jex.Literal
-_EVERY_JAXPR_IS_CLOSED: Final = issubclass(jex.Jaxpr, jex.ClosedJaxpr)
+_KINDS: Final[tuple[Any, Any]] = jex.Jaxpr, jex.ClosedJaxpr
+_EVERY_JAXPR_IS_CLOSED: Final = _KINDS[0] is _KINDS[1]
 
 
 def is_literal(atom: Atom) -> bool:
