@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -55,6 +56,7 @@ class Executable:
         # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
         # inputs and results are the first of the jitted function, in one order.
         taken = donations(plan)
+        self._donated = sorted(taken.values())
         self._in_order = _first(taken.values(), len(plan.inputs))
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
@@ -158,6 +160,8 @@ class Executable:
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
+        if self._donated:
+            args = self._with_own_buffers(args)
         try:
             found = self.run([*args, *self._captured])
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
@@ -171,6 +175,22 @@ class Executable:
             x if plain else PlacedArray(x, shape, p, self.mesh)
             for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
+
+    def _with_own_buffers(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments; what is donated and passed a second time is copied. JAX would end the process."""
+        paths, given = self.plan.program.in_paths, [i for i in self._donated if i < len(args)]
+        gone = [paths[i] for i in given if isinstance(args[i], jax.Array) and args[i].is_deleted()]
+        if gone:
+            lines = [f"{path}: an earlier call took its buffer; pass what that call gave." for path in gone]
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: donated arguments that are gone", lines))
+        if len(set(map(id, args))) == len(args):
+            return args
+        own, left = list(args), Counter(map(id, args))
+        for i in given:
+            if isinstance(own[i], jax.Array) and left[id(args[i])] > 1:
+                left[id(args[i])] -= 1
+                own[i] = args[i].copy()
+        return own
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""

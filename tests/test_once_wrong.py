@@ -88,3 +88,52 @@ def test_what_is_no_number_keeps_its_place_in_an_order():
     f = shardc.function(lambda x: lax.top_k(shardc.constrain(x, {"a": P("min")}), 5), mesh=MESH)
     for got, want in zip(f(x), lax.top_k(x, 5), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("where", ["one device", "mesh"])
+def test_one_array_at_two_donated_leaves(where):
+    """Weights that an average of them begins as: XLA took one buffer twice, and the process ended."""
+
+    def step(s, x):
+        p = s["params"] - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(s["params"])
+        return {"params": p, "ema": 0.9 * s["ema"] + 0.1 * p}
+
+    f = shardc.function(step, mesh=MESH, in_placements={"s": {}, "x": {"a": S(0)}}, donate_argnames="s")
+    w, x = jnp.ones((6, 5)), np.ones((16, 6), np.float32)
+    want = jax.jit(step)({"params": w, "ema": w}, x)
+    w = shardc.put(w, MESH, shardc.Placement()) if where == "mesh" else w
+    for _ in range(2):
+        got = f({"params": w, "ema": w}, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+        w = jnp.ones((6, 5)) if where == "one device" else shardc.put(jnp.ones((6, 5)), MESH, shardc.Placement())
+
+
+def test_one_array_donated_and_read():
+    f = shardc.function(lambda p, frozen: p + frozen, mesh=MESH, in_placements=({}, {}), donate_argnames="p")
+    w = shardc.put(np.ones(4, np.float32), MESH, shardc.Placement())
+    np.testing.assert_array_equal(f(w, w), 2 * np.ones(4))
+    np.testing.assert_array_equal(w, np.ones(4))
+
+
+def test_a_donated_array_that_is_passed_again_is_an_error():
+    x = shardc.put(np.ones(4, np.float32), MESH, shardc.Placement())
+    f = shardc.function(lambda x: x + 1, mesh=MESH, in_placements=({},), donate_argnums=0)
+    f(x)
+    with pytest.raises(shardc.ArgumentError, match="x: an earlier call took its buffer; pass what that call gave"):
+        f(x)
+
+
+def test_a_typed_key_that_a_function_closes_over():
+    key = jax.random.key(0)
+    x = np.ones(16, np.float32)
+
+    def plain(x):
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    def nested(x):
+        body = lambda c, _: (c + jax.random.normal(key, x.shape), None)  # noqa: E731
+        return jax.lax.cond(x.sum() > 0, plain, lambda x: x, jax.lax.scan(body, x, None, length=2)[0])
+
+    for fn in (plain, nested):
+        f = shardc.function(fn, mesh=MESH, in_placements=({"a": S(0)},))
+        np.testing.assert_allclose(f(x), jax.jit(fn)(x), rtol=1e-6, atol=1e-6)

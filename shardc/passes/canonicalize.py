@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.extend.core.primitives import sharding_constraint_p
@@ -22,7 +21,7 @@ from shardc.passes.boundary import MARKS
 from shardc.passes.find_signatures import Found, find_signatures
 from shardc.passes.run_once import ONCE
 from shardc.passes.unit import CAST, UNTYPED, is_unit
-from shardc.sbp.signature import has_rule
+from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
     **dict.fromkeys(
@@ -247,7 +246,7 @@ def canonicalize(
     consts: list[Atom] = []
     extra: list[Var] = []
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        if np.ndim(value) == 0 and not compat.is_tracer(value) and hasattr(np.asarray(value), "dtype"):
+        if not var.aval.shape and not is_extended(var.aval.dtype) and not compat.is_tracer(value):
             consts.append(compat.literal(value, var.aval))
         else:
             extra.append(compat.fresh_var(var.aval))
