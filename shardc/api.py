@@ -360,9 +360,16 @@ class Function:
         constant = {n for n, _ in call.static} - self._arguments.static  # numbers that this call leaves out
         if isinstance(spec, tuple | list) and not is_leaf_spec(spec):
             names = [n for n in self._arguments.names if n in numbers or n in constant]
+            many = self._arguments.var_positional
+            if many in names and len(spec) > (at := names.index(many)) + 1:  # as in jax.jit, one for each of `*xs`
+                if len(spec) - at != len(numbers[many]):
+                    wanted = f"{len(spec) - at} for the {len(numbers[many])} arguments of *{many}"
+                    pins.offenders.append(f"in_placements: {wanted}; write one for each, or one for all of them.")
+                    return pins
+                spec, names = (*spec[:at], tuple(spec[at:])), names[: at + 1]
             if len(spec) > len(names):
-                many = f"{len(spec)} for {len(names)} arguments ({', '.join(names)})"
-                pins.offenders.append(f"in_placements: {many}; write one for each argument, or a dict by name.")
+                said = f"{len(spec)} for {len(names)} arguments ({', '.join(names)})"
+                pins.offenders.append(f"in_placements: {said}; write one for each argument, or a dict by name.")
             for name, part in zip(names, spec, strict=False):
                 if name in numbers:
                     pins.spread(part, numbers[name], name)

@@ -137,3 +137,21 @@ def test_a_typed_key_that_a_function_closes_over():
     for fn in (plain, nested):
         f = shardc.function(fn, mesh=MESH, in_placements=({"a": S(0)},))
         np.testing.assert_allclose(f(x), jax.jit(fn)(x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_placement_for_each_of_many_positional_arguments():
+    """`def f(p, *xs)` with one for each, as jax.jit takes shardings; one alone is for all of `xs`."""
+    mesh = shardc.make_mesh(a=2, b=2)
+    x = np.ones((8, 4), np.float32)
+
+    def add(p, *xs):
+        return p + sum(xs)
+
+    f = shardc.function(add, mesh=mesh, in_placements=({}, {"a": S(0)}, {"b": S(1)}))
+    np.testing.assert_array_equal(f(x, x, x), 3 * x)
+    placed = [str(p) for p in f.plan(x, x, x).inputs]
+    assert placed == ["{}", "{a: S(0)}", "{b: S(1)}"]
+    every = shardc.function(add, mesh=mesh, in_placements=({}, {"a": S(0)}))
+    assert [str(p) for p in every.plan(x, x, x, x).inputs] == ["{}", *["{a: S(0)}"] * 3]
+    with pytest.raises(shardc.PlacementError, match=r"2 for the 3 arguments of \*xs; write one for each"):
+        f(x, x, x, x)

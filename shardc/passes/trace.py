@@ -105,7 +105,9 @@ class Arguments:
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
         kinds = inspect.Parameter
-        self.var_keyword = next((n for n, p in self.signature.parameters.items() if p.kind is kinds.VAR_KEYWORD), None)
+        parameters = self.signature.parameters.items()
+        self.var_positional = next((n for n, p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
+        self.var_keyword = next((n for n, p in parameters if p.kind is kinds.VAR_KEYWORD), None)
 
     @property
     def where(self) -> str:
