@@ -199,6 +199,19 @@ def without_sharding(aval: Any) -> Any:
     return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
 
 
+# Why: a reduction that is bound without its `out_sharding` runs on one device, and not inside shard_map (JAX 0.12).
+def params_of(eqn: Eqn) -> dict[str, Any]:
+    """The parameters of an equation, with those that JAX's own functions always give."""
+    name = eqn.primitive.name
+    return {**_unsaid(name), **eqn.params} if name in ("reduce_max", "reduce_min") else dict(eqn.params)
+
+
+@functools.cache
+def _unsaid(name: str) -> dict[str, Any]:
+    closed = jax.make_jaxpr(functools.partial(getattr(jax.lax, name), axes=(0,)))(np.zeros(1, np.float32))
+    return {k: v for k, v in closed.eqns[-1].params.items() if v is None}
+
+
 # Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
 def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""

@@ -151,7 +151,7 @@ def _without_shardings(eqn: Eqn) -> dict[str, Any]:
     """The parameters without what a unit's results had JAX write into the equations after it: it says nothing."""
     if eqn.primitive is sharding_constraint_p:
         return dict(eqn.params)
-    return {k: None if isinstance(v, NamedSharding) else v for k, v in eqn.params.items()}
+    return {k: None if isinstance(v, NamedSharding) else v for k, v in compat.params_of(eqn).items()}
 
 
 _OF_PUTS: Final = ("devices", "srcs", "copy_semantics")

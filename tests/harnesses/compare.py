@@ -14,7 +14,7 @@ from shardc import PlacedArray
 MOVEMENT = frozenset((
     "argmax", "argmin", "argsort", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type",
     "copy", "cummax", "cummin", "device_put", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "max", "min",
-    "pad", "random_bits", "random_categorical", "random_dropout", "random_normal", "random_permutation",
+    "pad", "random_bits", "random_categorical", "random_dropout", "random_permutation",
     "random_randint", "random_split", "random_uniform", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
     "reshape", "rev", "rng_bit_generator", "rng_uniform", "scatter", "scatter_max", "scatter_min", "select_n",
     "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose",
