@@ -38,7 +38,7 @@ INLINED: Final = {
 Differentiation and batching are over, so rules for these have done their work."""
 
 IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
-"""What says how one device keeps a value: a plan says where values live."""
+"""Hints about how one device stores a value. A plan decides where values live, so these are dropped."""
 EVERY: Final = "*"
 """In `replicate`: all primitives that have no rule."""
 _PLANNED: Final = frozenset((

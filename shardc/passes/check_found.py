@@ -129,7 +129,7 @@ def _extents(shape: Sequence[int], p: Placement, at: Mapping[str, int], sizes: M
 
 
 def _piece(x: Any, p: Placement, at: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
-    """What a device holds of a logical value, without padding."""
+    """The piece of a logical value that a device holds, without padding."""
     return x[tuple(_extents(np.shape(x), p, at, sizes))] if p and np.ndim(x) else x
 
 

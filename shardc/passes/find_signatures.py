@@ -91,7 +91,7 @@ class FoundOperation:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was found for an operation, as `shardc.signature` takes it.
+    """Signatures that were found for an operation, as `shardc.signature` takes them.
 
     Attributes:
       text: factor notation.
@@ -115,7 +115,7 @@ class Found:
 
 
 def found_of(eqn: Eqn) -> Found | None:
-    """What was found for the operation of an equation; None if its signatures are given."""
+    """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
     return Found(fn, eqn.params["text"], eqn.params["linear"]) if isinstance(fn, FoundOperation) else None
 
@@ -214,7 +214,7 @@ def _found_by_batching(operation: _Operation) -> Found | None:
 
 @dataclass
 class _Left:
-    """What may still be tried for one operation."""
+    """The attempts that are left for one operation."""
 
     traces: int = TRACES
     runs: int = RUNS
@@ -278,7 +278,7 @@ def _params_without(operation: _Operation, into: Axes) -> Iterator[tuple[dict[st
 
 
 def _values_without(value: Any, dim: int, rank: int, out: int, out_rank: int) -> list[Any]:
-    """What a parameter may be without dimension `dim` of `rank`, and `out` of `out_rank` of the results."""
+    """Guesses for a parameter without dimension `dim` of `rank`, and without `out` of `out_rank` of the results."""
     if type(value) is int:
         return _distinct([value, _less(value, dim)])
     if type(value) not in (tuple, list):  # a named tuple is something of its own
@@ -473,7 +473,7 @@ def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[
 
 
 def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives; None if it raises: an unknown operation may say whatever it likes to a guess."""
+    """The result of a call, or None if it raises: an unknown operation may refuse a guess in any way."""
     try:
         return fn(*args)
     except Exception as error:  # noqa: BLE001

@@ -34,7 +34,7 @@ def is_unit(eqn: Eqn) -> bool:
 
 
 def unit_body(eqn: Eqn) -> Jaxpr:
-    """What it runs on the pieces."""
+    """The jaxpr that runs on the pieces."""
     body = eqn.params["jaxpr"]
     return getattr(body, "jaxpr", body)
 
