@@ -105,7 +105,7 @@ def _table(g: _Graph, e: Int) -> Table:
 
 @compiled
 def _single(g: _Graph, e: Int) -> Single:
-    """The same in single precision."""
+    """Entries of its table in single precision, row by row."""
     return carray(_at_single(g.single[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
 
 

@@ -87,7 +87,7 @@ class _Level(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What NumPy is called with for one edge. To make these views takes as long as to compute with short arrays.
+    """Arguments of the NumPy calls for one edge. To make these views takes as long as to compute with short arrays.
 
     Attributes:
       table: of the edge; costs: (rows, 1) of its rows.
