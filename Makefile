@@ -75,7 +75,7 @@ lock:
 	rm -rf .venv-lock
 
 parity: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py tests/examples/test_run.py $(ARGS)
 
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)

@@ -102,7 +102,7 @@ def test_layers_of_a_scan_are_shared_out(count, schedule, inner, m):
         donate_argnames=("params", "momentum"),
     )  # fmt: skip
     plan = function.plan(*state, data)
-    assert all(sum(trips) > 0 for trips in lengths(plan)), "each stage has layers"
+    assert all(sum(trips) > 0 for trips in lengths(plan)), f"each stage has layers: {lengths(plan)}\n{plan.explain()}"
     assert not any(1 < count == trip for trips in lengths(plan) for trip in trips)
     want = state
     for _ in range(3):
