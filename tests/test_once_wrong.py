@@ -155,3 +155,14 @@ def test_a_placement_for_each_of_many_positional_arguments():
     assert [str(p) for p in every.plan(x, x, x, x).inputs] == ["{}", *["{a: S(0)}"] * 3]
     with pytest.raises(shardc.PlacementError, match=r"2 for the 3 arguments of \*xs; write one for each"):
         f(x, x, x, x)
+
+
+def test_a_cache_whose_beams_are_picked_by_row_numbers_stays_where_it_is():
+    """Its rows were exchanged for another dimension and back, 112 MiB each."""
+    rows = {"data": S(0)}
+    cache, beam = jax.ShapeDtypeStruct((64, 4, 2048, 1024), "bfloat16"), jax.ShapeDtypeStruct((64, 4), "int32")
+    mesh = shardc.make_mesh(topology="v5p:4x2x1", data=8)
+    f = shardc.function(
+        lambda c, i: c[jnp.arange(64)[:, None], i], mesh=mesh, in_placements=(rows, rows), out_placements=rows
+    )
+    assert f.plan(cache, beam).collectives == ()

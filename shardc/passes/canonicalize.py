@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardc import compat
 from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.passes.batch_lookups import batch_lookups
 from shardc.passes.boundary import MARKS
 from shardc.passes.find_signatures import Found, find_signatures
 from shardc.passes.run_once import ONCE
@@ -239,7 +240,8 @@ def canonicalize(
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
     Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
-    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names.
+    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names. Lookups by row
+    numbers are batched (`batch_lookups`).
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
@@ -255,4 +257,5 @@ def canonicalize(
     inliner = _Inliner(marks, replicate=replicate)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
+    jaxpr = batch_lookups(jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not compat.is_tracer(x)})
     return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)
