@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from shardc import compat
 from shardc.errors import PlacementError
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Factors, Neutral, Operation, Rule, linear, parse_factors, rule
+from shardc.sbp.signature import Factors, Neutral, Operation, Rule, find_rule, linear, parse_factors, rule
 
 user_p: Final = Primitive("user_operation")
 user_p.multiple_results = True
@@ -69,7 +69,7 @@ batching.primitive_batchers[user_p] = _batch
 @rule("user_operation")
 def _user_rule(op: Operation) -> Rule:
     """What the user declared. A summed factor of an operand in which the operation is not linear has no neutral value:
-    it is split only into equal parts."""
+    it is split only into equal parts. It runs by itself, and so goes through its memory once."""
     operands, results = parse_factors(op.params["text"])
     groups: tuple[tuple[int, ...], ...] = op.params["linear"]
     reduce: ReduceOp = op.params["reduce"]
@@ -100,12 +100,15 @@ def _granules(
 
 
 def signature(
-    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum"
+    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum",
+    flops: float | Callable[..., float] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.
 
     Args:
       text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands
+        flops=op.params["flops"],
+        passes=0.0 if op.params["fused"] else 1.0,
         and results may be split; one in operands only is reduced away, and may be split too, leaving a partial value;
         `_` is a dimension that is never split.
       linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
@@ -119,6 +122,17 @@ def signature(
       PlacementError: the text is not in factor notation, or does not fit the shapes.
 
     Example:
+def _flops_of(jaxpr: Any) -> float:
+    """Floating-point operations of the products, factorizations and the like in a body."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        bodies = [getattr(b, "jaxpr", b) for b in compat.jaxprs_in(eqn.params.values())]
+        operands, results = (tuple(v.aval for v in side) for side in (eqn.invars, eqn.outvars))
+        own = 0.0 if bodies else find_rule(Operation(eqn.primitive.name, operands, results, eqn.params)).flops
+        total += own + compat.trips_of(eqn) * sum(map(_flops_of, bodies))
+    return total
+
+
       >>> import numpy as np
       >>> @signature("b d, d f -> b f", linear=(0, 1))
       ... def matmul(x, w):
@@ -131,11 +145,17 @@ def signature(
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
+      flops: its floating-point operations on whole operands, or a function of these that says so; by default those of
+        the products and factorizations in its body, which of a kernel says little.
         def call(*operands: Any) -> Any:
             arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
-            results, structure = jax.tree.flatten(jax.eval_shape(fn, *arrays))
+            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+            results, structure = jax.tree.flatten(shapes)
             _check(text, arrays, results)
-            out = user_p.bind(*arrays, fn=fn, text=text, linear=groups, reduce=reduce)
+            work = flops(*arrays) if callable(flops) else _flops_of(closed.jaxpr) if flops is None else flops
+            out = user_p.bind(
+                *arrays, fn=fn, text=text, linear=groups, reduce=reduce, flops=float(work), fused=False
+            )  # fmt: skip
             return jax.tree.unflatten(structure, out)
 
         return call

@@ -35,7 +35,7 @@ from shardc import compat
 from shardc.compat import ClosedJaxpr, Eqn
 from shardc.operation import user_p
 from shardc.sbp.rules.elementwise import conversion_ops
-from shardc.sbp.signature import is_extended
+from shardc.sbp.signature import is_extended, parse_factors
 
 log = logging.getLogger("shardc")
 
@@ -100,11 +100,19 @@ class Found:
 
     fn: FoundOperation
     text: str
+      flops: floating-point operations of the whole operation, as far as XLA knows.
     linear: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
         """The decorator to paste."""
         groups = ", ".join(str(g[0]) if len(g) == 1 else str(g) for g in self.linear)
+    flops: float = 0.0
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it may be fused with others: it works element by element."""
+        operands, results = parse_factors(self.text)
+        return all(fs in ((), results[0]) for fs in (*operands, *results))
         linear = f", linear=({groups}{',' if len(self.linear) == 1 else ''})" if self.linear else ""
         return f'@shardc.signature("{self.text}"{linear})'
 
@@ -115,9 +123,13 @@ class Found:
 
 
 def found_of(eqn: Eqn) -> Found | None:
+        fused = self.is_elementwise
+        params |= {"flops": 0.0 if fused else self.flops, "fused": fused}
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
-    return Found(fn, eqn.params["text"], eqn.params["linear"]) if isinstance(fn, FoundOperation) else None
+    if not isinstance(fn, FoundOperation):
+        return None
+    return Found(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
 
 
 _known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | Found | None]]]] = {}
@@ -209,7 +221,8 @@ def _found_by_batching(operation: _Operation) -> Found | None:
         return None
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
-    return Found(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
+    linear = _linear_groups(operation, fn, small)
+    return Found(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
 
 
 @dataclass
@@ -485,6 +498,13 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     """The function, compiled, with NumPy results; keys come as their words."""
     jitted = jax.jit(lambda *xs: [jax.random.key_data(y) if is_extended(y.dtype) else y for y in fn(*xs)])
     return lambda *xs: [np.asarray(y) for y in jitted(*xs)]
+def _flops(operation: _Operation) -> float:
+    """The floating-point operations that XLA counts; 0 where it does not look inside."""
+    lowered = _or_none(jax.jit(lambda *xs: operation(*xs)).lower, *operation.operands)
+    known = None if lowered is None else _or_none(lowered.cost_analysis)
+    return max(0.0, float((known or {}).get("flops", 0.0)))
+
+
 
 
 def _can_run(avals: Sequence[Aval]) -> bool:

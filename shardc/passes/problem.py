@@ -111,7 +111,7 @@ class Node:
     @property
     def is_light(self) -> bool:
         """Whether it is bound by memory, and XLA fuses it with others that are."""
-        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.flops
+        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
 
     @property
     def avals(self) -> list[Any]:
