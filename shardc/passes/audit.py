@@ -106,8 +106,9 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     found = (*(lot.record for lot in lots), *(record for record in added if record.kind == "permute"))
 
     by_group = _by_group(plans)
-    for fits in _FITS:
-        _match(lots, by_group, fits)
+    for alike in (True, False):  # a loop's with a loop's first: else one takes what is planned once behind it
+        for fits in _FITS:
+            _match(lots, by_group, fits, alike)
     if not exact:
         added += _match_all_reduces(lots, by_group)
     iterated = _match_iterations(lots, by_group, exact)
@@ -218,10 +219,12 @@ def _match(
     lots: Sequence[_Lot[Found]],
     by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
     fits: Callable[[_Lot[Found], _Lot[Collective]], bool],
+    alike: bool,
 ) -> None:
+    """Matches what fits: only what is in a `while` in the plan and in a loop in the HLO, or in neither, if `alike`."""
     for f in lots:
         for p in by_group.get(f.group, ()):
-            if f.left and p.left and fits(f, p):
+            if f.left and p.left and (not alike or f.looped == p.looped) and fits(f, p):
                 n = min(f.left, p.left)
                 f.left -= n
                 p.left -= n
