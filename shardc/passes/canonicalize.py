@@ -229,6 +229,15 @@ def canonical_jaxpr(
 
 def with_own_bodies(eqn: Eqn) -> Eqn:
     """A second copy of an equation: the variables of its nested bodies are its own."""
+def inlined_eqns(
+    closed: ClosedJaxpr, args: Sequence[Atom], caller: Eqn, replicate: Collection[str]
+) -> tuple[list[Eqn], list[Atom]]:
+    """The canonical equations of a closed jaxpr that stands for `caller`, and its results; marks stay."""
+    inliner = _Inliner(marks=True, replicate=replicate)
+    results = inliner.run(closed.jaxpr, _as_literals(closed), args, caller)
+    return inliner.eqns, results
+
+
     if eqn.primitive.name not in NESTED:
         return eqn
     return eqn.replace(params=_Inliner(marks=True).params(eqn))

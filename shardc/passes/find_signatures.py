@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -85,6 +85,10 @@ class FoundOperation:
             fn = jax.vmap(fn, in_axes=level.into, out_axes=list(level.out))
         return fn(*operands)
 
+    def batched(self, into: Axes, results: int) -> FoundOperation:
+        """The same over one more dimension, the first."""
+        return replace(self, levels=(Level(into, (0,) * results), *self.levels))
+
     def __repr__(self) -> str:
         return f"{self.primitive.name}[{', '.join(f'{k}={v}' for k, v in sorted(self.params.items()))}]"
 
@@ -96,16 +100,12 @@ class Found:
     Attributes:
       text: factor notation.
       linear: groups of operands in which it is linear together.
+      flops: floating-point operations of the whole operation, as far as XLA knows.
     """
 
     fn: FoundOperation
     text: str
-      flops: floating-point operations of the whole operation, as far as XLA knows.
     linear: tuple[tuple[int, ...], ...]
-
-    def __str__(self) -> str:
-        """The decorator to paste."""
-        groups = ", ".join(str(g[0]) if len(g) == 1 else str(g) for g in self.linear)
     flops: float = 0.0
 
     @property
@@ -113,18 +113,22 @@ class Found:
         """Whether it may be fused with others: it works element by element."""
         operands, results = parse_factors(self.text)
         return all(fs in ((), results[0]) for fs in (*operands, *results))
+
+    def __str__(self) -> str:
+        """The decorator to paste."""
+        groups = ", ".join(str(g[0]) if len(g) == 1 else str(g) for g in self.linear)
         linear = f", linear=({groups}{',' if len(self.linear) == 1 else ''})" if self.linear else ""
         return f'@shardc.signature("{self.text}"{linear})'
 
     def put_into(self, eqn: Eqn) -> Eqn:
         """The equation with these signatures."""
         params = {"fn": self.fn, "text": self.text, "linear": self.linear, "reduce": "sum"}
+        fused = self.is_elementwise
+        params |= {"flops": 0.0 if fused else self.flops, "fused": fused}
         return eqn.replace(primitive=user_p, params=params)
 
 
 def found_of(eqn: Eqn) -> Found | None:
-        fused = self.is_elementwise
-        params |= {"flops": 0.0 if fused else self.flops, "fused": fused}
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
     if not isinstance(fn, FoundOperation):
@@ -494,10 +498,6 @@ def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """The function, compiled, with NumPy results; keys come as their words."""
-    jitted = jax.jit(lambda *xs: [jax.random.key_data(y) if is_extended(y.dtype) else y for y in fn(*xs)])
-    return lambda *xs: [np.asarray(y) for y in jitted(*xs)]
 def _flops(operation: _Operation) -> float:
     """The floating-point operations that XLA counts; 0 where it does not look inside."""
     lowered = _or_none(jax.jit(lambda *xs: operation(*xs)).lower, *operation.operands)
@@ -505,6 +505,10 @@ def _flops(operation: _Operation) -> float:
     return max(0.0, float((known or {}).get("flops", 0.0)))
 
 
+def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """The function, compiled, with NumPy results; keys come as their words."""
+    jitted = jax.jit(lambda *xs: [jax.random.key_data(y) if is_extended(y.dtype) else y for y in fn(*xs)])
+    return lambda *xs: [np.asarray(y) for y in jitted(*xs)]
 
 
 def _can_run(avals: Sequence[Aval]) -> bool:
