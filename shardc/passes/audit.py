@@ -7,7 +7,7 @@ gathers and drops what nobody reads) and may do it in other portions (its combin
 unrolled, invariants leave them): so tensors and executions are compared, not instructions, and what stays unmatched is
 compared by its bytes in total.
 
-How often a `while` goes around is not planned: its collectives are planned for one iteration. Where XLA knows, what is
+How often a `while` goes around is not known: its collectives are compared for one iteration. Where XLA knows, what is
 found is counted as often as it runs, and what goes beyond the plan is told apart (`iterated`).
 """
 
@@ -155,7 +155,7 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
-    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count, c.per_iteration)
+    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
 def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:

@@ -72,6 +72,8 @@ class _Inliner:
         for inner in jaxpr.eqns:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
             eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
+            if caller is not None and caller.primitive.name != "while" and eqn.primitive.name in NESTED:
+                eqn = compat.with_rounds_of(eqn, caller)
             invars = [read(a) for a in eqn.invars]
             if eqn.primitive.name == "split":
                 slices = _slices_of(eqn, invars[0])
@@ -227,8 +229,6 @@ def canonical_jaxpr(
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 
 
-def with_own_bodies(eqn: Eqn) -> Eqn:
-    """A second copy of an equation: the variables of its nested bodies are its own."""
 def inlined_eqns(
     closed: ClosedJaxpr, args: Sequence[Atom], caller: Eqn, replicate: Collection[str]
 ) -> tuple[list[Eqn], list[Atom]]:
@@ -238,6 +238,8 @@ def inlined_eqns(
     return inliner.eqns, results
 
 
+def with_own_bodies(eqn: Eqn) -> Eqn:
+    """A second copy of an equation: the variables of its nested bodies are its own."""
     if eqn.primitive.name not in NESTED:
         return eqn
     return eqn.replace(params=_Inliner(marks=True).params(eqn))

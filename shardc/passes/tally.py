@@ -304,13 +304,21 @@ class _Tallier:
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
         time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
-        if any(e.primitive.name == "while" for e in all_eqns(body)):
-            self.per_iteration(begin)
+        if loops := [e for e in all_eqns(body) if e.primitive.name == "while"]:
+            self.per_iteration(begin, 1, not all(map(compat.rounds_of, loops)))
         return time
 
-    def per_iteration(self, begin: int) -> None:
-        """Says of the collectives from number `begin` on that they are in a `while`."""
-        self.collectives[begin:] = [replace(c, per_iteration=True) for c in self.collectives[begin:]]
+    def per_iteration(self, begin: int, trips: int, one_round: bool) -> None:
+        """Says of the collectives from number `begin` on that they are in a `while`.
+
+        Args:
+          trips: that are expected of it.
+          one_round: nothing says how many.
+        """
+        self.collectives[begin:] = [
+            replace(c, per_iteration=True, trips=c.trips * trips, one_round=c.one_round or one_round)
+            for c in self.collectives[begin:]
+        ]
 
     def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
         moves = unit_moves(eqn, trips * times, self.mesh)
@@ -319,7 +327,8 @@ class _Tallier:
         return (self.add(moves, times * trips) + Time(compute=seconds)) * times
 
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
-        """A loop's body as often as it runs, of a `while` once; of a `cond` the branch that takes longest."""
+        """A loop's body as often as it runs, of a `while` as often as is expected; of a `cond` the branch that takes
+        longest."""
         length = compat.trips_of(eqn)
         results = late
         if eqn.primitive.name == "scan":  # what is carried is read by the next step
@@ -331,7 +340,7 @@ class _Tallier:
             fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
             found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
         if eqn.primitive.name == "while":
-            self.per_iteration(begin)
+            self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
             return max(found, key=lambda t: t.total)
         return sum(found, Time()) * length
