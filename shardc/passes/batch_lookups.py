@@ -166,7 +166,8 @@ class _Batcher:
         if not isinstance(x.aval.dtype, np.dtype) or x.aval.dtype.kind not in "iub" or compat.size_of(x.aval) > MOST:
             return None
         if x in self.known:
-            return np.asarray(self.known[x])
+            held = self.known[x]
+            return np.asarray(held) if getattr(held, "is_fully_addressable", True) else None
         eqn = self.made.get(x)
         fn = None if eqn is None else _elementwise(eqn) or _SHAPED.get(eqn.primitive.name)
         if eqn is None or fn is None:

@@ -337,8 +337,8 @@ def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) 
 
 
 def work_dtype(eqn: Eqn) -> Any:
-    """The type that an operation computes in: that of its first operand."""
-    return eqn.invars[0].aval.dtype
+    """The type that an operation computes in: that of its first operand, or of its result if it has none."""
+    return (eqn.invars or eqn.outvars)[0].aval.dtype
 
 
 def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:

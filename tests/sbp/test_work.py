@@ -21,7 +21,7 @@ from shardc.passes.canonicalize import canonicalize
 from shardc.passes.tally import whole_seconds
 from shardc.sbp.signature import find_rule
 from tests.sbp.cases import CASES
-from tests.sbp.harness import equation_of, on_device
+from tests.sbp.harness import equation_of
 
 MESH = view(make_mesh(topology="v5p:4x2x1", data=8))
 
@@ -31,7 +31,7 @@ def price(fn: Callable[..., Any], *args: Any) -> float:
     return sum(whole_seconds(e, MESH) for e in jaxpr.eqns)
 
 
-NO_OPERANDS = {name for name, (_, args, _) in CASES.items() if not args}
+NO_OPERANDS = {name for name, (_, args, _) in CASES.items() if not args} | {"iota_2x32_shape"}
 EMPTY = {n for n in CASES if "empty" in n or "nothing" in n or n in ("top_none", "reshape_(0, 3)_(3, 0)")}
 UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", "reduce_window_two"}
 """Cases whose primitive has no batching rule for them."""
@@ -41,13 +41,12 @@ UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", 
 def test_twice_as_many_cost_more(name: str) -> None:
     fn, args, primitive = CASES[name]
     with jax.enable_x64(True):
-        eqn = equation_of(fn, *args, primitive=primitive)
-        inputs = [on_device(x) for x in eqn.inputs]
-        if not inputs:
-            pytest.skip("made of nothing")
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        eqns = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+        eqn = next((e for e in eqns if e.primitive.name == primitive), eqns[-1])
+        avals = [v.aval for v in eqn.invars]
+        bind = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
         once, twice = (
-            price(jax.vmap(eqn.bind), *(jax.ShapeDtypeStruct((n, *a.shape), a.dtype) for a in avals)) for n in (2, 4)
+            price(bind, *(jax.ShapeDtypeStruct((n, *a.shape), a.dtype) for a in avals)) for n in (2, 4)
         )
     assert twice > once > 0
 
