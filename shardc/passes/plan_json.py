@@ -127,7 +127,7 @@ def from_json(text: str, name: str) -> SavedPlan:
                 None if data["operations"] is None else _operations_of(data["operations"]),
                 {r: _chain_of(chain) for chain, readers in data["boxings"].items() for r in readers.split()},
                 data["digests"], name, *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper")),
-                tuple(map(int, data.get("shared", ()))),
+                shared=tuple(map(int, data.get("shared", ()))),
             )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."

@@ -117,7 +117,7 @@ def record(plan: Any) -> SavedPlan:
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:],
         recorder.operations if isinstance(plan, Plan) else None, recorder.boxings, digests(program.jaxpr), program.name,
-        *(done.names if done else () for done in repeated or (None, None)), program.shared,
+        *(done.names if done else () for done in repeated), shared=program.shared,
     )  # fmt: skip
 
 
