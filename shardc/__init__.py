@@ -35,6 +35,7 @@ from shardc.pipeline_plan import Pipeline
 from shardc.placed import PlacedArray, StackedArray
 from shardc.sbp.placement import AUTO, B, P, Placement, S
 from shardc.show import show
+from shardc.trips import trips
 from shardc.tune import tune
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "show",
     "signature",
     "stage_boundary",
+    "trips",
     "tune",
 ]
 __version__ = "0.1.0"

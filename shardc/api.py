@@ -27,6 +27,7 @@ from shardc.passes.plan_json import load_plan
 from shardc.passes.program import Program
 from shardc.passes.record import SavedPlan
 from shardc.passes.replay import replay
+from shardc.passes.share_loops import share_loops
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, leaves_by_path, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
@@ -294,6 +295,9 @@ class Function:
             for i, arrival in zip(dynamic, arrivals, strict=True)
         )
         notes = [*into.notes, *out.notes]
+        if self._pipeline is None:
+            shared = None if self._saved is None else self._saved.shared
+            program = share_loops(program, [a.pin for a in arguments], self._view, self._replicate, shared)
         if self._saved is not None:
             plan = replay(self._saved, program, self._view, arguments, out.pins, notes)
         elif self._pipeline is None:

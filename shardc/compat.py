@@ -130,11 +130,36 @@ def with_names_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
+# Why: what is said of a loop where it is traced has to come along with its equation through all of JAX.
+_ROUNDS: Final = re.compile(r"shardc\.trips\((\d+)\)")
+
+
+def scope_of_rounds(n: int) -> str:
+    """The name of the scope whose loops are expected to go around so often."""
+    return f"shardc.trips({n})"
+
+
+def rounds_of(eqn: Eqn) -> int | None:
+    """The rounds that a `while` is expected to make, as the innermost of the scopes around it says."""
+    names = (s.name for s in reversed(eqn.source_info.name_stack.stack) if isinstance(s, _source_info_util.Scope))
+    found = next((m for n in names if (m := _ROUNDS.fullmatch(n))), None)
+    return None if found is None else int(found[1])
+
+
+def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
+    """`eqn`, of the body of `caller`, with the rounds that are said of loops there."""
+    n = rounds_of(caller)
+    if n is None or rounds_of(eqn) is not None:
+        return eqn
+    stack = _source_info_util.NameStack((_source_info_util.Scope(scope_of_rounds(n)),)) + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def scopes_of(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
     """The names of the scopes that an equation stands in, outermost first, as `("GPT2", "blocks_0", "attn")`, and
     whether it is of a backward pass."""
     stack = eqn.source_info.name_stack.stack
-    names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope))
+    names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope) and not _ROUNDS.fullmatch(s.name))
     return names, any(isinstance(s, _source_info_util.Transform) and s.name == "transpose" for s in stack)
 
 
@@ -324,8 +349,10 @@ def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
 
 
 def trips_of(eqn: Eqn) -> int:
-    """How often one run of an equation runs its body: the length of a scan; 1 for others, while loops too."""
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    """How often one run of an equation runs its bodies: the length of a scan, the rounds that a `while` is expected to
+    make, 1 if nothing says how many, and 1 for others."""
+    name = eqn.primitive.name
+    return eqn.params["length"] if name == "scan" else (rounds_of(eqn) or 1) if name == "while" else 1
 
 
 @dataclass(frozen=True, slots=True)

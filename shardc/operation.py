@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Primitive
@@ -13,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from shardc import compat
 from shardc.errors import PlacementError
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Factors, Neutral, Operation, Rule, linear, parse_factors, rule
+from shardc.sbp.signature import Factors, Neutral, Operation, Rule, find_rule, linear, parse_factors, rule
 
 user_p: Final = Primitive("user_operation")
 user_p.multiple_results = True
@@ -54,9 +55,28 @@ def _jvp(primals: Any, tangents: Any, *, fn: Callable[..., Any], **_: Any) -> An
     return jax.jvp(functools.partial(_run, fn=fn), tuple(primals), tuple(tangents))
 
 
-def _batch(args: Any, dims: Any, *, fn: Callable[..., Any], **_: Any) -> Any:
-    out = jax.vmap(functools.partial(_run, fn=fn), in_axes=tuple(dims))(*args)
+def _batch(args: Any, dims: Any, *, fn: Callable[..., Any], text: str, flops: float, **params: Any) -> Any:
+    """The operation on each row: the new dimension is a factor of the operands that have it and of all results."""
+    into = tuple(None if d is None else 0 for d in dims)
+    operands, results = parse_factors(text)
+    name = next(n for n in (f"vmap{i}" for i in itertools.count()) if all(n not in fs for fs in (*operands, *results)))
+    batched = [(name, *fs) if i == 0 else fs for fs, i in zip(operands, into, strict=True)]
+    sides = (batched, [(name, *fs) for fs in results])
+    text = " -> ".join(", ".join(" ".join(f or "_" for f in fs) for fs in side) for side in sides)
+    fn = fn.batched(into, len(results)) if isinstance(fn, Batches) else jax.vmap(fn, in_axes=into)
+    args = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    rows = next(x.shape[0] for x, i in zip(args, into, strict=True) if i == 0)
+    out = user_p.bind(*args, fn=fn, text=text, flops=rows * flops, **params)
     return out, [0] * len(out)
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """A function that knows how to be batched."""
+
+    def batched(self, into: tuple[int | None, ...], results: int) -> Callable[..., Any]:
+        """The same over dimension 0 of operands and results; `into` has None where an operand lacks it."""
+        ...
 
 
 user_p.def_impl(_run)
@@ -69,7 +89,7 @@ batching.primitive_batchers[user_p] = _batch
 @rule("user_operation")
 def _user_rule(op: Operation) -> Rule:
     """What the user declared. A summed factor of an operand in which the operation is not linear has no neutral value:
-    it is split only into equal parts."""
+    it is split only into equal parts. It runs by itself, and so goes through its memory once."""
     operands, results = parse_factors(op.params["text"])
     groups: tuple[tuple[int, ...], ...] = op.params["linear"]
     reduce: ReduceOp = op.params["reduce"]
@@ -86,6 +106,8 @@ def _user_rule(op: Operation) -> Rule:
         partials=linear(len(operands), *groups),
         neutral=neutral,
         granule=_granules(op, operands, reduced, neutral),
+        flops=op.params["flops"],
+        passes=0.0 if op.params["fused"] else 1.0,
     )
 
 
@@ -99,8 +121,20 @@ def _granules(
     return found
 
 
+def _flops_of(jaxpr: Any) -> float:
+    """Floating-point operations of the products, factorizations and the like in a body."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        bodies = [getattr(b, "jaxpr", b) for b in compat.jaxprs_in(eqn.params.values())]
+        operands, results = (tuple(v.aval for v in side) for side in (eqn.invars, eqn.outvars))
+        own = 0.0 if bodies else find_rule(Operation(eqn.primitive.name, operands, results, eqn.params)).flops
+        total += own + compat.trips_of(eqn) * sum(map(_flops_of, bodies))
+    return total
+
+
 def signature(
-    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum"
+    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum",
+    flops: float | Callable[..., float] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.
 
@@ -111,6 +145,8 @@ def signature(
       linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
         a tuple of numbers means linear in these together.
       reduce: what the factors that are reduced away are reduced by: "sum", "max" or "min".
+      flops: its floating-point operations on whole operands, or a function of these that says so; by default those of
+        the products and factorizations in its body, which of a kernel says little.
 
     Returns:
       A decorator. The function takes arrays by position, and runs on any pieces as it does on the whole.
@@ -133,9 +169,13 @@ def signature(
         @functools.wraps(fn)
         def call(*operands: Any) -> Any:
             arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
-            results, structure = jax.tree.flatten(jax.eval_shape(fn, *arrays))
+            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+            results, structure = jax.tree.flatten(shapes)
             _check(text, arrays, results)
-            out = user_p.bind(*arrays, fn=fn, text=text, linear=groups, reduce=reduce)
+            work = flops(*arrays) if callable(flops) else _flops_of(closed.jaxpr) if flops is None else flops
+            out = user_p.bind(
+                *arrays, fn=fn, text=text, linear=groups, reduce=reduce, flops=float(work), fused=False
+            )  # fmt: skip
             return jax.tree.unflatten(structure, out)
 
         return call

@@ -155,3 +155,48 @@ def test_a_placement_for_each_of_many_positional_arguments():
     assert [str(p) for p in every.plan(x, x, x, x).inputs] == ["{}", *["{a: S(0)}"] * 3]
     with pytest.raises(shardc.PlacementError, match=r"2 for the 3 arguments of \*xs; write one for each"):
         f(x, x, x, x)
+
+
+def test_a_cache_whose_beams_are_picked_by_row_numbers_stays_where_it_is():
+    """Its rows were exchanged for another dimension and back, 112 MiB each."""
+    rows = {"data": S(0)}
+    cache, beam = jax.ShapeDtypeStruct((64, 4, 2048, 1024), "bfloat16"), jax.ShapeDtypeStruct((64, 4), "int32")
+    mesh = shardc.make_mesh(topology="v5p:4x2x1", data=8)
+    f = shardc.function(
+        lambda c, i: c[jnp.arange(64)[:, None], i], mesh=mesh, in_placements=(rows, rows), out_placements=rows
+    )
+    assert f.plan(cache, beam).collectives == ()
+
+
+def test_what_is_gathered_in_a_while_and_once_behind_it():
+    """Five rounds took both planned gathers, the one of a round and the one behind the loop, which then had none."""
+
+    def f(x):
+        def body(c):
+            i, x = c
+            whole = shardc.constrain(x, {})  # each round needs all of it
+            return i + 1, shardc.constrain(jnp.sin(x + jnp.flip(whole).sum()), {"data": S(0)})
+
+        return lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
+
+    placed = shardc.function(
+        f, mesh=shardc.make_mesh(data=8), in_placements={"x": {"data": S(0)}}, out_placements={}
+    )
+    x = np.arange(16, dtype=np.float32)
+    np.testing.assert_allclose(placed(x), jax.jit(f)(x), rtol=1e-5)
+    report = placed.compile(x).audit()
+    assert report.ok and not report.missing, report
+    assert sum(a.count for a in report.iterated) == 4
+
+
+def test_a_loop_over_examples_sends_what_its_vmap_sends():
+    """514 collectives and 126 MiB, as the rows were exchanged for something else to split."""
+    w, x = jax.ShapeDtypeStruct((1024, 4096), "float32"), jax.ShapeDtypeStruct((512, 64, 1024), "float32")
+    mesh = shardc.make_mesh(topology="v5p:4x2x1", data=8)
+    for size in (None, 16):
+
+        def losses(w, x, size=size):
+            return lax.map(lambda x: jnp.sum((x @ w) ** 2), x, batch_size=size)
+
+        f = shardc.function(losses, mesh=mesh, in_placements=({}, {"data": S(0)}), static_argnames="size")
+        assert f.plan(w, x).collectives == ()

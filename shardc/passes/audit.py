@@ -7,7 +7,7 @@ gathers and drops what nobody reads) and may do it in other portions (its combin
 unrolled, invariants leave them): so tensors and executions are compared, not instructions, and what stays unmatched is
 compared by its bytes in total.
 
-How often a `while` goes around is not planned: its collectives are planned for one iteration. Where XLA knows, what is
+How often a `while` goes around is not known: its collectives are compared for one iteration. Where XLA knows, what is
 found is counted as often as it runs, and what goes beyond the plan is told apart (`iterated`).
 """
 
@@ -106,8 +106,9 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     found = (*(lot.record for lot in lots), *(record for record in added if record.kind == "permute"))
 
     by_group = _by_group(plans)
-    for fits in _FITS:
-        _match(lots, by_group, fits)
+    for alike in (True, False):  # a loop's with a loop's first: else one takes what is planned once behind it
+        for fits in _FITS:
+            _match(lots, by_group, fits, alike)
     if not exact:
         added += _match_all_reduces(lots, by_group)
     iterated = _match_iterations(lots, by_group, exact)
@@ -154,7 +155,7 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
-    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count, c.per_iteration)
+    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
 def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:
@@ -218,10 +219,12 @@ def _match(
     lots: Sequence[_Lot[Found]],
     by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
     fits: Callable[[_Lot[Found], _Lot[Collective]], bool],
+    alike: bool,
 ) -> None:
+    """Matches what fits: only what is in a `while` in the plan and in a loop in the HLO, or in neither, if `alike`."""
     for f in lots:
         for p in by_group.get(f.group, ()):
-            if f.left and p.left and fits(f, p):
+            if f.left and p.left and (not alike or f.looped == p.looped) and fits(f, p):
                 n = min(f.left, p.left)
                 f.left -= n
                 p.left -= n

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardc import compat
 from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.passes.batch_lookups import batch_lookups
 from shardc.passes.boundary import MARKS
 from shardc.passes.find_signatures import Found, find_signatures
 from shardc.passes.run_once import ONCE
@@ -71,6 +72,8 @@ class _Inliner:
         for inner in jaxpr.eqns:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
             eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
+            if caller is not None and caller.primitive.name != "while" and eqn.primitive.name in NESTED:
+                eqn = compat.with_rounds_of(eqn, caller)
             invars = [read(a) for a in eqn.invars]
             if eqn.primitive.name == "split":
                 slices = _slices_of(eqn, invars[0])
@@ -226,6 +229,15 @@ def canonical_jaxpr(
     return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
 
 
+def inlined_eqns(
+    closed: ClosedJaxpr, args: Sequence[Atom], caller: Eqn, replicate: Collection[str]
+) -> tuple[list[Eqn], list[Atom]]:
+    """The canonical equations of a closed jaxpr that stands for `caller`, and its results; marks stay."""
+    inliner = _Inliner(marks=True, replicate=replicate)
+    results = inliner.run(closed.jaxpr, _as_literals(closed), args, caller)
+    return inliner.eqns, results
+
+
 def with_own_bodies(eqn: Eqn) -> Eqn:
     """A second copy of an equation: the variables of its nested bodies are its own."""
     if eqn.primitive.name not in NESTED:
@@ -239,7 +251,8 @@ def canonicalize(
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
     Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
-    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names.
+    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names. Lookups by row
+    numbers are batched (`batch_lookups`).
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
@@ -255,4 +268,5 @@ def canonicalize(
     inliner = _Inliner(marks, replicate=replicate)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
+    jaxpr = batch_lookups(jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not compat.is_tracer(x)})
     return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

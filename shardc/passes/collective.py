@@ -22,7 +22,10 @@ class Collective:
       source: line of user code that made the value, as `file.py:12 (function)`.
       value: dtype and logical shape of what moves, as `f32[8,128]`.
       src, dst: the placements before and after the boxing that this collective is a step of, as text.
-      per_iteration: it is in a `while`, of which `bytes` and `count` have one iteration.
+      per_iteration: it is in a `while`, of which `bytes` and `count` have one iteration, or as many as `shardc.trips`
+        says.
+      trips: how many of these it says for one run of all the `while`s around it.
+      one_round: nothing is said of one of them, so that it counts one iteration.
     """
 
     kind: Kind
@@ -34,6 +37,8 @@ class Collective:
     src: str = ""
     dst: str = ""
     per_iteration: bool = False
+    trips: int = 1
+    one_round: bool = False
 
 
 @dataclass(frozen=True)

@@ -266,13 +266,12 @@ class Domains:
             if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
                 cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
             return cost
-        flops = np.full(len(options), n.rule.flops if n.rule else 0.0)
-        if flops.any():
-            assert n.rule is not None
+        if n.rule is not None and n.rule.is_heavy:
+            flops = np.full(len(options), n.rule.flops)
             for factor, size in n.rule.sizes(operation_of(n.eqn)).items():
                 if factor in splits and size:
                     flops = flops / (size / -(-size // splits[factor]))
-            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn))
+            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn), n.rule.passes)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
             for port, share in () if self.mesh.topology.cached else n.traffic:

@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -35,7 +35,7 @@ from shardc import compat
 from shardc.compat import ClosedJaxpr, Eqn
 from shardc.operation import user_p
 from shardc.sbp.rules.elementwise import conversion_ops
-from shardc.sbp.signature import is_extended
+from shardc.sbp.signature import is_extended, parse_factors
 
 log = logging.getLogger("shardc")
 
@@ -85,6 +85,10 @@ class FoundOperation:
             fn = jax.vmap(fn, in_axes=level.into, out_axes=list(level.out))
         return fn(*operands)
 
+    def batched(self, into: Axes, results: int) -> FoundOperation:
+        """The same over one more dimension, the first."""
+        return replace(self, levels=(Level(into, (0,) * results), *self.levels))
+
     def __repr__(self) -> str:
         return f"{self.primitive.name}[{', '.join(f'{k}={v}' for k, v in sorted(self.params.items()))}]"
 
@@ -96,11 +100,19 @@ class Found:
     Attributes:
       text: factor notation.
       linear: groups of operands in which it is linear together.
+      flops: floating-point operations of the whole operation, as far as XLA knows.
     """
 
     fn: FoundOperation
     text: str
     linear: tuple[tuple[int, ...], ...]
+    flops: float = 0.0
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it may be fused with others: it works element by element."""
+        operands, results = parse_factors(self.text)
+        return all(fs in ((), results[0]) for fs in (*operands, *results))
 
     def __str__(self) -> str:
         """The decorator to paste."""
@@ -111,13 +123,17 @@ class Found:
     def put_into(self, eqn: Eqn) -> Eqn:
         """The equation with these signatures."""
         params = {"fn": self.fn, "text": self.text, "linear": self.linear, "reduce": "sum"}
+        fused = self.is_elementwise
+        params |= {"flops": 0.0 if fused else self.flops, "fused": fused}
         return eqn.replace(primitive=user_p, params=params)
 
 
 def found_of(eqn: Eqn) -> Found | None:
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
-    return Found(fn, eqn.params["text"], eqn.params["linear"]) if isinstance(fn, FoundOperation) else None
+    if not isinstance(fn, FoundOperation):
+        return None
+    return Found(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
 
 
 _known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | Found | None]]]] = {}
@@ -209,7 +225,8 @@ def _found_by_batching(operation: _Operation) -> Found | None:
         return None
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
-    return Found(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
+    linear = _linear_groups(operation, fn, small)
+    return Found(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
 
 
 @dataclass
@@ -479,6 +496,13 @@ def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:  # noqa: BLE001
         log.debug("a guess failed: %s", error)
         return None
+
+
+def _flops(operation: _Operation) -> float:
+    """The floating-point operations that XLA counts; 0 where it does not look inside."""
+    lowered = _or_none(jax.jit(lambda *xs: operation(*xs)).lower, *operation.operands)
+    known = None if lowered is None else _or_none(lowered.cost_analysis)
+    return max(0.0, float((known or {}).get("flops", 0.0)))
 
 
 def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:

@@ -111,7 +111,7 @@ class Node:
     @property
     def is_light(self) -> bool:
         """Whether it is bound by memory, and XLA fuses it with others that are."""
-        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.flops
+        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
 
     @property
     def avals(self) -> list[Any]:
@@ -337,8 +337,8 @@ def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) 
 
 
 def work_dtype(eqn: Eqn) -> Any:
-    """The type that an operation computes in: that of its first operand."""
-    return eqn.invars[0].aval.dtype
+    """The type that an operation computes in: that of its first operand, or of its result if it has none."""
+    return (eqn.invars or eqn.outvars)[0].aval.dtype
 
 
 def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
@@ -417,25 +417,27 @@ def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: f
 def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
     loop = compat.while_of(eqn)
     cond, body, nc, nb = loop.cond, loop.body, loop.cond_consts, loop.body_consts
+    trips = float(compat.trips_of(eqn))
+    inner = weight * trips
     consts = [
-        b.enter(v, var.aval, weight, weight)
+        b.enter(v, var.aval, weight, inner)
         for v, var in zip(operands[: nc + nb], [*cond.invars[:nc], *body.invars[:nb]], strict=True)
     ]
     carries: list[Node] = []
     for value, var in zip(operands[nc + nb :], body.invars[nb:], strict=True):
-        node = b.carrier("carrier", var.aval, [value, None], [(var.aval, weight)] * 3)
+        node = b.carrier("carrier", var.aval, [value, None], [*[(var.aval, inner)] * 2, (var.aval, weight)])
         b.read(value, node, 0, weight)
         carries.append(node)
     cond_env = [n.results[0] for n in (*consts[:nc], *carries)]
-    cond_scope = b.build(cond, dict(zip(cond.invars, cond_env, strict=True)), weight)
-    b.whole(cond_scope.outputs[0], weight)
+    cond_scope = b.build(cond, dict(zip(cond.invars, cond_env, strict=True)), inner)
+    b.whole(cond_scope.outputs[0], inner)
     body_env = [*(n.results[0] for n in consts[nc:]), *(n.results[1] for n in carries)]
-    body_scope = b.build(body, dict(zip(body.invars, body_env, strict=True)), weight)
+    body_scope = b.build(body, dict(zip(body.invars, body_env, strict=True)), inner)
     for value, node in zip(body_scope.outputs, carries, strict=True):
         node.operands[1] = value
-        b.read(value, node, 1, weight)
+        b.read(value, node, 1, inner)
     returns = [[(n, 1) for n in carries]]
-    return Nested([*consts, *carries], [cond_scope, body_scope], carries, [[], *returns], [1.0, 1.0])
+    return Nested([*consts, *carries], [cond_scope, body_scope], carries, [[], *returns], [trips, trips])
 
 
 def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:

@@ -19,6 +19,8 @@ class Program:
       out_paths: path of each result, the results' own path without the argument.
       captured: the values of the captured arrays.
       in_tree, out_tree: pytree structures of (args, kwargs) and of the result.
+      shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
+        none does.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Program:
     captured: tuple[Any, ...]
     in_tree: Any
     out_tree: Any
+    shared: tuple[int, ...] = ()
 
     @property
     def in_avals(self) -> list[Any]:

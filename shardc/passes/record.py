@@ -59,6 +59,7 @@ class SavedPlan:
       recomputed: which values are computed again and not kept for want of memory (`compute_again`); operations,
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
+      shared: how many devices share the rounds of each loop (`share_loops`).
     """
 
     function: str
@@ -74,6 +75,7 @@ class SavedPlan:
     name: str
     recomputed: Sequence[str] = ()
     cheaper: Sequence[str] = ()
+    shared: Sequence[int] = ()
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def record(plan: Any) -> SavedPlan:
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:],
         recorder.operations if isinstance(plan, Plan) else None, recorder.boxings, digests(program.jaxpr), program.name,
-        *(done.names if done else () for done in repeated),
+        *(done.names if done else () for done in repeated), shared=program.shared,
     )  # fmt: skip
 
 

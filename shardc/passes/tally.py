@@ -26,7 +26,7 @@ from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_body, unit_moves
 from shardc.sbp.boxing import Boxing, find_boxing
-from shardc.sbp.cost import RingTime, compute_seconds, memory_seconds
+from shardc.sbp.cost import RingTime, heavy_seconds, light_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
@@ -185,7 +185,7 @@ class _Tallier:
         times: dict[int, Time] = {}
         for eqn in jaxpr.eqns:
             if id(eqn) in plain:
-                self.added += compute_seconds(0.0, self.touched(eqn), self.mesh) * trips
+                self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
                 times[id(eqn)] = self.equation(eqn, trips, late)
         hidden = hidden_seconds(
@@ -223,7 +223,7 @@ class _Tallier:
         if eqn.primitive.name in _PARTICULAR:
             return False
         rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
-        return not (rule.flops or rule.windows or rule.told or rule.terms)
+        return not (rule.is_heavy or rule.windows or rule.told or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
         if id(eqn) not in self.heavy:
@@ -231,7 +231,7 @@ class _Tallier:
                 found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
             else:
                 own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
-                found = is_unit(eqn) or (not own and self.rule(eqn).flops > 0)
+                found = is_unit(eqn) or (not own and self.rule(eqn).is_heavy)
             self.heavy[id(eqn)] = found
         return self.heavy[id(eqn)]
 
@@ -282,9 +282,9 @@ class _Tallier:
         memory = self.touched(eqn)
         seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
         inside = replace(inside, added=(*inside.added, seconds))
-        if not rule.flops:
+        if not rule.is_heavy:
             return inside
-        bound = seconds <= memory_seconds(memory, self.mesh)
+        bound = seconds <= max(rule.passes, 1.0) * memory_seconds(memory, self.mesh)
         return replace(inside, time=inside.time + (Time(memory=seconds) if bound else Time(compute=seconds)))
 
     def around(self, eqn: Eqn, ring: Ring, setting: Setting) -> _Price:
@@ -304,13 +304,21 @@ class _Tallier:
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
         time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
-        if any(e.primitive.name == "while" for e in all_eqns(body)):
-            self.per_iteration(begin)
+        if loops := [e for e in all_eqns(body) if e.primitive.name == "while"]:
+            self.per_iteration(begin, 1, not all(map(compat.rounds_of, loops)))
         return time
 
-    def per_iteration(self, begin: int) -> None:
-        """Says of the collectives from number `begin` on that they are in a `while`."""
-        self.collectives[begin:] = [replace(c, per_iteration=True) for c in self.collectives[begin:]]
+    def per_iteration(self, begin: int, trips: int, one_round: bool) -> None:
+        """Says of the collectives from number `begin` on that they are in a `while`.
+
+        Args:
+          trips: that are expected of it.
+          one_round: nothing says how many.
+        """
+        self.collectives[begin:] = [
+            replace(c, per_iteration=True, trips=c.trips * trips, one_round=c.one_round or one_round)
+            for c in self.collectives[begin:]
+        ]
 
     def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
         moves = unit_moves(eqn, trips * times, self.mesh)
@@ -319,7 +327,8 @@ class _Tallier:
         return (self.add(moves, times * trips) + Time(compute=seconds)) * times
 
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
-        """A loop's body as often as it runs, of a `while` once; of a `cond` the branch that takes longest."""
+        """A loop's body as often as it runs, of a `while` as often as is expected; of a `cond` the branch that takes
+        longest."""
         length = compat.trips_of(eqn)
         results = late
         if eqn.primitive.name == "scan":  # what is carried is read by the next step
@@ -331,7 +340,7 @@ class _Tallier:
             fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
             found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
         if eqn.primitive.name == "while":
-            self.per_iteration(begin)
+            self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
             return max(found, key=lambda t: t.total)
         return sum(found, Time()) * length
@@ -419,10 +428,10 @@ def _rule_of(eqn: Eqn) -> Rule:
 
 def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
     """Seconds that a device computes in one execution of an operation that reads and writes so many bytes."""
-    if not rule.flops:
-        return compute_seconds(0.0, memory, mesh)
-    shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh))
-    return compute_seconds(rule.flops / shared, memory, mesh, work_dtype(eqn))
+    if not rule.is_heavy:
+        return light_seconds(memory, mesh)
+    shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
+    return float(heavy_seconds(rule.flops / shared, memory, mesh, work_dtype(eqn), rule.passes))
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
+from shardc import compat
+from shardc.compat import Jaxpr
 from shardc.passes.collective import KINDS, Collective
 from shardc.passes.compute_again import Recomputed
-from shardc.passes.memory import local_bytes
+from shardc.passes.memory import all_eqns, local_bytes
 from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
 from shardc.passes.tally import Time, short_aval
 from shardc.report.tables import (
@@ -66,8 +68,24 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{sent}; about {seconds_text(plan.seconds)}; {proved}.\n"
-        f"{time_text(plan.time)}"
+        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}"
     )
+
+
+def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
+    """How often loops of unknown length are counted, in lines to append; empty if there is none."""
+    once, said = dict[str, None](), dict[str, None]()
+    for eqn in (e for jaxpr in jaxprs for e in all_eqns(jaxpr)):
+        if eqn.primitive.name == "while":
+            n, line = compat.rounds_of(eqn), compat.source_line(eqn) or "a line of a library"
+            (once if n is None else said)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
+    text = f"\nLoops of unknown length count as shardc.trips says: {', '.join(said)}." if said else ""
+    if once:
+        text += (
+            f"\nLoops of unknown length count one round, in bytes and in time: {', '.join(once)}. "
+            "To say how many are expected: with shardc.trips(n): around the loop."
+        )
+    return text
 
 
 def time_text(time: Time) -> str:
@@ -144,11 +162,12 @@ def _moves(plan: Plan) -> str:
     if not moves:
         return section("Moves: none")
     rows = [
-        ((c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst)), c.source, c) for c in moves
+        ((c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round), c.source, c)
+        for c in moves
     ]
     table = make_table("collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
-    for key, sources, found in fold_rows(rows):
-        times = str(sum(c.count for c in found))
+    for (*key, _), sources, found in fold_rows(rows):
+        times = str(sum(c.count for c in found)) + " a round" * found[0].one_round
         table.add_row(*map(str, key), times, bytes_text(sum(c.bytes for c in found)), fold_paths(sources))
     return section("Moves, in the order of the program: bytes that each device sends in one call", table)
 

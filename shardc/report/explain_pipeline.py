@@ -18,6 +18,7 @@ from shardc.report.explain import (
     WORDS,
     found_section,
     gathered_section,
+    loops_text,
     memory_decided,
     moving,
     notes_section,
@@ -87,6 +88,7 @@ def _head(plan: PipelinePlan, timeline: Timeline) -> str:
         f"{plan.program.name} on {axes}: {number_text(size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
+        f"{loops_text([s.plan.boxed.jaxpr for s in plan.stages])}"
     )
 
 

@@ -353,20 +353,22 @@ def _hop_latency(mesh: MeshView, axis: str) -> float:
 # --- operations ------------------------------------------------------------------------------------------------------
 
 
-def compute_seconds(flops: float, memory: float, mesh: MeshView, dtype: Any = "bfloat16") -> float:
-    """Roofline time of a local piece: `flops` operations of a heavy one, else `memory` bytes read and written.
-
-    Args:
-      dtype: of its operands; matrix units are faster in some.
-    """
-    if flops:
-        return max(flops / mesh.topology.flops_in(str(dtype)), memory_seconds(memory, mesh))
+def light_seconds(memory: float, mesh: MeshView) -> float:
+    """Time of a light local piece that reads and writes `memory` bytes, so far as it counts alone."""
     return LIGHT * memory_seconds(memory, mesh)
 
 
-def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any) -> Any:
-    """The same of a heavy one alone, for arrays of them."""
-    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), memory / mesh.topology.memory_bandwidth)
+def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: float = 0.0) -> Any:
+    """Roofline time of a heavy local piece, or of arrays of them.
+
+    Args:
+      flops: its operations.
+      memory: bytes that it reads and writes in one pass.
+      dtype: of its operands; matrix units are faster in some.
+      passes: through this memory, at least one.
+    """
+    moved = max(passes, 1.0) * memory / mesh.topology.memory_bandwidth
+    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:

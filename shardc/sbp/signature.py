@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -218,7 +218,9 @@ class Rule:
         in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
       terms: of a product of two operands, how it is had in terms; None: its pieces do not go around
         (`shardc.sbp.ring`).
-      flops: floating-point operations of the whole operation if it is heavy, 0 if it is bound by memory.
+      flops: floating-point operations of the whole operation; 0 if it is bound by memory.
+      passes: how often it goes through the memory of its operands and results. 0: once if it has `flops`, else it is
+        light: bound by memory, and fused with others that are.
     """
 
     operands: tuple[Factors, ...]
@@ -233,6 +235,12 @@ class Rule:
     across: Local = bind_same
     terms: Terms | None = None
     flops: float = 0.0
+    passes: float = 0.0
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it runs by itself: its time is its own, not that of a chain of fused operations."""
+        return self.flops > 0 or self.passes > 0
 
     def factors(self) -> tuple[str, ...]:
         """Factors that may be split, in order of appearance."""
@@ -305,9 +313,11 @@ def gathered(op: Operation) -> Rule:
 
 
 def find_rule(op: Operation) -> Rule:
-    """The rule of an operation; `gathered` where the table has none."""
+    """The rule of an operation; `gathered` where the table has none, which goes through its memory once."""
     fn = _RULES.get(op.name)
-    return (fn(op) if fn else None) or gathered(op)
+    if fn is None:
+        return replace(gathered(op), passes=1.0)
+    return fn(op) or gathered(op)
 
 
 def dims(rank: int, prefix: str = "d") -> tuple[str, ...]:

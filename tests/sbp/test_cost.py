@@ -14,8 +14,9 @@ from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
     LIGHT,
-    compute_seconds,
     group_of,
+    heavy_seconds,
+    light_seconds,
     memory_seconds,
     send_price,
     step_price,
@@ -242,19 +243,20 @@ def test_the_table_and_the_path_agree_about_what_would_take_for_ever() -> None:
 
 def test_operations_are_bound_by_the_matrix_units_or_by_memory() -> None:
     mesh = seen("h100", a=8)
-    assert compute_seconds(9.89e14, 1.0, mesh) == pytest.approx(1.0)
-    assert compute_seconds(1.0, 3.35e12, mesh) == pytest.approx(1.0)
-    assert compute_seconds(0.0, 3.35e12, mesh) == pytest.approx(LIGHT)
+    assert heavy_seconds(9.89e14, 1.0, mesh, "bfloat16") == pytest.approx(1.0)
+    assert heavy_seconds(1.0, 3.35e12, mesh, "bfloat16") == pytest.approx(1.0)
+    assert heavy_seconds(1.0, 3.35e12, mesh, "bfloat16", passes=3.0) == pytest.approx(3.0)
+    assert light_seconds(3.35e12, mesh) == pytest.approx(LIGHT)
     assert memory_seconds(3.35e12, mesh) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1), ("float16", 1), ("float32", 2), ("float8_e4m3fn", 0.5)])
 def test_matrix_units_are_faster_in_narrow_types(dtype: str, factor: float) -> None:
-    assert compute_seconds(9.89e14, 0, seen("h100", a=8), dtype) == pytest.approx(factor, rel=0.01)
+    assert heavy_seconds(9.89e14, 0, seen("h100", a=8), dtype) == pytest.approx(factor, rel=0.01)
 
 
 def test_tpus_multiply_float32_in_bfloat16() -> None:
-    assert compute_seconds(4.59e14, 0, seen("v5p", a=8), "float32") == pytest.approx(1.0)
+    assert heavy_seconds(4.59e14, 0, seen("v5p", a=8), "float32") == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("kind", TOPOLOGIES)

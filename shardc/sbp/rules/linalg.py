@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardc.sbp.signature import Operation, Partials, Rule, Site, dims, linear, rule
+from shardc.sbp.signature import Aval, Operation, Partials, Rule, Site, dims, linear, rule
 
 
 def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Rule:
@@ -23,37 +24,61 @@ def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Ru
     return Rule(operands, results, partials=partials)
 
 
+def _matrices(aval: Aval) -> tuple[int, int, int]:
+    """How many matrices, and the longer and the shorter of their sides."""
+    *batch, rows, columns = aval.shape
+    return math.prod(batch), max(rows, columns), min(rows, columns)
+
+
+_FLOPS: Final[Mapping[str, Callable[[int, int], float]]] = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "eig": lambda m, n: 25 * n**3,
+    "eigh": lambda m, n: 9 * n**3,
+    **dict.fromkeys(("geqrf", "householder_product", "qr"), lambda m, n: 2 * m * n**2 - 2 * n**3 / 3),
+    "hessenberg": lambda m, n: 10 * n**3 / 3,
+    "lu": lambda m, n: m * n**2 - n**3 / 3,
+    "schur": lambda m, n: 25 * n**3,
+    "svd": lambda m, n: 20 * m * n**2,
+    "tridiagonal": lambda m, n: 4 * n**3 / 3,
+}  # fmt: skip
+"""Operations for a matrix with sides m >= n (Golub and Van Loan, "Matrix Computations"); of those that iterate a rough
+number."""
+
+
 @rule(
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "tridiagonal",
 )  # fmt: skip
 def factorization(op: Operation) -> Rule:
     """Of the last two dimensions: each step needs all that is left of the matrix."""
-    return batched(op, 2)
+    count, m, n = _matrices(op.operands[0])
+    return replace(batched(op, 2), flops=float(count * _FLOPS[op.name](m, n)))
 
 
 @rule("lu_pivots_to_permutation")
 def pivots(op: Operation) -> Rule:
     """Of the last dimension."""
-    return batched(op, 1)
+    return replace(batched(op, 1), passes=1.0)
 
 
 @rule("triangular_solve")
 def triangular_solve(op: Operation) -> Rule:
     """x of a x = b is linear in b, and each column of b (row, of x a = b) is solved for itself."""
-    return _each_column(batched(op, 2, linear(2, (1,))), -1 if op.params["left_side"] else -2)
+    found = _each_column(batched(op, 2, linear(2, (1,))), -1 if op.params["left_side"] else -2)
+    return replace(found, flops=float(math.prod(op.operands[1].shape) * op.operands[0].shape[-1]))
 
 
 @rule("tridiagonal_solve")
 def tridiagonal_solve(op: Operation) -> Rule:
     """As with a triangular matrix."""
-    return _each_column(batched(op, 1, linear(4, (3,))), -1)
+    return replace(_each_column(batched(op, 1, linear(4, (3,))), -1), passes=1.0)
 
 
 @rule("ormqr")
 def product_with_q(op: Operation) -> Rule:
     """q c or c q: linear in c, whose columns or rows are multiplied each for itself."""
-    return _each_column(batched(op, 2, linear(3, (2,))), -1 if op.params["left"] else -2)
+    found = _each_column(batched(op, 2, linear(3, (2,))), -1 if op.params["left"] else -2)
+    return replace(found, flops=4.0 * math.prod(op.operands[2].shape) * op.operands[1].shape[-1])
 
 
 def _each_column(found: Rule, dim: int) -> Rule:
@@ -70,8 +95,9 @@ def symmetric_product(op: Operation) -> Rule:
     found = batched(op, 2)
     a, c = found.operands
     return replace(
-        found, operands=((*a[:-1], "k"), c), reduced={"k": "sum"}, neutral={0: "zero"}, local=_symmetric_piece
-    )
+        found, operands=((*a[:-1], "k"), c), reduced={"k": "sum"}, neutral={0: "zero"}, local=_symmetric_piece,
+        flops=2.0 * math.prod(op.operands[1].shape) * op.operands[0].shape[-1],
+    )  # fmt: skip
 
 
 def _symmetric_piece(site: Site, a: Any, c: Any) -> Sequence[Any]:
@@ -84,7 +110,12 @@ def _symmetric_piece(site: Site, a: Any, c: Any) -> Sequence[Any]:
 @rule("fft")
 def fft(op: Operation) -> Rule:
     """Linear, over the last dimensions."""
-    return replace(batched(op, len(op.params["fft_lengths"]), linear(1, (0,))), local=_fft_piece)
+    lengths = op.params["fft_lengths"]
+    size = max(math.prod(a.shape) for a in (*op.operands, *op.results))
+    return replace(
+        batched(op, len(lengths), linear(1, (0,))), local=_fft_piece,
+        flops=5.0 * size * math.log2(max(math.prod(lengths), 2)), passes=float(len(lengths)),
+    )  # fmt: skip
 
 
 def _fft_piece(site: Site, x: Any) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,14 @@ def _arg_across(site: Site, x: Any) -> Sequence[Any]:
 def sort(op: Operation) -> Rule:
     """Each row is sorted for itself, all operands alike. Along the sorted dimension every device may need any element
     of any other, and finds out only by comparing: gathering is the least that one collective can do."""
-    names = without(dims(len(op.operands[0].shape)), [op.params["dimension"]])
-    return Rule((names,) * len(op.operands), (names,) * len(op.results))
+    dim, shape = op.params["dimension"], op.operands[0].shape
+    names = without(dims(len(shape)), [dim])
+    return Rule((names,) * len(op.operands), (names,) * len(op.results), passes=_merges(shape[dim]))
+
+
+def _merges(size: int) -> float:
+    """Passes of a sort that merges pairs of sorted runs until one is left."""
+    return float(max(1, math.ceil(math.log2(max(size, 1)))))
 
 
 ORDERED = ("bfloat16", "float16", "float32", "float64")
@@ -70,12 +77,13 @@ def top_k(op: Operation) -> Rule:
     names, axis = dims(len(x.shape)), op.params["axis"] % len(x.shape)
     kept = without(names, [axis])
     if k == 0 or not (jnp.issubdtype(x.dtype, np.integer) or np.dtype(x.dtype).name in ORDERED):
-        return Rule((kept,), (kept, kept))
+        return Rule((kept,), (kept, kept), passes=1.0 + _merges(k))
     return Rule(
         (names,), (kept, kept),
         reduced={names[axis]: None},
         told={names[axis]: _candidates},
         across=_top_across,
+        passes=1.0 + _merges(k),
     )  # fmt: skip
 
 
@@ -120,4 +128,4 @@ def approx_top_k(op: Operation) -> Rule:
     """Of each row. Which elements it misses depends on how many it looks at, so the dimension stays whole."""
     rank = len(op.operands[0].shape)
     names = without(dims(rank), [op.params["reduction_dimension"] % rank])
-    return Rule((names,), (names, names))
+    return Rule((names,), (names, names), passes=1.0)

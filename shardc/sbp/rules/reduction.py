@@ -151,6 +151,7 @@ def cumulative(op: Operation) -> Rule:
         partials=ops.get(op.name, ()),
         told={told: _running_total} if told else {},
         across=_run_on,
+        passes=2.0,
     )  # fmt: skip
 
 

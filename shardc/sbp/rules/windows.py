@@ -51,7 +51,7 @@ def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Pa
     operands = (names,) * len(fills) + ((),) * (len(op.operands) - len(fills))
     return Rule(
         operands, (names,) * len(op.results), partials=partials,
-        local=_pool_window, windows=windows, across=_pool_window,
+        local=_pool_window, windows=windows, across=_pool_window, passes=1.0,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def scatter_window(op: Operation) -> Rule:
             windows.append(Window(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
             windows.append(Window(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
     return Rule(
-        (names, names), (names,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece
+        (names, names), (names,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece, passes=1.0,
     )  # fmt: skip
 
 

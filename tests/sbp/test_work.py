@@ -1,0 +1,133 @@
+"""The work of every primitive has its price: twice the size costs more, twice the side of a factorization far more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+import shardc
+from shardc import S
+from shardc.mesh import make_mesh, view
+from shardc.operation import user_p
+from shardc.passes.canonicalize import canonicalize
+from shardc.passes.tally import whole_seconds
+from shardc.sbp.signature import find_rule
+from tests.sbp.cases import CASES
+from tests.sbp.harness import equation_of
+
+MESH = view(make_mesh(topology="v5p:4x2x1", data=8))
+
+
+def price(fn: Callable[..., Any], *args: Any) -> float:
+    jaxpr, _ = canonicalize(jax.make_jaxpr(fn)(*args))
+    return sum(whole_seconds(e, MESH) for e in jaxpr.eqns)
+
+
+NO_OPERANDS = {name for name, (_, args, _) in CASES.items() if not args} | {"iota_2x32_shape"}
+EMPTY = {n for n in CASES if "empty" in n or "nothing" in n or n in ("top_none", "reshape_(0, 3)_(3, 0)")}
+UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", "reduce_window_two"}
+"""Cases whose primitive has no batching rule for them."""
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in NO_OPERANDS | EMPTY | UNBATCHED])
+def test_twice_as_many_cost_more(name: str) -> None:
+    fn, args, primitive = CASES[name]
+    with jax.enable_x64(True):
+        eqns = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+        eqn = next((e for e in eqns if e.primitive.name == primitive), eqns[-1])
+        avals = [v.aval for v in eqn.invars]
+        bind = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
+        once, twice = (
+            price(bind, *(jax.ShapeDtypeStruct((n, *a.shape), a.dtype) for a in avals)) for n in (2, 4)
+        )
+    assert twice > once > 0
+
+
+def square(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+CUBIC: dict[str, Callable[[Any], Any]] = {
+    "cholesky": jnp.linalg.cholesky,
+    "solve": lambda a: jnp.linalg.solve(a, a),
+    "inv": jnp.linalg.inv,
+    "eigh": lambda a: jnp.linalg.eigh(a)[1],
+    "svd": lambda a: jnp.linalg.svd(a)[0],
+    "qr": lambda a: jnp.linalg.qr(a)[0],
+    "slogdet's gradient": jax.grad(lambda a: jnp.linalg.slogdet(a)[1].sum()),
+    "condition": lambda a: lax.cond(a[0, 0, 0] > 0, jnp.linalg.cholesky, lambda a: a, a),
+    "solve of a triangle": lambda a: lax.linalg.triangular_solve(a, a, left_side=True),
+    "hessenberg": lambda a: lax.linalg.hessenberg(a)[0],
+    "tridiagonal": lambda a: lax.linalg.tridiagonal(a)[0],
+}
+LINEAR: dict[str, Callable[[Any], Any]] = {
+    "fft": lambda a: jnp.fft.fft2(a),
+    "sort": jnp.sort,
+    "top_k": lambda a: lax.top_k(a, 16)[0],
+    "approx_max_k": lambda a: lax.approx_max_k(a, 16)[0],
+    "cumsum": lambda a: jnp.cumsum(a, 1),
+    "reduce": lambda a: lax.reduce(a, np.float32(1), lambda x, y: x + 2 * y, (1,)),
+    "reduce_window": lambda a: lax.reduce_window(
+        a, np.float32(1), lambda x, y: x + 2 * y, (1, 2, 2), (1, 2, 2), "VALID"
+    ),
+    "pool": lambda a: lax.reduce_window(a, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), "VALID"),
+}
+
+
+@pytest.mark.parametrize("name", [*CUBIC, *LINEAR])
+def test_a_matrix_of_twice_the_side_costs_more(name: str) -> None:
+    fn = {**CUBIC, **LINEAR}[name]
+    small, large = (price(fn, square(16, n, n)) for n in (2**14, 2**15))
+    assert large > (7.9 if name in CUBIC else 3.9) * small
+
+
+@pytest.mark.parametrize("name", [*CUBIC, "fft", "sort"])
+def test_matrices_that_arrive_everywhere_are_shared(name: str) -> None:
+    """Each device did all 16, as that cost nothing."""
+    fn = {**CUBIC, **LINEAR}[name]
+    free = shardc.function(fn, mesh=make_mesh(topology="v5p:4x2x1", data=8), in_placements=({},))
+    plan = free.plan(square(16, 4096, 4096))
+    assert plan.time.computing < price(fn, square(16, 4096, 4096)) / 2
+    assert any(p.splits for p in plan.outputs)
+
+
+def test_an_operation_without_a_rule_and_one_of_the_users_have_a_price() -> None:
+    def opaque(x: Any) -> Any:
+        return jnp.fft.fft(x).real.astype(x.dtype)
+
+    a, b = square(64, 256), square(64, 512)
+    for make in (
+        lambda x: shardc.signature("b _ -> b _")(opaque)(x),
+        lambda x: shardc.signature("b _ -> b _", flops=lambda x: 1e6 * x.size)(opaque)(x),
+        lambda x: user_p.bind(
+            x, fn=lambda x: [x], text="b _ -> b _", linear=(), reduce="sum", flops=0.0, fused=False
+        )[0],
+    ):
+        assert price(make, b) > 1.9 * price(make, a)
+    product = shardc.signature("b d, d f -> b f")(lambda x, w: x @ w)
+    eqn = jax.make_jaxpr(product)(np.ones((4, 6)), np.ones((6, 5))).eqns[-1]
+    assert eqn.params["flops"] == 2 * 4 * 6 * 5
+    assert find_rule(equation_of(lambda x: x + 1, np.ones(3)).op).passes == 0
+
+
+def test_what_is_found_for_an_operation_has_its_flops() -> None:
+    cube_p = Primitive("sum_of_products")
+    body = lambda x: [jnp.einsum("ij,jk,kl->il", x, x, x)] if x.ndim == 2 else [jax.vmap(lambda y: body(y)[0])(x)]  # noqa: E731
+    cube_p.multiple_results = True
+    cube_p.def_impl(body)
+    cube_p.def_abstract_eval(lambda x: [jax.core.ShapedArray(x.shape, x.dtype)])
+    mlir.register_lowering(cube_p, mlir.lower_fun(lambda x: body(x), multiple_results=True))
+    batching.primitive_batchers[cube_p] = lambda xs, ds: (cube_p.bind(jnp.moveaxis(xs[0], ds[0], 0)), [0])
+    fn = lambda x: cube_p.bind(x)[0]  # noqa: E731
+    small, large = (price(fn, square(8, n, n)) for n in (64, 128))
+    assert large > 3 * small
+    f = shardc.function(fn, mesh=shardc.make_mesh(data=8), in_placements=({"data": S(0)},))
+    np.testing.assert_allclose(f(np.ones((8, 4, 4), "f")), 16 * np.ones((8, 4, 4)))
