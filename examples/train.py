@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-MODELS = ("mlp", "resnet", "vit", "gpt2", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
+MODELS = ("mlp", "resnet", "vit", "mixer", "gpt2", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
 FLAT = ("resnet", "dlrm", "ppo")
 """Models that are no stack of blocks."""
 DECODERS = ("gpt2", "llama", "moe")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples import bert, data, dlrm, gpt2, llama, mlp, moe, plans, ppo, resnet, t5, unet, vit
+from examples import bert, data, dlrm, gpt2, llama, mixer, mlp, moe, plans, ppo, resnet, t5, unet, vit
 from examples.generate import generate
 
 
@@ -48,6 +48,11 @@ def accuracy(logits: jax.Array, label: np.ndarray) -> str:
 def mlp_result(cfg: mlp.Config, state: tuple) -> str:
     _, test = data.digits()
     return accuracy(jax.jit(mlp.forward)(state[0], test["image"]), test["label"])
+
+
+def mixer_result(cfg: mixer.Config, state: tuple) -> str:
+    _, test = data.digits()
+    return accuracy(jax.jit(partial(mixer.forward, cfg=cfg))(state[0], test["image"]), test["label"])
 
 
 def resnet_result(cfg: resnet.Config, state: tuple) -> str:
@@ -164,6 +169,16 @@ MODELS = {
         plans=plans.vit.PLANS,
         rows=64,
         blocks=lambda cfg: cfg.layers,
+    ),
+    "mixer": Model(
+        configs=mixer.CONFIGS,
+        make_step=mixer.make_step,
+        batches=digit_batches,
+        units=lambda cfg: ("samples", 1),
+        result=mixer_result,
+        plans=plans.mixer.PLANS,
+        rows=64,
+        blocks=lambda cfg: cfg.blocks,
     ),
     "gpt2": Model(
         configs=gpt2.CONFIGS,

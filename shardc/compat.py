@@ -310,7 +310,13 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     targets = list(shardings)
     devices = [s._internal_device_list.addressable_device_list for s in targets]
     semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
-    return lambda xs: copy(list(xs), devices, targets, semantics)
+
+    def copied(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        if any(isinstance(x, _prng.PRNGKeyArray) for x in xs):  # these are no arrays of the runtime's
+            return jax.device_put(list(xs), targets)
+        return copy(list(xs), devices, targets, semantics)
+
+    return copied
 
 
 # Why: where a structured equation keeps its bodies, and how it counts its operands, depends on JAX's version.

@@ -1,6 +1,7 @@
 """Flax on a mesh: placements from the partitioning metadata of linen and nnx, and functions that write to nnx modules.
 
-Imported by hand, `import shardc.flax`; shardc itself does without flax.
+Imported by hand, `import shardc.flax`; shardc itself does without flax. Once it is imported, `shardc.accumulate` takes
+modules: what a microbatch writes to them is carried to the next.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from shardc import api
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, all_offenders
 from shardc.mesh import AnyMesh
+from shardc.microbatches import OPENERS
 from shardc.passes.pins import is_leaf_spec
 from shardc.passes.record import SavedPlan
-from shardc.passes.trace import is_nnx
+from shardc.passes.trace import is_nnx, leaves_by_path, path_text
 from shardc.pipeline_plan import Pipeline
 from shardc.sbp.placement import AUTO, Auto, Placement
 
@@ -263,3 +265,44 @@ def function(
         return Function(fn, cast(AnyMesh, mesh), in_placements, keywords)
 
     return decorate if fn is None else decorate(fn)
+
+
+class _OpenedModules:
+    """The nnx modules among the arguments of a function over microbatches, taken apart into the arrays they hold."""
+
+    def __init__(self, where: str, nodes: dict[str, Any]) -> None:
+        self._where, self._nodes = where, nodes
+        self._graph, state = nnx.split(nodes)
+        leaves, self._tree = jax.tree.flatten(state)
+        self.leaves: Sequence[Any] = leaves
+        self.paths: Sequence[str] = [path_text(path) for path, _ in leaves_by_path(state)]
+
+    def build(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+
+    def read(self, built: Mapping[str, Any]) -> Sequence[Any]:
+        graph, state = nnx.split(dict(built))
+        leaves, tree = jax.tree.flatten(state)
+        if (graph, tree) != (self._graph, self._tree):
+            raise ArgumentError(self._why_other(state))
+        return leaves
+
+    def write(self, leaves: Mapping[int, Any]) -> None:
+        every = [leaves.get(i, x) for i, x in enumerate(self.leaves)]
+        nnx.update(self._nodes, jax.tree.unflatten(self._tree, every))
+
+    def _why_other(self, state: Any) -> str:
+        paths = [path_text(path) for path, _ in leaves_by_path(state)]
+        changes = [f"{p} is new; make it before the loop." for p in paths if p not in self.paths]
+        changes += [f"{p} is gone; take it away before the loop." for p in self.paths if p not in paths]
+        return all_offenders(
+            f"accumulate: {self._where} changes its modules in a microbatch, and the next one would begin with others",
+            changes or ["an attribute that is no array, as .train() and .eval() set them: set it before the loop."],
+        )
+
+
+def _open_modules(where: str, nodes: Mapping[str, Any]) -> _OpenedModules | None:
+    return _OpenedModules(where, dict(nodes)) if _has_nnx(nodes) else None
+
+
+OPENERS.append(_open_modules)

@@ -21,10 +21,11 @@ from shardc.mesh import AnyMesh, MeshView, view
 from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, compute_again
-from shardc.passes.cut_loop import find_loop
+from shardc.passes.cut_loop import find_loop, stage_of, weight_position
 from shardc.passes.cut_stages import Cut, cut_stages
 from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited, match_donated
 from shardc.passes.plan_json import to_json
+from shardc.passes.precompute_state import precompute_state
 from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
 from shardc.passes.record import record
@@ -446,6 +447,7 @@ def make_pipeline_plan(
       PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
         small.
     """
+    program = precompute_state(program)
     cheaper = Choice(*choose_residuals(program.jaxpr, view(meshes[0])))
     if cheaper:
         program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
@@ -596,6 +598,7 @@ def _under_schedule(
     schedule: Schedule, arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
 ) -> PipelinePlan:  # fmt: skip
     """The plan of placed stages in the order of a schedule."""
+    _refuse_disorder(cut, schedule, where)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments)
     built = stage_network(
@@ -607,6 +610,30 @@ def _under_schedule(
     if deadlock is not None:
         raise PipelineError(f"{where}: {deadlock}")
     return _squeezed(plan, built.network) if pipeline.credits == "auto" else plan
+
+
+def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
+    """What a microbatch leaves for the next wants them in order in the task that replaces it."""
+    n = cut.body.stages
+    wrong: list[str] = []
+    for stage, at in sorted({(stage_of(c.position, n), c.position) for c in cut.body.carries if c.state}):
+        row = [a for a in schedule.rows[schedule.rank_of[stage]] if a.stage == stage]
+        order = [a.microbatch for a in row if at in (position_of(a, n), *_parts_of(a, n))]
+        if order != sorted(order):
+            wrong.append(f"stage {stage} has them in the order {', '.join(map(str, order))}.")
+    if wrong:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: a microbatch reads what the one before it left, so a stage computes them in their order; "
+                f'schedule "{schedule.name}" does not',
+                wrong,
+            )
+        )
+
+
+def _parts_of(action: Action, stages: int) -> tuple[int, ...]:
+    """The tasks that an action may be beside its own: a full backward is also that of the weights."""
+    return (weight_position(action.stage, stages),) if action.kind == "B" else ()
 
 
 def _cut_automatically(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import jax
@@ -92,14 +93,14 @@ def test_in_axes():
     [
         (
             lambda: accumulate(loss, microbatches=5)(*data()),
-            r"5 microbatches do not divide the batch: argument 1/x: dimension 0 has 24 rows; argument 1/y: .*Take a",
+            r"loss \(test_accumulate.py:\d+\): .*\n  argument batch/x: dimension 0 has 24 rows, which 5 .*\n  .*/y",
         ),
         (
             lambda: accumulate(loss, microbatches=2)(data()[0], {"x": 1.0}),
-            "argument 1/x has 0 dimensions, and no dimension 0.*Say None in in_axes",
+            "argument batch/x has 0 dimensions, and no dimension 0.*Say None in in_axes",
         ),
-        (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result is no float.*reduce="sum"'),
-        (lambda: accumulate(lambda x: {"n": x}, microbatches=2)(np.arange(4)), "n is no float"),
+        (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result, i64.., is no float.*"sum", "sta'),
+        (lambda: accumulate(lambda x: {"n": x}, microbatches=2)(np.arange(4)), "result n, i64.2., is no float"),
         (lambda: accumulate(loss, microbatches=0), "microbatches=0; it has to be 1 or more"),
         (lambda: accumulate(loss, microbatches=2, reduce="max")(*data()), "reduce='max'; it is one of mean, sum"),
         (lambda: accumulate(loss, microbatches=2, in_axes=(0,))(*data()), "in_axes has 1 entries.*called with 2"),
@@ -108,6 +109,105 @@ def test_in_axes():
 def test_errors(run, message):
     with pytest.raises(shardc.ArgumentError, match=message):
         run()
+
+
+def test_what_any_function_takes():
+    """None, leaves that are no arrays, keywords, flags with defaults: in arguments, in a batch and in results."""
+
+    def f(params, batch, scale=1.0, *, square=False, mask=None, name="x"):
+        y = params["act"](params["w"] * batch["x"] * scale)
+        y = y**2 if square else y
+        assert (batch["mask"], mask, params["skip"], name) == (None, None, None, "x")
+        return {"loss": y.mean(), "act": params["act"], "none": None}
+
+    params = {"w": np.float64(2), "act": jnp.tanh, "skip": None}
+    batch = {"x": np.linspace(0, 1, 8), "mask": None, "kind": "rows", "last": False}
+    for kwargs in ({}, {"square": True}, {"scale": 3.0, "square": True, "mask": None, "name": "x"}):
+        run = accumulate(f, microbatches=2)
+        assert run.__name__ == "f" and str(inspect.signature(run)) == str(inspect.signature(f))
+        got = jax.jit(lambda run=run, kwargs=kwargs: run(params, batch, **kwargs)["loss"])()
+        want = mean([f(params, {**batch, "x": x}, **kwargs)["loss"] for x in parts(batch["x"], 2)])
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+        out = run(params, batch=batch, **kwargs)
+        assert out["act"] is jnp.tanh and out["none"] is None
+    by_name = accumulate(lambda x, w: (w * x).sum(), microbatches=2, in_axes={"x": 0}, reduce="sum")
+    assert by_name(w=2.0, x=np.arange(4.0)) == 12
+    gradient = jax.grad(lambda w: accumulate(f, microbatches=2)({**params, "w": w}, batch)["loss"])(2.0)
+    np.testing.assert_allclose(gradient, jax.grad(lambda w: f({**params, "w": w}, batch)["loss"])(2.0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "raw"])
+def test_keys_are_split_for_each_microbatch(typed):
+    key = jax.random.key(1) if typed else jax.random.PRNGKey(1)
+    draw = lambda w, x, key: (w * x * jax.random.normal(key, x.shape)).sum()  # noqa: E731
+    x, keys = np.arange(6.0), jax.random.split(key, 3)
+    run = accumulate(draw, microbatches=3, keys="key", reduce="sum")
+    want = sum(draw(2.0, p, k) for p, k in zip(parts(x, 3), keys, strict=True))
+    np.testing.assert_allclose(run(2.0, x, key), want, rtol=1e-12)
+    np.testing.assert_allclose(jax.grad(run)(2.0, x, key=key), want / 2, rtol=1e-12)
+    bits = accumulate(lambda keys, x: jax.random.bits(keys[1]), microbatches=3, keys=("keys",), reduce="stack")
+    pair = jax.random.split(jax.random.key(2))
+    np.testing.assert_array_equal(bits(pair, x), jax.vmap(jax.random.bits)(jax.random.split(pair[1], 3)))
+
+
+def test_state_goes_from_microbatch_to_microbatch():
+    def f(params, state, batch):
+        after = {"n": state["n"] + 1, "mean": 0.5 * state["mean"] + batch.mean()}
+        return (params * batch * state["mean"]).sum(), (after, batch[0], state["n"])
+
+    x, state = np.arange(8.0), {"n": 0, "mean": np.float64(1)}
+    run = accumulate(f, microbatches=4, in_axes={"batch": 0}, reduce=("sum", ("carry:state", "last", "stack")))
+    total, (after, last, seen) = jax.jit(run)(2.0, state, x)
+    want, now = 0.0, state
+    for rows in parts(x, 4):
+        loss, (now, _, _) = f(2.0, now, rows)
+        want += loss
+    np.testing.assert_allclose((total, after["mean"], last), (want, now["mean"], 3), rtol=1e-12)
+    assert after["n"] == 4 and seen.tolist() == [0, 1, 2, 3]
+
+    def through(p):  # the gradient sees what one microbatch leaves for the next
+        return accumulate(
+            lambda h, x: (jnp.tanh(p * h + x.sum()), h.sum()), microbatches=4, in_axes={"x": 0},
+            reduce=("carry:h", "sum"),
+        )(jnp.ones(()), x / 8)[1]  # fmt: skip
+
+    def by_hand(p):
+        h, total = jnp.ones(()), 0.0
+        for rows in parts(x / 8, 4):
+            total, h = total + h.sum(), jnp.tanh(p * h + rows.sum())
+        return total
+
+    np.testing.assert_allclose(jax.grad(through)(0.3), jax.grad(by_hand)(0.3), rtol=1e-12)
+
+
+def two(a, x):
+    return a, x.sum()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda x: accumulate(lambda x: 2 * x, microbatches=2)(x), r"result, f64\[2\], has as many rows .*, 2;"),
+        (lambda x: accumulate(two, microbatches=2, reduce=("carry:b", None))(x, x), "reduce names 'b', which is no ar"),
+        (lambda x: accumulate(two, microbatches=2, keys="xx")(1.0, x), "'xx', which is no argument. Did you mean"),
+        (lambda x: accumulate(two, microbatches=2, keys="a")(1.0, x), r"keys names a, f.*which is no random key"),
+        (
+            lambda x: accumulate(lambda a, x: (x.sum(), a), microbatches=2, reduce=("carry:a", "last"))(np.int32(1), x),
+            r"keeps its shape and dtype\n  a: i32\[\] goes into a microbatch, f64\[\] comes out",
+        ),
+        (
+            lambda x: accumulate(lambda a, x: ((x, x), a), microbatches=2, reduce=("carry:a", "last"))(x, x),
+            "carried to a has the structure",
+        ),
+        (lambda x: accumulate(lambda x: jax.random.key(0), microbatches=2)(x), 'a random key; "stack" or "last"'),
+        (lambda x: accumulate(lambda x: x.sum() > 0, microbatches=2, reduce="sum")(x), 'is no number; "stack" or "las'),
+        (lambda x: accumulate(two, microbatches=2, in_axes={"y": 0})(x, x), "no argument of two .*'y'"),
+        (lambda x: accumulate(two, microbatches=2)(2.0, 1.0), "no argument has a batch, by default"),
+    ],
+)
+def test_what_is_unclear_is_an_error(run, message):
+    with pytest.raises(shardc.ArgumentError, match=message):
+        run(np.arange(4.0))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
@@ -208,7 +308,7 @@ def test_gradients_are_reduced_once_after_the_loop(inside, zero1):
 def test_strided_microbatches_of_a_split_batch_move_nothing():
     f = shardc.function(
         accumulate(lambda x: x.sum(1), microbatches=4, reduce="stack"), mesh=LINE,
-        in_placements={"args": {"data": S(0)}}, out_placements={"data": S(1)},
+        in_placements={"x": {"data": S(0)}}, out_placements={"data": S(1)},
     )  # fmt: skip
     x = np.arange(64.0 * 3).reshape(64, 3)
     assert f.plan(x).collectives == ()

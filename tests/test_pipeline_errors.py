@@ -280,8 +280,11 @@ def test_a_gradient_of_the_whole_loop():
 
 def test_a_batch_that_microbatches_do_not_divide():
     assert refused(step_of(cut_at(0), 3), kind=ArgumentError) == (
-        "accumulate: 3 microbatches do not divide the batch: argument 1/x: dimension 0 has 8 rows; argument 1/y: "
-        "dimension 0 has 8 rows. Take a divisor, or pad the batch."
+        f"accumulate: <lambda> ({line_of(cut_at, 'lambda')}): batches that make no microbatches\n"
+        "  argument batch/x: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
+        "batch.\n"
+        "  argument batch/y: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
+        "batch."
     )
 
 
@@ -291,8 +294,8 @@ def test_outputs_that_cannot_be_averaged():
         return accumulate(count, microbatches=4)(params, batch)
 
     assert refused(step, kind=ArgumentError) == (
-        "accumulate: 1 is no float, so its mean over microbatches is not of its type; say reduce=\"sum\" or \"stack\" "
-        "for it."
+        f"accumulate: <lambda> ({line_of(step, 'count = ')}): say in `reduce` how to put together\n"
+        '  result 1, i32[], is no float, so its mean over microbatches is not of its type; "sum", "stack" or "last".'
     )
 
 

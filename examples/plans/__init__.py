@@ -6,6 +6,6 @@ and for those of all layers stacked. `pipeline` says besides that the model runs
 one ends.
 """
 
-from examples.plans import bert, dlrm, gpt2, llama, mlp, moe, ppo, resnet, stages, t5, unet, vit
+from examples.plans import bert, dlrm, gpt2, llama, mixer, mlp, moe, ppo, resnet, stages, t5, unet, vit
 
-__all__ = ["bert", "dlrm", "gpt2", "llama", "mlp", "moe", "ppo", "resnet", "stages", "t5", "unet", "vit"]
+__all__ = ["bert", "dlrm", "gpt2", "llama", "mixer", "mlp", "moe", "ppo", "resnet", "stages", "t5", "unet", "vit"]

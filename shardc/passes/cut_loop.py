@@ -9,7 +9,7 @@ the one that crossed the cut in the forward pass, so the block is opened and eac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc import compat
@@ -18,7 +18,7 @@ from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
-from shardc.passes.reassociate import LINEAR, reassociate
+from shardc.passes.reassociate import ADDITIONS, LINEAR, reassociate
 
 CHEAP: Final = LINEAR | frozenset(
     (
@@ -81,12 +81,20 @@ class Loop:
 
 @dataclass(frozen=True)
 class CarryPart:
-    """A sum over microbatches, or the part of one that a stage makes: `total --> total + ...`."""
+    """A sum over microbatches, or the part of one that a stage makes: `total --> total + ...`. Or state.
+
+    Attributes:
+      number: of the carry.
+      before, after: the value as a microbatch finds it, and as it leaves it.
+      position: where `after` is made.
+      state: it is no sum: a microbatch may read what the one before it has left.
+    """
 
     number: int
     before: Var
     after: Atom
     position: int
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def find_loop(program: Program, where: str) -> Loop:
     Raises:
       PipelineError: there is none, or more than one, or a stage boundary stands where none can be cut.
     """
-    loops = _loops(program.jaxpr)
+    loops = find_loops(program.jaxpr)
     if len(loops) != 1:
         raise PipelineError(f"{where}: a pipeline runs over one loop of microbatches, {_not_one(program, loops)}")
     (loop,) = loops
@@ -135,7 +143,8 @@ def find_loop(program: Program, where: str) -> Loop:
     return loop
 
 
-def _loops(jaxpr: Jaxpr) -> list[Loop]:
+def find_loops(jaxpr: Jaxpr) -> list[Loop]:
+    """The scans over microbatches among the equations of a program."""
     marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is microbatches_p}
     return [
         Loop(e, i)
@@ -218,11 +227,12 @@ class _Placer:
         eqns = self._open(self.loop.body.eqns, recompute=False)
         self._number_cuts(eqns)
         kept = self._lows(eqns)
-        carries, extra = self._carries(kept)
+        ys = self._ys(kept)
+        carries, extra = self._carries(kept, ys)
         kept += extra
         for eqn in extra:
             self._low_of(eqn)
-        return self._resolve(kept, carries)
+        return self._resolve(kept, carries, ys)
 
     # -- aliases: a boundary is the value that it is given, seen from behind the cut
 
@@ -355,33 +365,44 @@ class _Placer:
     def _vars(self, eqn: Eqn) -> list[Var]:
         return [b for a in eqn.invars if not compat.is_literal(b := self.base(a))]
 
-    # -- sums over microbatches
+    # -- sums over microbatches, and state
 
-    def _carries(self, eqns: list[Eqn]) -> tuple[list[CarryPart], list[Eqn]]:
+    def _ys(self, eqns: list[Eqn]) -> list[Atom]:
+        """The stacked results; state is stacked as a copy."""
+        loop = self.loop
+        carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
+        ys = [self.base(a) for a in loop.body.outvars[loop.carries :]]
+        for i, y in enumerate(ys):
+            if not compat.is_literal(y) and y in carried:
+                ys[i] = self._copied(y, eqns)
+        return ys
+
+    def _copied(self, atom: Atom, eqns: list[Eqn]) -> Var:
+        var = compat.fresh_var(atom.aval)
+        eqns.append(compat.copy_eqn(atom, var))
+        self._low_of(eqns[-1])
+        return var
+
+    def _carries(self, eqns: list[Eqn], ys: Sequence[Atom]) -> tuple[list[CarryPart], list[Eqn]]:
         loop, body = self.loop, self.loop.body
         made = {v: e for e in eqns for v in e.outvars}
         readers: dict[Var, int] = {}
         for e in eqns:
             for v in self._vars(e):
                 readers[v] = readers.get(v, 0) + 1
-        for a in body.outvars:
+        for a in (*body.outvars[: loop.carries], *ys):
             if not compat.is_literal(b := self.base(a)):
                 readers[b] = readers.get(b, 0) + 1
         parts: list[CarryPart] = []
         extra: list[Eqn] = []
-        wrong: list[str] = []
         for j in range(loop.carries):
             before, out = body.invars[loop.consts + j], self.base(body.outvars[j])
             add = None if compat.is_literal(out) else made.get(out)
-            if out is before:
-                continue
             reads = [] if add is None else [self.base(a) for a in add.invars]
-            if add is None or add.primitive.name not in ("add", "add_any") or before not in reads:
-                line = compat.source_line(add) if add is not None else ""
-                wrong.append(f"result {j} of the loop ({line}) is no sum over microbatches")
-                continue
-            if readers.get(before, 0) > 1:
-                wrong.append(f"a microbatch reads the sum of those before it ({compat.source_line(add)})")
+            is_sum = add is not None and add.primitive.name in ADDITIONS and before in reads
+            if add is None or not is_sum or readers.get(before, 0) > 1:
+                after = out if add is not None else self._copied(out, eqns)
+                parts.append(CarryPart(j, before, after, -1, state=True))
                 continue
             term = add.invars[1 - reads.index(before)]
             groups = reassociate(term, self.base, made, readers, self._stage_at)
@@ -393,11 +414,32 @@ class _Placer:
                 after = compat.fresh_var(out.aval)
                 extra += [*eqns_of, add.replace(invars=[start, value], outvars=[after])]
                 parts.append(CarryPart(j, start, after, -1))
-        if wrong:
-            raise PipelineError(
-                all_offenders(f"{self.where}: microbatches of a pipeline may only be summed or stacked", wrong)
-            )
         return parts, extra
+
+    def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:
+        """For what is made of state alone, and kept, the task that replaces that state: it is made there too."""
+        states = [p for p in parts if p.state]
+        behind: dict[Var, frozenset[Var]] = {p.before: frozenset((p.before,)) for p in states}
+        for eqn in eqns:
+            if all(self.low.get(v) is None for v in eqn.outvars):
+                found = frozenset[Var]().union(*(behind.get(v, ()) for v in self._vars(eqn)))
+                behind |= dict.fromkeys(eqn.outvars, found)
+        lows = {p.before: self.at(p.after) for p in states}
+        at = {v: self._fuse(low) for v, low in lows.items() if low is not None}
+        while True:
+            more = {
+                p.before: max(at[v] for v in behind.get(p.after, ()) if v in at)
+                for p in states
+                if p.before not in at and any(v in at for v in behind.get(p.after, ()))
+            }
+            if not more:
+                break
+            at |= more
+        return {
+            v: {max(at[s] for s in found if s in at)}
+            for v, found in behind.items()
+            if v not in at and any(s in at for s in found)
+        }
 
     def _stage_at(self, atom: Atom) -> int | None:
         low = self.at(atom)
@@ -408,10 +450,10 @@ class _Placer:
 
     # -- from the readers back to a position for each equation
 
-    def _resolve(self, eqns: list[Eqn], parts: list[CarryPart]) -> PlacedBody:
-        ys = [self.base(a) for a in self.loop.body.outvars[self.loop.carries :]]
+    def _resolve(self, eqns: list[Eqn], parts: list[CarryPart], ys: Sequence[Atom]) -> PlacedBody:
         roots = {a for a in (*(p.after for p in parts), *ys) if not compat.is_literal(a)}
-        uses: dict[Var, set[int]] = {}
+        follow = self._follow(eqns, parts)
+        uses: dict[Var, set[int]] = {v: set(follow[v]) for v in roots if v in follow}
         where: dict[Var, int] = {}
         placed: list[tuple[int, Eqn]] = []
         alone = self._fuse(0)
@@ -441,7 +483,7 @@ class _Placer:
         return PlacedBody(
             self.stages, self.fused, self.backward, tuple(placed),
             tuple(
-                CarryPart(p.number, p.before, p.after, where.get(p.after, alone)) for p in parts
+                replace(p, position=where.get(p.after, alone)) for p in parts
             ),
             tuple((y, alone if compat.is_literal(y) else where.get(y, alone)) for y in ys),
         )  # fmt: skip

@@ -22,6 +22,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import MARKS
 from shardc.passes.cut_loop import Loop, PlacedBody, boundary_lines, find_loop, place_body, stage_of, with_atoms
+from shardc.passes.keep_state import keep_state
 from shardc.passes.memory import bytes_of
 from shardc.passes.program import Program
 from shardc.passes.reassociate import ADDITIONS, reassociate
@@ -120,6 +121,7 @@ def cut_stages(
     body = recompute_forward(body, recompute)
     if split:
         body = split_backward(body)
+    body = keep_state(body, where)
     return _Assembler(program, loop, body).run()
 
 

@@ -111,10 +111,13 @@ class _Crossings:
         """Of each piece of the forward's work, the points that the fewest bytes cross."""
         work = np.cumsum([0.0, *seconds[: self.fold]])
         piece = np.minimum((work / max(work[-1], 1e-300) * PLACES).astype(int), PLACES - 1)
+        free = np.ones(self.fold + 1, bool)
+        for first, last in self.body.state:  # read and replaced on one stage
+            free[first + 1 : last + 1] = False
         found: list[int] = []
         for k in np.unique(piece):
             here = np.flatnonzero(piece == k)
-            here = here[(waiting[here] > 0) & (work[here] > 0)]
+            here = here[(waiting[here] > 0) & (work[here] > 0) & free[here]]
             if len(here):
                 best = here[waiting[here] == waiting[here].min()]
                 found += sorted({int(best[0]), int(best[-1])})

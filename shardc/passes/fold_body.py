@@ -44,6 +44,18 @@ class FoldedBody:
         return {v: t for t, e in enumerate(self.eqns) for v in e.outvars}
 
     @cached_property
+    def state(self) -> list[tuple[int, int]]:
+        """For each state, which is no sum, when it is first read and when it is replaced: on one stage."""
+        loop = self.loop
+        befores = loop.body.invars[loop.consts : loop.consts + loop.carries]
+        found: list[tuple[int, int]] = []
+        for before, after in zip(befores, loop.body.outvars, strict=False):
+            times = [t for t, e in enumerate(self.eqns) if id(e) not in self.sums and before in e.invars]
+            if times and not compat.is_literal(after) and after in self.made:
+                found.append((min(times), self.made[after]))
+        return found
+
+    @cached_property
     def reads(self) -> dict[Var, list[int]]:
         """When each value is read, in order; of an input also when what is made of it cheaply is."""
         found: dict[Var, list[int]] = {}
@@ -85,7 +97,7 @@ def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
     for before, out in zip(body.invars[loop.consts :], body.outvars[: loop.carries], strict=False):
         found: list[Var] = []
         add = None if compat.is_literal(out) else made.get(out)
-        if add is not None and add.primitive.name in ADDITIONS:
+        if add is not None and add.primitive.name in ADDITIONS and before in add.invars and readers[before] == 1:
             inner.add(id(add))
             for a in add.invars:
                 if a is not before:

@@ -27,6 +27,7 @@ def split_backward(body: PlacedBody) -> PlacedBody:
     awaited: set[Var] = set()
     for p, eqn in body.eqns:
         awaited |= {v for v in _vars(eqn) if v in made and stage_of(made[v], n) != stage_of(p, n)}
+    awaited |= {c.after for c in body.carries if c.state}  # the next microbatch does not wait for weight gradients
     results = [v for v in (*(c.after for c in body.carries), *(y for y, _ in body.ys)) if not compat.is_literal(v)]
     found: list[tuple[int, Eqn]] = []
     done: set[int] = set()

@@ -95,12 +95,23 @@ def is_nnx(x: object) -> bool:
     return _is_flax(type(x), ("Pytree", "Variable"))
 
 
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial's func
+
+
+def where_of(fn: Callable[..., Any]) -> str:
+    """`step (train.py:12)`: a function and its line, for errors."""
+    code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+    name = _name_of(fn)
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+
+
 class Arguments:
     """How a function's arguments are named: its signature, its static ones."""
 
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         self.fn = fn
-        self.name: str = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial's func
+        self.name = _name_of(fn)
         self.signature = inspect.signature(fn)
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
@@ -111,9 +122,7 @@ class Arguments:
 
     @property
     def where(self) -> str:
-        """`step (train.py:12)`: the function and its line, for errors."""
-        code = getattr(inspect.unwrap(getattr(self.fn, "func", self.fn)), "__code__", None)
-        return f"{self.name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else self.name
+        return where_of(self.fn)
 
     def check(self, names: Iterable[str], what: str) -> list[str]:
         """A line for each of `names` that is no argument of the function."""
@@ -190,7 +199,7 @@ def _is_ordered(eqn: compat.Eqn, pipeline: bool) -> bool:
     return any("Ordered" in kind and (pipeline or "IO" not in kind) for kind in kinds)
 
 
-def _held_by_nnx(values: Any) -> dict[str, Any]:
+def held_by_nnx(values: Any) -> dict[str, Any]:
     """What nnx modules among the arguments hold, by path."""
     pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
     modules = [(path, x) for path, x in pairs if is_nnx(x)]
@@ -199,8 +208,14 @@ def _held_by_nnx(values: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_lost_writes(
-    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any]
+_IMPORT_FLAX: Final = (
+    "Import shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
+    "is written to them. Or return the modules."
+)
+
+
+def refuse_lost_writes(
+    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any], fix: str = _IMPORT_FLAX
 ) -> None:
     """Raises if a function has written to an nnx module among its arguments, and does not return what it wrote."""
     returned = set(map(id, results))
@@ -208,9 +223,7 @@ def _refuse_lost_writes(
     if lost:
         some = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise TracingError(
-            f"{where} writes to nnx modules among its arguments, and what it writes would be lost: {some}. Import "
-            "shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
-            "is written to them. Or return the modules."
+            f"{where} writes to nnx modules among its arguments, and what it writes would be lost: {some}. {fix}"
         )
 
 
@@ -259,10 +272,10 @@ def trace(
         for i, value in zip(dynamic, values, strict=True):
             leaves[i] = value
         inputs = jax.tree.unflatten(call.tree, leaves)
-        before = _held_by_nnx(inputs)
+        before = held_by_nnx(inputs)
         out = arguments.call({**inputs, **dict(call.static)})
         pairs, tree = leaves_by_path(out), jax.tree.structure(out)
-        _refuse_lost_writes(arguments.where, before, _held_by_nnx(inputs), [x for _, x in pairs])
+        refuse_lost_writes(arguments.where, before, held_by_nnx(inputs), [x for _, x in pairs])
         bad = [
             f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
             for p, x in pairs

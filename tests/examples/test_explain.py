@@ -15,6 +15,7 @@ ROWS = 16
 PLANS = {
     "mlp": "tensor", "resnet": "zero1", "vit": "data_tensor", "bert": "data_tensor", "gpt2": "fsdp",
     "llama": "data_tensor", "moe": "gshard", "t5": "tensor", "dlrm": "hybrid", "unet": "data", "ppo": "data",
+    "mixer": "tensor",
 }  # fmt: skip
 
 

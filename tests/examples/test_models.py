@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import bert, dlrm, gpt2, llama, mlp, moe, ppo, resnet, t5, unet, vit
+from examples import bert, dlrm, gpt2, llama, mixer, mlp, moe, ppo, resnet, t5, unet, vit
 from examples.generate import generate
 from examples.zoo import MODELS
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("compiled_fast")
 EXAMPLES = Path(gpt2.__file__).parent
 TINY_TEXT = gpt2.CONFIGS["test"]
 DECODERS = {gpt2: gpt2.GPT2, llama: llama.Llama, moe: moe.MoE}
-ZOO = [mlp, resnet, vit, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
+ZOO = [mlp, resnet, vit, mixer, gpt2, llama, moe, bert, t5, unet, dlrm, ppo]
 SLOW = [unet, t5]
 SCANNED = [gpt2, llama, moe, vit, t5]
-DATA_PARALLEL = [mlp, vit, gpt2, llama, moe, bert, t5, unet, dlrm]
+DATA_PARALLEL = [mlp, vit, mixer, gpt2, llama, moe, bert, t5, unet, dlrm]
 
 
 def name_of(module):
@@ -121,7 +121,7 @@ def loss_and_grads(module, cfg):
 
 
 @pytest.mark.parametrize(
-    ("module", "blocks"), [(mlp, 2), (vit, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)]
+    ("module", "blocks"), [(mlp, 2), (vit, 2), (mixer, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)]
 )
 def test_between_changes_what_the_next_block_reads(module, blocks):
     (params, *_), batch, seen = start_and_step(module)[0], next(batches(module)), []

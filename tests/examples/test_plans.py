@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import shardc
-from examples import bert, dlrm, gpt2, llama, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
+from examples import bert, dlrm, gpt2, llama, mixer, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
 from shardc.passes.boundary import stage_boundary_p
 from shardc.sbp.placement import Placement, S
 
@@ -23,6 +23,7 @@ MODELS = {
     "resnet": (resnet, resnet.CONFIGS["test"]),
     "vit": (vit, vit.CONFIGS["test"]),
     "vit scanned": (vit, replace(vit.CONFIGS["test"], scan_layers=True)),
+    "mixer": (mixer, mixer.CONFIGS["test"]),
     "gpt2": (gpt2, gpt2.CONFIGS["test"]),
     "gpt2 scanned": (gpt2, replace(gpt2.CONFIGS["test"], scan_layers=True)),
     "llama": (llama, llama.CONFIGS["test"]),
@@ -94,7 +95,7 @@ def test_plans_fit_their_model(model, plans_of):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [mlp, vit, gpt2, llama, moe, t5, unet])
+@pytest.mark.parametrize("module", [mlp, vit, mixer, gpt2, llama, moe, t5, unet])
 def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plans_of):
     arguments = arguments_of(module, module.CONFIGS["test"])
     rules = plans_of(module.__name__.split(".")[-1])["tensor"]()["in_placements"]

@@ -26,6 +26,7 @@ MORE = {
     "dlrm": "--model dlrm --mesh data=4,model=2 --plan tables --steps 4",
     "ppo": "--model ppo --mesh data=8 --plan data --steps 4",  # of more, a last digit decides some carts' moves
     "vit in stages": "--model vit --config test --mesh pipe=2,data=2,model=2 --plan pipeline --steps 4",
+    "mixer in stages": "--model mixer --config test --mesh pipe=2,data=2,model=2 --plan pipeline --steps 4",
     "bert in stages": "--model bert --config test --mesh pipe=2,data=4 --plan pipeline --steps 4",
     "unet": "--model unet --config test --mesh data=8 --plan zero1 --steps 4",
     "llama in stages": "--model llama --config test --layers 3 --mesh pipe=3,model=2 --plan pipeline --remat --steps 3",

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
 
 MESH = {"data": 4, "model": 2}
 ROWS = 16
-ZOO = ("vit", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
+ZOO = ("vit", "mixer", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
 CONFIGS = {
     **{name: (name, {}) for name in ZOO},
     "llama scan": ("llama", {"scan_layers": True}),

@@ -1,0 +1,164 @@
+"""Functions of equinox modules on a mesh, as `equinox.filter_jit` makes them for one device.
+
+Imported by hand, `import shardc.equinox`; shardc itself does without equinox, and so does this module: what it does is
+right for every pytree with leaves that are no arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardc import api
+from shardc.errors import ArgumentError, all_offenders
+from shardc.mesh import AnyMesh
+from shardc.passes.record import SavedPlan
+from shardc.passes.trace import is_array, leaves_by_path, path_text, where_of
+from shardc.pipeline_plan import Pipeline
+from shardc.sbp.placement import AUTO
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Fixed:
+    """A leaf that is no array, as a part of the structure of a pytree: another value is another structure."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Fixed) or type(self.value) is not type(other.value):
+            return False
+        return self.value is other.value or bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+def _is_fixed(x: object) -> bool:
+    return isinstance(x, _Fixed)
+
+
+def _is_traced(x: object) -> bool:
+    """As in `filter_jit`: arrays of JAX and NumPy are traced, Python's numbers are not."""
+    return is_array(x) and (not isinstance(x, int | float | complex) or isinstance(x, np.generic))
+
+
+def _close(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if _is_traced(x) else _Fixed(x), tree)
+
+
+def _open(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.value if _is_fixed(x) else x, tree, is_leaf=_is_fixed)
+
+
+class Function:
+    """A function of equinox modules that runs on a mesh. Made by `function`."""
+
+    def __init__(self, fn: Callable[..., Any], keywords: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._where = where_of(fn)
+
+        @functools.wraps(fn, updated=())
+        def of_arrays(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _open((args, kwargs))
+            return _close(fn(*args, **kwargs))
+
+        self._function: api.Function = api.function(of_arrays, **keywords)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._closed(args, kwargs)
+        return _open(self._function(*args, **kwargs))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
+        """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
+        args, kwargs = self._closed(args, kwargs)
+        plan = self._function.plan(*args, **kwargs)
+        # where a leaf is no array there is no placement
+        tree = plan._in_tree  # pyright: ignore[reportPrivateUsage]
+        tree = jax.tree.map(lambda x: None if _is_fixed(x) else x, tree, is_leaf=_is_fixed)
+        plan._in_tree = tree  # pyright: ignore[reportPrivateUsage]
+        return plan
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Plans and compiles a call without running it."""
+        args, kwargs = self._closed(args, kwargs)
+        return Compiled(self, self._function.compile(*args, **kwargs))
+
+    def _closed(self, args: Any, kwargs: Any) -> Any:
+        closed = _close((args, kwargs))
+        fixed = [(p, x.value) for p, x in leaves_by_path(closed, _is_fixed) if isinstance(x, _Fixed)]
+        wrong = [
+            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a constant with a hash."
+            for p, x in fixed
+            if getattr(x, "__hash__", None) is None
+        ]
+        if wrong:
+            raise ArgumentError(all_offenders(f"{self._where}: arguments that cannot be taken", wrong))
+        return closed
+
+
+class Compiled:
+    """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
+
+    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+        self._function, self._compiled = function, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._function._closed(args, kwargs)  # pyright: ignore[reportPrivateUsage]
+        return _open(self._compiled(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    in_placements: Any = AUTO,
+    out_placements: Any = AUTO,
+    donate_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
+    pipeline: Pipeline | None = None,
+    plan: str | PathLike[str] | SavedPlan | None = None,
+    replicate: str | Sequence[str] = (),
+) -> Any:
+    """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
+
+    Arrays of JAX and NumPy are traced; all other leaves of arguments (activations, names, Python's numbers and flags)
+    are constants: another value is another plan. Results may have such leaves too. In a plan, and to `shardc.rules`, a
+    module is the tree of its fields: `layers/0/weight`.
+
+    Args:
+      fn: the function.
+      mesh: as for `shardc.function`. Without one, `fn` itself comes back.
+      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
+        `shardc.function`.
+
+    Returns:
+      A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
+
+    Raises:
+      ArgumentError: a name is no argument of `fn`; in a call, a leaf that is no array has no hash.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        if mesh is None and not (pipeline and pipeline.meshes):
+            return fn
+        keywords = {
+            "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
+            "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
+            "plan": plan, "replicate": replicate,
+        }  # fmt: skip
+        return Function(fn, keywords)
+
+    return decorate if fn is None else decorate(fn)
