@@ -49,7 +49,7 @@ class Executable:
         shapes_out = [tuple(a.shape) for a in plan.program.out_avals]
         self._plain_in = [is_plain(s, p, self._sizes) for s, p in zip(shapes_in, plan.inputs, strict=True)]
         self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
-        self._shapes_out = shapes_out
+        self._shapes_in, self._shapes_out = shapes_in, shapes_out
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
@@ -129,16 +129,22 @@ class Executable:
     def enter(self, i: int, x: Any) -> Any:
         """The physical array of argument `i`."""
         if is_placed(x):
+            if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
+                raise OtherCallError(f"{x!r} is not what the plan has.")
             return x.physical
         if self._plain_in[i]:
             return x
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
-        assert isinstance(placed, PlacedArray)
+        assert is_placed(placed)
         return placed.physical
 
     def lives_as_planned(self, i: int, x: Any) -> bool:
-        """Whether physical array `i`, if it lives somewhere, lives where the plan has it."""
-        return not getattr(x, "committed", False) or x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
+        """Whether array `i`, if it lives somewhere, lives where the plan has it."""
+        if is_placed(x):
+            return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
+        if not self._plain_in[i] or not getattr(x, "committed", False):
+            return True  # it is put there
+        return x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the plan.
@@ -147,16 +153,16 @@ class Executable:
           OtherCallError: the arguments are of other types, or live elsewhere, than the plan has it.
           StepFailedError: it failed after donated buffers were taken.
         """
-        args = [self.enter(i, x) for i, x in enumerate(leaves)]
         plan = self.plan
         wrong = [
-            f"{path}: planned at {p or 'B'}, arrives as {x.sharding}; put it there with shardc.put"
-            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, args, strict=False))
+            f"{path}: planned at {p or 'B'}, arrives as {x.placement if is_placed(x) else x.sharding}; put it there "
+            "with shardc.put"
+            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        return self.launch(args)
+        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
