@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,7 +22,7 @@ from shardc.passes.plan import Plan, donations
 from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
-from shardc.sbp.layout import is_plain, physical_shape, physical_spec
+from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec
 
 
 def looks_for_nans() -> bool:
@@ -62,6 +63,8 @@ class Executable:
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
         self._token = token
+        # JAX 0.10 has another layout for these when they are arguments of a compiled object than when they are results
+        self._below_a_byte = any(bits_of(a.dtype) < 8 for a in plan.program.in_avals)
         self.settings = settings()
         self._low = Lowering(plan.boxed, plan.mesh)
         self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
@@ -200,7 +203,11 @@ class Executable:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
-        run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
+        if self._below_a_byte:
+            self._refuse_unlike(args)
+            run = self._jitted
+        else:
+            run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
         out = run(*([args[i] for i in self._in_order] if self._reordered else args))
         if self._calls_back:
             jax.block_until_ready(out)
@@ -208,6 +215,15 @@ class Executable:
         if not self._reordered:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def _refuse_unlike(self, args: Sequence[Any]) -> None:
+        """Raises TypeError, as JAX's compiled object does, if physical arguments are of other shapes or types."""
+        if [(np.shape(x), getattr(x, "dtype", None)) for x in args] != self._physical_types:
+            raise TypeError(f"{self.plan.program.name}: not the call that was compiled")
+
+    @cached_property
+    def _physical_types(self) -> list[tuple[tuple[int, ...], Any]]:
+        return [(a.shape, a.dtype) for a in self._physical_avals()]
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.mesh import AnyMesh
-from shardc.sbp.layout import is_plain, physical_spec, plain_placement, to_logical, to_physical
+from shardc.sbp.layout import bits_of, is_plain, physical_spec, plain_placement, to_logical, to_physical
 from shardc.sbp.placement import Placement
 
 
@@ -169,6 +169,8 @@ class PlacedArray(jax.Array):
             return self._on_devices(self._alive(), self.sharding if sharding is None else sharding)
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        if bits_of(self.dtype) < 4:  # XLA:CPU gathers them past their end
+            return jax.device_put(self._on_host(parts), sharding)
         return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
     def __repr__(self) -> str:

@@ -212,7 +212,7 @@ def test_keys_and_small_types():
     assert isinstance(x, PlacedArray) and x.dtype == keys.dtype
     same(jax.vmap(jax.random.bits)(x), jax.vmap(jax.random.bits)(keys))
     same(jax.random.key_data(x[12]), jax.random.key_data(keys[12]))
-    for dtype in ("int4", "bool", "uint8", "bfloat16", "float8_e4m3fn"):
+    for dtype in ("int4", "int2", "bool", "uint8", "bfloat16", "float8_e4m3fn"):
         value = jnp.arange(13).astype(dtype)
         same(jnp.flip(shardc.put(value, MESH, {"data": S(0)})), jnp.flip(value))
 

@@ -11,11 +11,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from shardc.sbp.placement import AxisSizes, Placement, S, extents, is_even, local_shape
+
+
+def bits_of(dtype: Any) -> int:
+    """Size of an element; of keys that of a byte at least."""
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        return jax.numpy.iinfo(dtype).bits
+    return jax.numpy.finfo(dtype).bits if jax.dtypes.issubdtype(dtype, np.floating) else 8
 
 
 def is_plain(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> bool:
