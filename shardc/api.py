@@ -33,6 +33,7 @@ from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
 from shardc.placed import PlacedArray, StackedArray, as_jax
 from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
+from shardc.sbp.layout import plain_placement
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
@@ -457,7 +458,9 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
             f"{path} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where JAX "
             "cannot say a partial sum; call it outside, or pin it at B or S."
         )
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, pin.placement.to_spec()))
+    shape = np.shape(x)
+    placement = plain_placement(shape, pin.placement.resolve(len(shape)), dict(mesh.shape))  # JAX takes no uneven split
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, placement.to_spec()))
 
 
 def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
