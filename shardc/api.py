@@ -31,9 +31,10 @@ from shardc.passes.share_loops import share_loops
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, leaves_by_path, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
-from shardc.placed import PlacedArray, StackedArray, is_placed
+from shardc.placed import PlacedArray, StackedArray, as_jax
 from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
+from shardc.sbp.layout import plain_placement
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class Compiled:
         call = self._taken_apart(args, kwargs)
         if isinstance(self.plan, PipelinePlan):
             raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
-        leaves = [x.to_jax() if is_placed(x) else x for x in call.leaves if is_array(x)]
+        leaves = [as_jax(x) for x in call.leaves if is_array(x)]
         return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
@@ -461,9 +462,9 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
             f"{path} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where JAX "
             "cannot say a partial sum; call it outside, or pin it at B or S."
         )
-    if is_placed(x):
-        x = x.to_jax()
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, pin.placement.to_spec()))
+    shape = np.shape(x)
+    placement = plain_placement(shape, pin.placement.resolve(len(shape)), dict(mesh.shape))  # JAX takes no uneven split
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, placement.to_spec()))
 
 
 def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
@@ -471,7 +472,7 @@ def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
     if isinstance(x, StackedArray):
         return "is held in pieces by a pipeline's stages; pass its value, np.asarray(x)."
     if isinstance(x, PlacedArray):
-        if dict(x.mesh.shape) != dict(mesh.shape):
+        if dict(x.mesh.shape) != dict(mesh.shape) or (isinstance(mesh, Mesh) and x.mesh != mesh):
             return (
                 f"is a PlacedArray on another mesh ({_mesh_text(x.mesh)}); pass its value, x.to_jax() or np.asarray(x)."
             )
@@ -642,7 +643,7 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
       ArgumentError: the mesh has no devices.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
-    pairs, structure = leaves_by_path(tree, is_placed), jax.tree.structure(tree, is_leaf=is_placed)
+    pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     pins = Pins("placements", [_leaf(p := path_text(path), p, x) for path, x in pairs], view(mesh))
     pins.spread(placements, jax.tree.unflatten(structure, range(len(pairs))))
     if pins.offenders:

@@ -7,7 +7,8 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final, TypeAlias
@@ -15,9 +16,11 @@ from typing import Any, Final, TypeAlias
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
 from jax._src import source_info_util as _source_info_util
+from jax._src.array import ArrayImpl as _Array
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
@@ -199,6 +202,57 @@ def short_text(shape: Sequence[int], dtype: Any) -> str:
 # Why: what is called inside a trace is a part of it, also where its arguments are constants: checkify traces so.
 def inside_trace() -> bool:
     return not _core.trace_state_clean()
+
+
+# Why: a value that is put together while something is traced is no part of it, and needs no mesh but its own.
+@contextmanager
+def at_once() -> Generator[None, None, None]:
+    """A context in which operations on arrays run at once, whatever trace or mesh it is opened in."""
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
+        yield
+
+
+_NO_MESH: Final = jax.sharding.AbstractMesh((), ())
+
+
+# Why: JAX takes arrays of another type, as it takes its own arrays of keys, by what stands in four registries.
+def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
+    """Makes JAX take arrays of a class as the jax.Array that `read` gives: as arguments, operands and constants."""
+
+    def type_of(x: Any) -> Any:
+        return _core.typeof(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type))
+
+    def shard(xs: Sequence[Any], *how: Any) -> Any:
+        return pxla.shard_args(*how, [read(x) for x in xs])
+
+    try:
+        pxla = importlib.import_module("jax._src.interpreters.pxla")
+        _core.pytype_aval_mappings[kind] = type_of
+        _dtypes.register_canonicalize_value_handler(kind, None)
+        pxla.shard_arg_handlers[kind] = shard
+        _mlir.register_constant_handler(kind, lambda val, aval: _mlir.ir_constant(read(val)))
+    except (ImportError, AttributeError) as error:  # then JAX says of each that it is no type of its own
+        log.warning("this JAX takes no %s outside of shardc functions: %s", kind.__name__, error)
+
+
+# Why: what a jax.Array can be asked is set by JAX's own code, and grows with its releases.
+def array_attributes() -> list[tuple[str, bool]]:
+    """The attributes of JAX's arrays that their class, not `jax.Array`, defines; whether each is a property."""
+    names = [n for n in dir(_Array) if not n.startswith(("_", "unsafe_")) or n.startswith("__")]
+    own = [n for n in names if n not in _OF_EVERY_CLASS]
+    found = [(n, getattr(_Array, n)) for n in own if getattr(_Array, n) is not getattr(jax.Array, n, None)]
+    return [*((n, not callable(x)) for n, x in found), *((n, True) for n in _OF_KEYS)]
+
+
+_OF_KEYS: Final = "_impl", "_base_array"
+"""What JAX's functions of random bits look at in arrays of keys."""
+
+
+_OF_EVERY_CLASS: Final = {
+    *("__class__", "__new__", "__init__", "__del__", "__doc__", "__module__", "__dict__", "__slots__", "__weakref__"),
+    *("__annotations__", "__subclasshook__", "__init_subclass__", "__hash__", "__repr__"),
+    *("__buffer__", "__release_buffer__", "__cuda_array_interface__"),  # memory that lies whole in one place
+}
 
 
 # Why: a jitted function says whether it is inside a trace only by what its arguments are.

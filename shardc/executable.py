@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,7 +22,7 @@ from shardc.passes.plan import Plan, donations
 from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
-from shardc.sbp.layout import is_plain, physical_shape, physical_spec
+from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec
 
 
 def looks_for_nans() -> bool:
@@ -49,7 +50,7 @@ class Executable:
         shapes_out = [tuple(a.shape) for a in plan.program.out_avals]
         self._plain_in = [is_plain(s, p, self._sizes) for s, p in zip(shapes_in, plan.inputs, strict=True)]
         self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
-        self._shapes_out = shapes_out
+        self._shapes_in, self._shapes_out = shapes_in, shapes_out
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
@@ -62,6 +63,8 @@ class Executable:
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
         self._token = token
+        # JAX 0.10 has another layout for these when they are arguments of a compiled object than when they are results
+        self._below_a_byte = any(bits_of(a.dtype) < 8 for a in plan.program.in_avals)
         self.settings = settings()
         self._low = Lowering(plan.boxed, plan.mesh)
         self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
@@ -129,16 +132,22 @@ class Executable:
     def enter(self, i: int, x: Any) -> Any:
         """The physical array of argument `i`."""
         if is_placed(x):
+            if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
+                raise OtherCallError(f"{x!r} is not what the plan has.")
             return x.physical
         if self._plain_in[i]:
             return x
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
-        assert isinstance(placed, PlacedArray)
+        assert is_placed(placed)
         return placed.physical
 
     def lives_as_planned(self, i: int, x: Any) -> bool:
-        """Whether physical array `i`, if it lives somewhere, lives where the plan has it."""
-        return not getattr(x, "committed", False) or x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
+        """Whether array `i`, if it lives somewhere, lives where the plan has it."""
+        if is_placed(x):
+            return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
+        if not self._plain_in[i] or not getattr(x, "committed", False):
+            return True  # it is put there
+        return x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the plan.
@@ -147,16 +156,16 @@ class Executable:
           OtherCallError: the arguments are of other types, or live elsewhere, than the plan has it.
           StepFailedError: it failed after donated buffers were taken.
         """
-        args = [self.enter(i, x) for i, x in enumerate(leaves)]
         plan = self.plan
         wrong = [
-            f"{path}: planned at {p or 'B'}, arrives as {x.sharding}; put it there with shardc.put"
-            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, args, strict=False))
+            f"{path}: planned at {p or 'B'}, arrives as {x.placement if is_placed(x) else x.sharding}; put it there "
+            "with shardc.put"
+            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        return self.launch(args)
+        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """The same, of physical arrays."""
@@ -194,7 +203,11 @@ class Executable:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
-        run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
+        if self._below_a_byte:
+            self._refuse_unlike(args)
+            run = self._jitted
+        else:
+            run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
         out = run(*([args[i] for i in self._in_order] if self._reordered else args))
         if self._calls_back:
             jax.block_until_ready(out)
@@ -202,6 +215,15 @@ class Executable:
         if not self._reordered:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def _refuse_unlike(self, args: Sequence[Any]) -> None:
+        """Raises TypeError, as JAX's compiled object does, if physical arguments are of other shapes or types."""
+        if [(np.shape(x), getattr(x, "dtype", None)) for x in args] != self._physical_types:
+            raise TypeError(f"{self.plan.program.name}: not the call that was compiled")
+
+    @cached_property
+    def _physical_types(self) -> list[tuple[tuple[int, ...], Any]]:
+        return [(a.shape, a.dtype) for a in self._physical_avals()]
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""

@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.mesh import AnyMesh
-from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
+from shardc.sbp.layout import bits_of, is_plain, physical_spec, plain_placement, to_logical, to_physical
 from shardc.sbp.placement import Placement
 
 
-@jax.tree_util.register_pytree_node_class
-class PlacedArray:
+class PlacedArray(jax.Array):
     """A logical array whose placement JAX cannot say: an uneven split or a partial sum.
 
-    A pytree node over the physical array. shardc functions take it as the logical array.
+    shardc functions take its pieces as they lie. To every other reader it is a jax.Array of the logical shape and
+    value, a leaf of pytrees: each read puts the value together anew, at the next placement that JAX can say
+    (`sharding`).
 
     Attributes:
-      physical: the jax.Array that holds the pieces of all devices.
-      shape: the logical shape.
+      physical: the jax.Array that holds the pieces of all devices, with their padding.
       placement: where it lives on `mesh`.
     """
 
-    __slots__ = ("mesh", "physical", "placement", "shape")
+    __slots__ = ("_shape", "mesh", "physical", "placement")
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as every jax.Array
+    __array_priority__ = 100  # NumPy's operators leave it to ours
 
     def __init__(self, physical: Any, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
-        self.physical, self.shape, self.placement, self.mesh = physical, shape, placement, mesh
+        self.physical, self._shape, self.placement, self.mesh = physical, shape, placement, mesh
+
+    # -- told without a look at the value
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The physical arrays."""
+        return (self.physical,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
 
     @property
     def dtype(self) -> Any:
-        return self.physical.dtype
+        return self.parts[0].dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return bool(getattr(self.parts[0], "weak_type", False))
 
     @property
     def ndim(self) -> int:
@@ -42,34 +63,125 @@ class PlacedArray:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # the pieces have to be put together: always a new array
-        value = to_logical(np.asarray(self.physical), self.shape, self.placement, dict(self.mesh.shape))
-        return value if dtype is None else value.astype(dtype)
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def aval(self) -> Any:
+        return compat.aval_of(jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where its value lies when it is read."""
+        return _plain_sharding(self.shape, self.placement, self.mesh)
+
+    @property
+    def format(self) -> Format:
+        return Format(None, self.sharding)  # JAX has a layout of its own for each type
+
+    @property
+    def device(self) -> Any:
+        return self.sharding
+
+    @property
+    def committed(self) -> bool:
+        return True
+
+    _committed = committed  # as JAX asks its own arrays
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return all(x.is_fully_addressable for x in self.parts)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        return self.sharding.is_fully_replicated
+
+    def devices(self) -> set[Any]:
+        return set(self.sharding.device_set)
+
+    def is_deleted(self) -> bool:
+        return any(x.is_deleted() for x in self.parts)
+
+    def is_ready(self) -> bool:
+        return all(x.is_ready() for x in self.parts)
+
+    def on_device_size_in_bytes(self) -> int:
+        return sum(x.on_device_size_in_bytes() for x in self.parts)
+
+    # -- done to the physical arrays
+
+    def delete(self) -> None:
+        for x in self.parts:
+            x.delete()
+
+    def block_until_ready(self) -> PlacedArray:
+        jax.block_until_ready(self.parts)
+        return self
+
+    def copy_to_host_async(self) -> None:
+        for x in self.parts:
+            x.copy_to_host_async()
+
+    def with_physical(self, parts: Sequence[Any]) -> PlacedArray:
+        """The same placement of other physical arrays."""
+        return PlacedArray(parts[0], self.shape, self.placement, self.mesh)
+
+    def copy(self) -> PlacedArray:
+        return self.with_physical([x.copy() for x in self._alive()])
+
+    def __copy__(self) -> PlacedArray:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> PlacedArray:
+        del memo
+        return self.copy()
+
+    def _alive(self) -> tuple[Any, ...]:
+        if self.is_deleted():  # JAX's own error, without the padding in its shape
+            raise RuntimeError(f"Array has been deleted with shape={self.aval.str_short()}.")
+        return self.parts
+
+    # -- the value
+
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray:
+        del context
+        value = self._on_host(self._alive())
+        return np.array(value, dtype) if copy else np.asarray(value, dtype)
+
+    def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
+        return to_logical(np.asarray(parts[0]), self.shape, self.placement, dict(self.mesh.shape))
 
     def to_jax(self) -> jax.Array:
-        """The logical value as a jax.Array, whole on every device."""
-        return jax.device_put(np.asarray(self), NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+        """The logical value as a plain jax.Array, whole on every device."""
+        return self.read(NamedSharding(self.mesh, PartitionSpec()))
+
+    def read(self, sharding: NamedSharding | None = None) -> jax.Array:
+        """The logical value as a plain jax.Array, at `sharding`, or where `self.sharding` says."""
+        with compat.at_once():
+            return self._on_devices(self._alive(), self.sharding if sharding is None else sharding)
+
+    def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        if bits_of(self.dtype) < 4:  # XLA:CPU gathers them past their end
+            return jax.device_put(self._on_host(parts), sharding)
+        return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
     def __repr__(self) -> str:
         dims = ",".join(map(str, self.shape))
         return f"PlacedArray({self.dtype}[{dims}], {self.placement}, {dict(self.mesh.shape)})"
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return (self.physical,), (self.shape, self.placement, self.mesh)
 
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: tuple[Any, ...]) -> PlacedArray:
-        return cls(children[0], *aux)
-
-
-@jax.tree_util.register_pytree_node_class
 class StackedArray(PlacedArray):
     """A logical array whose rows several meshes hold in pieces: parameters of a scan's layers, by a pipeline's stages.
 
-    A pytree node over the physical arrays of the pieces. Pipelines take it as the logical array.
+    Pipelines take its pieces as they lie; every other reader gets its value on the mesh of the first piece.
 
     Attributes:
       pieces: the arrays that follow one another in dimension 0.
@@ -86,30 +198,62 @@ class StackedArray(PlacedArray):
         super().__init__(tuple(p.physical for p in pieces), shape, first.placement, first.mesh)
 
     @property
-    def dtype(self) -> Any:
-        return self.pieces[0].dtype
+    def parts(self) -> tuple[Any, ...]:
+        return self.physical
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # the pieces have to be put together: always a new array
-        return np.concatenate([p.__array__(dtype) for p in self.pieces])
+    def with_physical(self, parts: Sequence[Any]) -> StackedArray:
+        """The same pieces of other physical arrays."""
+        return StackedArray([p.with_physical([x]) for p, x in zip(self.pieces, parts, strict=True)])
+
+    def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
+        del parts
+        return np.concatenate([np.asarray(p) for p in self.pieces])
+
+    def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        del parts
+        here = [PlacedArray(p.physical, p.shape, p.placement, self.mesh).sharding for p in self.pieces]
+        rows = [jax.device_put(p.read(), s) for p, s in zip(self.pieces, here, strict=True)]
+        return jax.jit(jax.numpy.concatenate, out_shardings=sharding)(rows)
 
     def __repr__(self) -> str:
         dims, rows = ",".join(map(str, self.shape)), "+".join(str(p.shape[0]) for p in self.pieces)
         return f"StackedArray({self.dtype}[{dims}], rows {rows}, {self.placement}, {dict(self.mesh.shape)})"
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return self.physical, tuple((p.shape, p.placement, p.mesh) for p in self.pieces)
 
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: tuple[Any, ...]) -> StackedArray:
-        return cls([PlacedArray(x, *known) for x, known in zip(children, aux, strict=True)])
-
-    def with_physical(self, physical: Sequence[Any]) -> StackedArray:
-        """The same pieces of other physical arrays."""
-        return self.tree_unflatten(self.tree_flatten()[1], tuple(physical))
+@lru_cache(maxsize=4096)
+def _plain_sharding(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, physical_spec(plain_placement(shape, placement, dict(mesh.shape))))
 
 
-def is_placed(x: object) -> bool:
+@lru_cache(maxsize=4096)
+def _reader(shape: tuple[int, ...], placement: Placement, mesh: Mesh, sharding: NamedSharding) -> Any:
+    """A program from the physical array to the logical one."""
+    return jax.jit(lambda x: to_logical(x, shape, placement, dict(mesh.shape)), out_shardings=sharding)
+
+
+def _forward(name: str, is_property: bool) -> Any:
+    """An attribute of the logical value."""
+
+    def forwarded(self: PlacedArray, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.read(), name)(*map(as_jax, args), **{k: as_jax(x) for k, x in kwargs.items()})
+
+    forwarded.__name__ = name
+    return property(lambda self: getattr(self.read(), name)) if is_property else forwarded
+
+
+for _name, _is_property in compat.array_attributes():
+    if _name not in vars(PlacedArray):
+        setattr(PlacedArray, _name, _forward(_name, _is_property))
+for _kind in (PlacedArray, StackedArray):
+    compat.register_array(_kind, PlacedArray.read)
+
+
+def as_jax(x: Any) -> Any:
+    """The logical value of a PlacedArray as a jax.Array; anything else as it is."""
+    return x.read() if is_placed(x) else x
+
+
+def is_placed(x: object) -> TypeGuard[PlacedArray]:
     return isinstance(x, PlacedArray)
 
 
@@ -121,11 +265,10 @@ def narrow(x: Any) -> Any:
 def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
     """One array at `placement`: a jax.Array where JAX can say that, else a PlacedArray."""
     sizes = dict(mesh.shape)
-    shape = tuple(np.shape(x)) if not is_placed(x) else x.shape
+    shape = tuple(np.shape(x))
     placement = placement.resolve(len(shape))
     if is_plain(shape, placement, sizes):
-        value = np.asarray(x) if is_placed(x) else x
-        return jax.device_put(narrow(value), NamedSharding(mesh, physical_spec(placement)))
+        return jax.device_put(narrow(as_jax(x)), NamedSharding(mesh, physical_spec(placement)))
     keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
     host = jax.random.key_data(x) if keys else x
     physical = to_physical(narrow(np.asarray(host)), placement, sizes)
@@ -149,7 +292,7 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
     """
     if isinstance(mesh, AbstractMesh):
         raise ArgumentError("shardc.put wants a mesh with devices; this one is for planning (it names a topology).")
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
+    leaves, structure = jax.tree.flatten(tree)
     if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
         placements = tuple(placements)  # a plan's in_placements have names besides
 
@@ -157,7 +300,7 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
         return p is None or isinstance(p, Placement)
 
     def put_part(placement: Placement | None, part: Any) -> list[Any]:
-        found = jax.tree.leaves(part, is_leaf=is_placed)
+        found = jax.tree.leaves(part)
         return found if placement is None else [put_leaf(x, mesh, placement) for x in found]
 
     wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)

@@ -19,7 +19,7 @@ import jax
 from shardc import compat
 from shardc.executable import looks_for_nans
 from shardc.passes.trace import Arguments, is_array, settings
-from shardc.placed import PlacedArray, StackedArray
+from shardc.placed import is_placed
 
 
 class Runs(Protocol):
@@ -57,28 +57,20 @@ class Route:
         slots = arguments.take_apart(args, kwargs).leaves
         self._order: list[int] = []  # in the leaves, then in the defaults
         self._defaults: list[Any] = []
-        self._unlike: list[tuple[int, int]] = []  # place in the order and the leaf: pieces that JAX cannot say
-        self._stacked: list[tuple[int, StackedArray]] = []  # place in the order, and the slots of the pieces
+        self._unlike: list[int] = []  # places in the order of what JAX cannot say
         traced: set[int] = set()
         for slot in slots:
-            placed = isinstance(slot, PlacedArray)
-            if isinstance(slot, StackedArray):
-                self._stacked.append((len(self._order), slot))
-                traced |= {piece.index for piece in slot.physical}
-                slot = slot.physical[0]
-            elif placed:
-                slot = slot.physical
             if not isinstance(slot, _Slot):  # an argument that the call did not give
                 if is_array(slot):
                     self._order.append(len(leaves) + len(self._defaults))
                     self._defaults.append(slot)
-            elif placed or is_array(leaves[slot.index]):
-                if not placed and not executable.is_plain_input(len(self._order)):
-                    self._unlike.append((len(self._order), slot.index))
+            elif is_array(leaves[slot.index]):
+                if is_placed(leaves[slot.index]) or not executable.is_plain_input(len(self._order)):
+                    self._unlike.append(len(self._order))
                 traced.add(slot.index)
                 self._order.append(slot.index)
         pool = [*leaves, *self._defaults]
-        self._weak = [_is_weak(pool[i]) for i in self._order]
+        self.kinds = [_kind(pool[i]) for i in self._order]
         self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
@@ -86,16 +78,14 @@ class Route:
         for i, x in self._constants:
             if type(leaves[i]) is not type(x) or leaves[i] != x:
                 return None
-        if any(getattr(leaves[i], "committed", False) for _, i in self._unlike):
-            return None
         pool = [*leaves, *self._defaults]
         args = [pool[i] for i in self._order]
-        if [_is_weak(x) for x in args] != self._weak or settings() != self.executable.settings or looks_for_nans():
+        if [_kind(x) for x in args] != self.kinds or settings() != self.executable.settings or looks_for_nans():
+            return None
+        if any(getattr(args[k], "committed", False) and not is_placed(args[k]) for k in self._unlike):
             return None
         try:
-            for k, stack in self._stacked:
-                args[k] = stack.with_physical([leaves[piece.index] for piece in stack.physical])
-            for k, _ in self._unlike:
+            for k in self._unlike:
                 args[k] = self.executable.enter(k, args[k])
             out = self.executable.launch(args)
         except (TypeError, ValueError):  # nothing has run
@@ -119,9 +109,10 @@ class Routes:
         return None
 
     def add(self, tree: Any, leaves: Sequence[Any], executable: Runs) -> None:
+        route = Route(tree, leaves, self._arguments, executable)
         known = self._by_tree.setdefault(tree, [])
-        if all(route.executable is not executable for route in known):
-            known.append(Route(tree, leaves, self._arguments, executable))
+        if all(other.executable is not executable or other.kinds != route.kinds for other in known):
+            known.insert(0, route)  # a loop's second call, with what the first gave, is as all that follow
 
 
 def has_tracers(leaves: Iterable[Any]) -> bool:
@@ -133,6 +124,8 @@ def _is_tracer_type(kind: type) -> bool:
     return issubclass(kind, compat.Tracer)
 
 
-def _is_weak(x: Any) -> bool:
-    """Whether a leaf's type gives way to that of what it meets, as a Python number's does."""
-    return getattr(x, "weak_type", False) if isinstance(x, jax.Array) else isinstance(x, int | float | complex)
+def _kind(x: Any) -> tuple[bool, bool]:
+    """Whether a leaf's type gives way to that of what it meets, as a Python number's does; whether it is placed."""
+    if isinstance(x, jax.Array):
+        return getattr(x, "weak_type", False), is_placed(x)
+    return isinstance(x, int | float | complex), False

@@ -14,7 +14,7 @@ from shardc import compat
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import AnyMesh
 from shardc.passes.trace import is_array, leaf_aval, leaves_by_path, path_text
-from shardc.placed import PlacedArray, StackedArray, is_placed
+from shardc.placed import PlacedArray, StackedArray
 from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
 from shardc.report.tables import times_text as times
 from shardc.sbp.placement import Placement, local_extent, local_shape
@@ -48,7 +48,7 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
        [0 0]
        [0 0]]
     """
-    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in leaves_by_path(x, is_placed)]
+    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in leaves_by_path(x)]
     if device is not None:
         return _on_device(leaves, device)
     if len(leaves) == 1 and not leaves[0][0]:

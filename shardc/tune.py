@@ -33,7 +33,6 @@ from shardc.mesh_choices import NAMES, Sizes, slice_of
 from shardc.passes.trace import Arguments
 from shardc.pipeline.schedules import METHODS
 from shardc.pipeline_plan import Pipeline
-from shardc.placed import is_placed
 from shardc.sbp.placement import AUTO
 from shardc.tune_search import PIPE, Choice, Search, Step, meshes, pipelines
 
@@ -202,7 +201,7 @@ def tune(
         donate_argnames=donate_argnames, donate_argnums=donate_argnums, static_argnames=static_argnames,
         static_argnums=static_argnums,
     )  # fmt: skip
-    args = jax.tree.map(abstract, args, is_leaf=is_placed)
+    args = jax.tree.map(abstract, args)
     made = {None: fn} if microbatches is None else {m: _step_of(fn, m) for m in microbatches}
     steps = [Step(m, placed(f), args) for m, f in made.items()]
     choices, whole_only = list[Choice](), list[PipelineError]()

@@ -203,9 +203,10 @@ def _narrowed(f: _Lot[Found], p: _Lot[Collective]) -> bool:
 
 
 def _promoted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
-    """The backend has no collective of this type: XLA:CPU moves bf16 as f32 and f8 as f16."""
-    widens = f.promoted or p.dtype.startswith(("bf16", "f8"))
-    return widens and (p.width is None or f.width == 2 * p.width) and _close(f.each / 2, p.each)
+    """The backend has no collective of this type: XLA:CPU moves bf16 as f32, f8 and f4 as f16."""
+    widens = f.promoted or p.dtype.startswith(("bf16", "f8", "f4"))
+    whole = p.width is None or f.width == 2 * max(p.width, 1)  # what is smaller is planned as bytes
+    return widens and whole and _close(f.each / 2, p.each)
 
 
 def _reinterpreted(f: _Lot[Found], p: _Lot[Collective]) -> bool:

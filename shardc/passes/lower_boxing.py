@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.boxing import Shape, Step, piece_of
+from shardc.sbp.layout import bits_of
 from shardc.sbp.placement import AxisSizes, Placement, S, block_sizes, local_shape
 from shardc.sbp.signature import Neutral, neutral_value
 
@@ -198,7 +199,17 @@ def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callabl
     """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
     if 0 in shape:  # nothing to move, and XLA refuses to scatter it
         return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)
-    return _EMIT[step.kind](_Emitter(step, shape, sizes, index), x)
+    emitter = _Emitter(step, shape, sizes, index)
+    return _in_bytes(lambda x: _EMIT[step.kind](emitter, x), x)
+
+
+def _in_bytes(send: Callable[[Any], Any], x: Any) -> Any:
+    """`send(x)`; elements of less than four bits as bytes, which the plan counts: XLA:CPU gathers such past their end.
+    """
+    if bits_of(x.dtype) >= 4:
+        return send(x)
+    unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+    return send(x.astype(np.uint8 if unsigned else np.int8)).astype(x.dtype)
 
 
 class MeshWire:
@@ -209,7 +220,9 @@ class MeshWire:
 
     def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
         x = jnp.asarray(x)
-        return lax.all_gather(x, axes) if x.size else jnp.zeros((self._count(axes), *x.shape), x.dtype)
+        if not x.size:
+            return jnp.zeros((self._count(axes), *x.shape), x.dtype)
+        return _in_bytes(lambda x: lax.all_gather(x, axes), x)
 
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
         if not x.size:

@@ -20,7 +20,7 @@ from shardc.passes.canonicalize import canonicalize
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.sink_constants import sink_constants
-from shardc.placed import PlacedArray, is_placed
+from shardc.placed import as_jax, is_placed
 
 
 def path_text(path: Iterable[Any]) -> str:
@@ -28,15 +28,14 @@ def path_text(path: Iterable[Any]) -> str:
     return "/".join(_entry(k) for k in path)
 
 
-def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+def leaves_by_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The leaves of a pytree with their paths. What a box of flax's holds goes by the box's: `kernel`, no `value`."""
     pairs: list[tuple[tuple[Any, ...], Any]] = []
-    stop = lambda x: _is_box(type(x)) or (is_leaf is not None and is_leaf(x))  # noqa: E731
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: _is_box(type(x)))[0]:
         if not _is_box(type(x)):
             pairs.append((path, x))
             continue
-        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x, is_leaf)[0]]
+        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x)[0]]
     return pairs
 
 
@@ -72,7 +71,7 @@ class Call:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; what is not is a constant of the trace."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic | PlacedArray | jax.ShapeDtypeStruct) or (
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
         isinstance(x, _NUMBERS) or compat.is_tracer(x)
     )
 
@@ -155,7 +154,7 @@ class Arguments:
         # a pytree's dict is sorted by key, an OrderedDict is not: leaves come in the order of the signature
         dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
         static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
-        flat, tree = leaves_by_path(dynamic, is_placed), jax.tree.structure(dynamic, is_leaf=is_placed)
+        flat, tree = leaves_by_path(dynamic), jax.tree.structure(dynamic)
         names = tuple(_entry(path[0]) for path, _ in flat)
         inner = tuple(path_text(path[1:]) for path, _ in flat)
         call = Call(names, inner, tuple(x for _, x in flat), tree, static)
@@ -237,9 +236,7 @@ def _has_hash(x: object) -> bool:
 
 def leaf_aval(x: Any) -> Any:
     """Logical shape, dtype and weak type of a leaf."""
-    if isinstance(x, PlacedArray):
-        return compat.aval_of(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return compat.aval_of(x)
+    return x.aval if is_placed(x) else compat.aval_of(x)
 
 
 def settings() -> tuple[Any, ...]:
@@ -309,6 +306,7 @@ def trace(
     every = call.paths
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
+    captured = tuple(map(as_jax, captured))
     return Program(
         arguments.name, sink_constants(jaxpr), tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
     )

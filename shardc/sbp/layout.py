@@ -11,11 +11,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from shardc.sbp.placement import AxisSizes, Placement, is_even, local_extent, local_shape
+from shardc.sbp.placement import AxisSizes, Placement, S, extents, is_even, local_shape
+
+
+def bits_of(dtype: Any) -> int:
+    """Size of an element; of keys that of a byte at least."""
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        return jax.numpy.iinfo(dtype).bits
+    return jax.numpy.finfo(dtype).bits if jax.dtypes.issubdtype(dtype, np.floating) else 8
 
 
 def is_plain(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> bool:
@@ -37,27 +45,40 @@ def physical_spec(placement: Placement) -> PartitionSpec:
     return PartitionSpec(placement.partial_axes, *rest) if placement.partial_axes else rest
 
 
-def _pieces(
-    shape: Sequence[int], placement: Placement, sizes: AxisSizes
-) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """For each piece where its valid elements lie in the logical and in the physical array (leading dimension not
-    counted)."""
-    axes = [a for d in range(len(shape)) for a in placement.axes_of(d)]
-    local = local_shape(shape, placement, sizes)
-    found: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = []
-    for coords in np.ndindex(*(sizes[a] for a in axes)):
-        at = dict(zip(axes, map(int, coords), strict=True))
-        logical: list[slice] = []
-        physical: list[slice] = []
-        for dim, size in enumerate(shape):
-            names = placement.axes_of(dim)
-            start, valid = local_extent(size, names, sizes, at)
-            block = 0
-            for axis in names:
-                block = block * sizes[axis] + at[axis]
-            logical.append(slice(start, start + valid))
-            physical.append(slice(block * local[dim], block * local[dim] + valid))
-        found.append((tuple(logical), tuple(physical)))
+def plain_placement(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> Placement:
+    """The placement next to `placement` that a jax.Array can have: axes that leave padding, or the value partial, split
+    the largest other dimension that they divide, or none.
+
+    Example:
+      >>> str(plain_placement((13, 8), Placement({"data": S(0)}), {"data": 4}))
+      '{data: S(1)}'
+    """
+    if is_plain(shape, placement, sizes):
+        return placement
+    parts = [math.prod(sizes[a] for a in placement.axes_of(d)) for d in range(len(shape))]
+    even = [n % k == 0 for n, k in zip(shape, parts, strict=True)]
+    kept = [(a, s) for a, s in placement.items_ if isinstance(s, S) and even[s.dim]]
+    parts = [k if ok else 1 for k, ok in zip(parts, even, strict=True)]
+    largest = sorted(range(len(shape)), key=lambda d: -shape[d])
+    for axis in placement:
+        if axis in dict(kept):
+            continue
+        fitting = next((d for d in largest if shape[d] % (parts[d] * sizes[axis]) == 0), None)
+        if fitting is not None:
+            parts[fitting] *= sizes[axis]
+            kept.append((axis, S(fitting)))
+    return Placement(kept)
+
+
+def _valid(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> list[slice | NDArray[Any]]:
+    """Where the elements of each dimension lie in the physical array, in order; a leading dimension is not counted."""
+    found: list[slice | NDArray[Any]] = []
+    for dim, (size, local) in enumerate(zip(shape, local_shape(shape, placement, sizes), strict=True)):
+        pieces = extents(size, tuple(sizes[a] for a in placement.axes_of(dim)))
+        if all(k * local == at for k, (at, valid) in enumerate(pieces) if valid):
+            found.append(slice(0, size))
+        else:
+            found.append(np.concatenate([k * local + np.arange(valid) for k, (_, valid) in enumerate(pieces)]))
     return found
 
 
@@ -67,19 +88,27 @@ def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDAr
         return x
     out = np.zeros(physical_shape(x.shape, placement, sizes), x.dtype)
     target = out[0, ...] if placement.partial_axes else out  # a view, of a scalar too
-    for logical, physical in _pieces(x.shape, placement, sizes):
-        target[physical] = x[logical]
+    at = _valid(x.shape, placement, sizes)
+    if all(isinstance(rows, slice) for rows in at):
+        target[tuple(at)] = x
+    else:
+        target[np.ix_(*(np.arange(rows.stop) if isinstance(rows, slice) else rows for rows in at))] = x
     return out
 
 
-def to_logical(x: NDArray[Any], shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> NDArray[Any]:
-    """The logical value of a physical numpy array."""
+def to_logical(x: Any, shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> Any:
+    """The logical value of a physical array, of NumPy or JAX."""
     if placement.partial_axes:
-        reduce = {"sum": np.add, "max": np.maximum, "min": np.minimum}[placement.partial_op or "sum"].reduce
-        x = np.asarray(reduce(x, axis=0, dtype=x.dtype))
+        match placement.partial_op:
+            case "max":
+                x = x.max(axis=0)
+            case "min":
+                x = x.min(axis=0)
+            case _:
+                x = x.sum(axis=0, dtype=x.dtype)
     if is_even(shape, placement, sizes):
         return x
-    out = np.zeros(shape, x.dtype)
-    for logical, physical in _pieces(shape, placement, sizes):
-        out[logical] = x[physical]
-    return out
+    for dim, rows in enumerate(_valid(shape, placement, sizes)):
+        if not (isinstance(rows, slice) and rows.stop == x.shape[dim]):
+            x = x[(*[slice(None)] * dim, rows)]
+    return x
