@@ -75,9 +75,9 @@ def test_show_names_stages_and_devices(results):
 
 
 def test_an_array_on_the_mesh_of_another_stage_is_not_taken_for_one_of_ours():
-    ours, theirs = (jax.sharding.Mesh(np.asarray(jax.devices()[i : i + 2]), ("data",)) for i in (0, 2))
-    x = shardc.put(np.ones(3), theirs, {"data": S(0)})
-    with pytest.raises(shardc.ArgumentError, match="data=2 on devices 2, 3"):
+    ours, theirs = (jax.sharding.Mesh(np.asarray(jax.devices()[i : i + 2]), ("own",)) for i in (0, 2))
+    x = shardc.put(np.ones(3), theirs, {"own": S(0)})
+    with pytest.raises(shardc.ArgumentError, match="own=2 on devices 2, 3"):
         shardc.function(lambda x: x.sum(), mesh=ours)(x)
 
 
