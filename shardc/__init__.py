@@ -13,6 +13,7 @@ check_jax(jax.__version__)
 from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
 from shardc.discover import discover
+from shardc.elsewhere import fetch
 from shardc.errors import (
     ArgumentError,
     MemoryLimitError,
@@ -61,6 +62,7 @@ __all__ = [
     "accumulate",
     "constrain",
     "discover",
+    "fetch",
     "function",
     "load_plan",
     "make_mesh",

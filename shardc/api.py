@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import combinations
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import collector, compat
+from shardc.elsewhere import elsewhere_text
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
@@ -397,17 +398,16 @@ class Function:
 
     def _arrivals(self, call: Call) -> list[Placement | None]:
         """Where each array of the call already lives on the mesh."""
-        offenders: list[str] = []
+        elsewhere: list[tuple[str, str, Any]] = []
         found: list[Placement | None] = []
-        for path, x in zip(call.paths, call.leaves, strict=True):
+        for name, path, x in zip(call.names, call.paths, call.leaves, strict=True):
             if is_array(x):
                 arrival = _arrival(x, self.mesh) if self._pipeline is None else _arrival_in(x, self.mesh, self._meshes)
                 found.append(arrival if not isinstance(arrival, str) else None)
                 if isinstance(arrival, str):
-                    aval = leaf_aval(x)
-                    offenders.append(f"{path} {aval.str_short(short_dtypes=True)} {arrival}")
-        if offenders:
-            raise ArgumentError(self._says(offenders))
+                    elsewhere.append((name, path, x))
+        if elsewhere:
+            raise ArgumentError(elsewhere_text(self._arguments.where, self._view, elsewhere))
         return found
 
     def _inside(self, call: Call) -> Any:
@@ -467,32 +467,34 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, placement.to_spec()))
 
 
+ELSEWHERE: Final = "elsewhere"
+"""What an array is that lives on other devices, or on another mesh."""
+
+
 def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:
-    """Where an array lives on the mesh; None if it may be put anywhere; a text if it lives elsewhere."""
+    """Where an array lives on the mesh; None if it may be put anywhere; or ELSEWHERE."""
     if isinstance(x, StackedArray):
-        return "is held in pieces by a pipeline's stages; pass its value, np.asarray(x)."
+        return ELSEWHERE
     if isinstance(x, PlacedArray):
-        if dict(x.mesh.shape) != dict(mesh.shape) or (isinstance(mesh, Mesh) and x.mesh != mesh):
-            return (
-                f"is a PlacedArray on another mesh ({_mesh_text(x.mesh)}); pass its value, x.to_jax() or np.asarray(x)."
-            )
-        return x.placement
+        return x.placement if _is_same(x.mesh, mesh) else ELSEWHERE
     sharding = getattr(x, "sharding", None)
     if sharding is None or (isinstance(x, jax.Array) and not getattr(x, "committed", True)):
         return None
-    if isinstance(sharding, NamedSharding) and tuple(sharding.mesh.shape.items()) == tuple(mesh.shape.items()):
-        same = isinstance(mesh, AbstractMesh) or isinstance(sharding.mesh, AbstractMesh)
-        theirs: Any = None if same else sharding.mesh.devices
-        ours: Any = None if same else mesh.devices
-        if same or np.array_equal(theirs, ours):
-            idle = [a for a, n in mesh.shape.items() if n == 1]
-            return Placement.from_sharding(sharding).without(idle)
+    if isinstance(sharding, NamedSharding) and _is_same(sharding.mesh, mesh):
+        idle = [a for a, n in mesh.shape.items() if n == 1]
+        return Placement.from_sharding(sharding).without(idle)
     if isinstance(mesh, Mesh) and set(sharding.device_set) == set(mesh.devices.flat) and sharding.is_fully_replicated:
         return Placement()
-    return (
-        f"lives on {_devices_text(sharding)}, not on this mesh; pass np.asarray(x), or put it there with "
-        "shardc.put(x, mesh, shardc.Placement())."
-    )
+    return ELSEWHERE
+
+
+def _is_same(theirs: AnyMesh, ours: AnyMesh) -> bool:
+    """Whether two meshes have the same axes and devices, as far as they have devices."""
+    if tuple(theirs.shape.items()) != tuple(ours.shape.items()):
+        return False
+    if isinstance(theirs, AbstractMesh) or isinstance(ours, AbstractMesh):
+        return True
+    return np.array_equal(theirs.devices, ours.devices)
 
 
 def _meshes_of(pipeline: Pipeline, mesh: AnyMesh, where: str) -> list[AnyMesh]:
@@ -537,17 +539,6 @@ def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement |
     if isinstance(x, jax.Array) and getattr(x, "committed", False) and isinstance(mesh, Mesh):
         return None if devices <= set(mesh.devices.flat) else _arrival(x, mesh)
     return _arrival(x, meshes[0]) if not isinstance(x, jax.Array) else None
-
-
-def _devices_text(sharding: Any) -> str:
-    if isinstance(sharding, NamedSharding):
-        return f"another mesh ({_mesh_text(sharding.mesh)})"
-    devices = sorted(sharding.device_set, key=lambda d: d.id)
-    return ", ".join(map(str, devices[:4])) + (f" and {len(devices) - 4} more" if len(devices) > 4 else "")
-
-
-def _mesh_text(mesh: Any) -> str:
-    return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
 
 
 def function(

@@ -303,3 +303,18 @@ def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
         whole = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
         device = AbstractDevice(f"{device.device_kind} in {whole}", None, _OURS)
     return [AbstractMesh(sizes, rest, auto, abstract_device=device)] * mesh.shape[axis]
+
+
+_STAGES: Final[WeakKeyDictionary[Mesh, set[tuple[int, ...]]]] = WeakKeyDictionary()
+
+
+def note_stages(mesh: Mesh, stages: Sequence[int]) -> None:
+    """Remembers which stages of a pipeline run on a mesh, for texts."""
+    _STAGES.setdefault(mesh, set()).add(tuple(stages))
+
+
+def stages_text(mesh: AnyMesh) -> str:
+    """`stage 2`, or `stages 0, 4`, of a mesh that pipelines run these on; empty for others, and where they differ."""
+    known = _STAGES.get(mesh, ()) if isinstance(mesh, Mesh) else ()
+    stages = next(iter(known)) if len(known) == 1 else ()
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""

@@ -19,7 +19,7 @@ from shardc.border import Border, Gate
 from shardc.compat import Var
 from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
 from shardc.executable import Executable, OtherCallError
-from shardc.mesh import AnyMesh
+from shardc.mesh import AnyMesh, note_stages
 from shardc.passes.audit import Audit, audit_all
 from shardc.passes.memory import all_eqns
 from shardc.passes.run_once import CALLBACKS
@@ -116,6 +116,8 @@ class PipelineExecutable:
         self.settings = settings()
         self._ranks = tuple(meshes)
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
+        for mesh in dict.fromkeys(self.meshes):
+            note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
         numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces

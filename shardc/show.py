@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardc import compat
+from shardc.elsewhere import mesh_text, numbers_text
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import AnyMesh
 from shardc.passes.trace import is_array, leaf_aval, leaves_by_path, path_text
@@ -149,15 +151,11 @@ def _type_text(x: Any) -> str:
     return compat.short_text(tuple(aval.shape), aval.dtype)
 
 
-def _mesh_text(mesh: AnyMesh) -> str:
-    return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
-
-
 def _head(part: Lying) -> str:
     """`f32[13,6] at {data: S(0)} on data=4: a device holds [4,6], 96 bytes`."""
     block = ",".join(map(str, part.block))
     return (
-        f"{compat.short_text(part.shape, part.dtype)} at {placement_text(part.placement)} on {_mesh_text(part.mesh)}: "
+        f"{compat.short_text(part.shape, part.dtype)} at {placement_text(part.placement)} on {mesh_text(part.mesh)}: "
         f"a device holds [{block}], {bytes_text(part.bytes)}"
     )
 
@@ -200,24 +198,35 @@ def _pieces(part: Lying) -> str:
 
 
 def _tree(leaves: Sequence[tuple[str, Any, list[Lying] | str]]) -> str:
-    """A line for each array of a pytree, those that are alike folded."""
-    rows: list[tuple[tuple[str, ...], str, int]] = []
+    """A line for each array of a pytree, those that are alike folded; with the devices if they are not all the same."""
+    placed = [part for _, _, parts in leaves if not isinstance(parts, str) for part in parts]
+    devices: dict[AnyMesh, str] = {}
+    held = Counter[Any]()
+    for part in placed:
+        if isinstance(part.mesh, Mesh):
+            devices[part.mesh] = numbers_text(d.id for d in part.mesh.devices.flat)
+            held.update(dict.fromkeys(part.mesh.devices.flat, part.bytes))
+    several = len(set(devices.values())) > 1
+    rows: list[tuple[tuple[str, ...], str, None]] = []
     for path, x, parts in leaves:
         if isinstance(parts, str):
-            rows.append(((_type_text(x), parts.removeprefix("is "), "", "", ""), path, 0))
+            rows.append(((_type_text(x), parts.removeprefix("is "), "", *[""] * several, "", ""), path, None))
             continue
         for part in parts:
             block = ",".join(map(str, part.block))
             padded = ", padded" if any(part.padding(at) for at in part.coordinates()) else ""
             kind = compat.short_text(part.shape, part.dtype)
             where = path if part.first is None else f"{path}[{part.first}:{part.first + part.shape[0]}]"
-            key = (kind, placement_text(part.placement), _mesh_text(part.mesh), f"[{block}]{padded}")
-            rows.append(((*key, bytes_text(part.bytes)), where, part.bytes))
-    table = make_table("path", "type", "placement", "mesh", "a device holds", ">bytes per device")
-    for (kind, placement, mesh, block, size), paths, _ in fold_rows(rows):
-        table.add_row(times(fold_paths(paths), len(paths)), str(kind), str(placement), str(mesh), str(block), str(size))
-    total = bytes_text(sum(size for _, _, size in rows))
-    return section(f"{number_text(len(leaves), 'array')}, {total} per device", table)
+            on = [devices.get(part.mesh, "")] if several else []
+            key = (kind, placement_text(part.placement), mesh_text(part.mesh), *on, f"[{block}]{padded}")
+            rows.append(((*key, bytes_text(part.bytes)), where, None))
+    columns = ("path", "type", "placement", "mesh", *["devices"] * several, "a device holds", ">bytes per device")
+    table = make_table(*columns)
+    for key, paths, _ in fold_rows(rows):
+        table.add_row(times(fold_paths(paths), len(paths)), *map(str, key))
+    total = bytes_text(max(held.values()) if several else sum(part.bytes for part in placed))
+    of = "on the fullest device" if several else "per device"
+    return section(f"{number_text(len(leaves), 'array')}, {total} {of}", table)
 
 
 def _on_device(leaves: Sequence[tuple[str, Any, list[Lying] | str]], device: Any) -> str:
@@ -267,15 +276,15 @@ def _coordinates(mesh: AnyMesh, device: Any, wrong: list[str]) -> dict[str, int]
         bad += [f"nothing for {a}" for a, n in sizes.items() if a not in said and n > 1]
         if bad:
             near = "".join(did_you_mean(a, sizes) for a in said if a not in sizes)
-            wrong.append(f"device={said} says {', '.join(bad)}, but the mesh is {_mesh_text(mesh)}.{near}")
+            wrong.append(f"device={said} says {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
             return None
         return {a: int(said.get(a, 0)) for a in sizes}
     if not isinstance(mesh, Mesh):
-        wrong.append(f"device={device!r}: the mesh {_mesh_text(mesh)} is for planning and has none; say coordinates.")
+        wrong.append(f"device={device!r}: the mesh {mesh_text(mesh)} is for planning and has none; say coordinates.")
         return None
     if device not in {d.id for d in jax.devices(mesh.devices.flat[0].platform)}:
         ids = sorted(d.id for d in mesh.devices.flat)
-        wrong.append(f"device={device!r}: the mesh {_mesh_text(mesh)} has devices {ids[0]} to {ids[-1]}.")
+        wrong.append(f"device={device!r}: the mesh {mesh_text(mesh)} has devices {ids[0]} to {ids[-1]}.")
         return None
     index = next((i for i, d in np.ndenumerate(mesh.devices) if d.id == device), None)
     return None if index is None else dict(zip(mesh.axis_names, map(int, index), strict=True))

@@ -16,7 +16,8 @@ from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
-from shardc.passes.memory import all_eqns
+from shardc.passes.find_homes import is_large
+from shardc.passes.memory import all_eqns, bytes_of
 from shardc.passes.program import Program
 from shardc.passes.reassociate import ADDITIONS, LINEAR, reassociate
 
@@ -450,13 +451,30 @@ class _Placer:
 
     # -- from the readers back to a position for each equation
 
+    def _beside(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
+        """Of what depends on no microbatch the first stage that reads the largest input behind it, where that lives."""
+        at: dict[Var, int] = {}
+        for eqn in reversed(eqns):
+            reads = [at[v] for v in eqn.outvars if v in at]
+            reads += [stage_of(self.limit[v], self.stages) for v in eqn.outvars if v in self.limit]
+            for found in map(self.low.get, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
+                reads += [] if found is None else [stage_of(found, self.stages)]
+            if reads:
+                at |= {v: min(*reads, at.get(v, self.stages)) for v in self._vars(eqn)}
+        for eqn in eqns:
+            known = [v for v in self._vars(eqn) if v in at]
+            if known:
+                top = max(known, key=lambda v: (bytes_of(v), -at[v]))
+                at |= dict.fromkeys(eqn.outvars, at[top])
+        return at
+
     def _resolve(self, eqns: list[Eqn], parts: list[CarryPart], ys: Sequence[Atom]) -> PlacedBody:
         roots = {a for a in (*(p.after for p in parts), *ys) if not compat.is_literal(a)}
         follow = self._follow(eqns, parts)
         uses: dict[Var, set[int]] = {v: set(follow[v]) for v in roots if v in follow}
         where: dict[Var, int] = {}
         placed: list[tuple[int, Eqn]] = []
-        alone = self._fuse(0)
+        alone, beside = self._fuse(0), self._beside(eqns)
         for eqn in reversed(eqns):
             read = set[int]().union(*(uses.get(v, ()) for v in eqn.outvars))
             root = any(v in roots for v in eqn.outvars)
@@ -468,11 +486,15 @@ class _Placer:
             if low is not None and not (id(eqn) in self.late and read):
                 positions = {self._fuse(low)}
             elif not read:
-                positions = {alone if low is None else self._fuse(low)}
+                known = [beside[v] for v in eqn.outvars if v in beside]
+                positions = {self._fuse(low if low is not None else min(known, default=0))}
             elif low is None and not root and all(v in self.depth for v in eqn.outvars):
                 positions = read
             else:
                 limits = {self._fuse(self.limit[v]) for v in eqn.outvars if v in self.limit}
+                large = [v for v in (*self._vars(eqn), *eqn.outvars) if is_large(v)]
+                if low is None and large and not any(map(is_large, eqn.outvars)):  # a norm of weights: where they are
+                    limits |= {self._fuse(beside[v]) for v in eqn.outvars if v in beside}
                 positions = {min(read | limits)}
             for p in sorted(positions, reverse=True):
                 placed.append((p, eqn.replace(invars=[self.base(a) for a in eqn.invars])))

@@ -13,7 +13,6 @@ stage that reads it; a scalar made of scalars of several stages, on the lowest o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,12 +21,14 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import MARKS
 from shardc.passes.cut_loop import Loop, PlacedBody, boundary_lines, find_loop, place_body, stage_of, with_atoms
+from shardc.passes.find_homes import find_homes, largest
 from shardc.passes.keep_state import keep_state
-from shardc.passes.memory import bytes_of
+from shardc.passes.plan import Argument, match_donated
 from shardc.passes.program import Program
-from shardc.passes.reassociate import ADDITIONS, reassociate
 from shardc.passes.recompute import recompute_forward
+from shardc.passes.regroup import regroup
 from shardc.passes.split_backward import split_backward
+from shardc.passes.take_apart import take_apart
 from shardc.passes.transfer import receive_p, send_p
 
 
@@ -79,7 +80,8 @@ class Cut:
 
     Attributes:
       stages: their programs.
-      homes: of each input of the whole program the lowest stage that uses it, where it lives between calls.
+      homes: of each input of the whole program the stage where it lives between calls: the lowest one that uses it; of
+        what is only read for its own new value, the one that has the largest value beside it.
       crossings: what goes from stage to stage, by number.
       loop: over the microbatches.
       body: how the loop was placed.
@@ -287,26 +289,43 @@ class _Assembler:
                 outer.append(with_atoms(eqn, names))
         self.scans = [s if s is None else with_atoms(s, names) for s in self.scans]
         self.outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
-        self.anchors = _anchors(outer, self.loop.eqn, self.made_in)
-        self.outer = _regroup(outer, self.loop.eqn, self.anchors, self.outvars)
-        self.anchors = _anchors(self.outer, self.loop.eqn, self.made_in)
+        inputs, ahead = jaxpr.invars, self._ahead(outer)
+        self.anchors, self.outer = dict(self.made_in), [*take_apart(ahead, {}, {}), self.loop.eqn]
+        known = {v: min(stages) for v, stages in self._uses({}).items() if v not in self.made_in}
+        around = [e for e in outer if e is not self.loop.eqn]
+        belongs = find_homes(around, {**known, **self.made_in})
+        first = set(map(id, ahead))
+        behind = take_apart([e for e in around if id(e) not in first], self.anchors, belongs)
+        self.outer += regroup(behind, self.anchors, self.outvars)
         uses = self._uses({})
-        inputs = jaxpr.invars
-        self.homes = [min(uses.get(v, {0})) for v in inputs]
-        homes = dict(zip(inputs, self.homes, strict=True))
-        origin: dict[Var, int] = dict(homes)  # of what floats: where the largest argument behind it lives
-        for eqn in self.outer:
-            known = [v for v in eqn.invars if not compat.is_literal(v) and v in origin]
-            top = max(known, key=lambda v: (bytes_of(v), -origin[v]), default=None)
-            origin |= dict.fromkeys(eqn.outvars, 0 if top is None else origin[top])
+        homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]
+        at = {**belongs, **dict(zip(inputs, homes, strict=True)), **self.anchors}
+        for eqn in around:  # what is left: scalars made of arguments
+            top = largest(eqn.invars, at)
+            at |= {} if top is None else {v: top for v in eqn.outvars if v not in at}
+        replaced = match_donated(self.program, [Argument(donated=True)] * len(inputs))
         self.result_stage = [
-            0 if compat.is_literal(a) else self.anchors.get(a, origin.get(a, 0)) for a in self.outvars
+            homes[tie] if tie is not None else 0 if compat.is_literal(a) else at.get(a, 0)
+            for a, tie in zip(self.outvars, replaced, strict=True)
         ]
         wanted: dict[Var, set[int]] = {}
         for a, s in zip(self.outvars, self.result_stage, strict=True):
             if not compat.is_literal(a):
                 wanted.setdefault(a, set()).add(s)
         self.uses = self._uses(wanted)
+        self.homes = [
+            h if h in (found := self.uses.get(v, {h})) else min(found) for v, h in zip(inputs, homes, strict=True)
+        ]
+
+    def _ahead(self, outer: Sequence[Eqn]) -> list[Eqn]:
+        """What the loop needs, in order."""
+        needed = {a for s in self.scans if s is not None for a in s.invars if not compat.is_literal(a)}
+        found: list[Eqn] = []
+        for eqn in reversed(outer):
+            if eqn is not self.loop.eqn and not needed.isdisjoint(eqn.outvars):
+                needed.update(compat.variables(eqn.invars))
+                found.append(eqn)
+        return found[::-1]
 
     def _uses(self, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
         """The stages that read each variable, given those that results are wanted on."""
@@ -400,55 +419,6 @@ class _Assembler:
                     lines |= dict.fromkeys(eqn.outvars, compat.source_line(eqn))
         for a, s in zip(self.outvars, self.result_stage, strict=True):
             fetch(a, s)
-
-
-def _anchors(outer: Sequence[Eqn], loop: Eqn, made_in: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of each value that is made on one: the loop's results, and what is computed of large ones of them."""
-    anchors: dict[Var, int] = dict(made_in)
-    for eqn in outer:
-        if eqn is loop:
-            continue
-        operands = [v for v in eqn.invars if not compat.is_literal(v)]
-        known = [v for v in operands if v in anchors]
-        large = [v for v in known if math.prod(v.aval.shape) > 1]
-        if not large and any(math.prod(v.aval.shape) > 1 for v in operands):
-            continue  # it follows its readers: its large inputs are arguments, which live there too
-        weights: dict[int, int] = {}
-        for v in large or known:
-            weights[anchors[v]] = weights.get(anchors[v], 0) + (bytes_of(v) if large else 0)
-        if weights:
-            anchors |= dict.fromkeys(eqn.outvars, min(weights, key=lambda s: (-weights[s], s)))
-    return anchors
-
-
-def _regroup(outer: Sequence[Eqn], loop: Eqn, anchors: Mapping[Var, int], outvars: Sequence[Atom]) -> list[Eqn]:
-    """Long sums over stages, such as a global norm: each stage sums its own first."""
-    made = {v: e for e in outer if e is not loop for v in e.outvars}
-    readers: dict[Var, int] = {}
-    for a in (*(a for e in outer for a in e.invars), *outvars):
-        if not compat.is_literal(a):
-            readers[a] = readers.get(a, 0) + 1
-    inner = {
-        a for e in outer if e.primitive.name in ADDITIONS for a in e.invars
-        if not compat.is_literal(a) and readers[a] == 1
-    }  # fmt: skip
-    found: list[Eqn] = []
-    for eqn in outer:
-        if eqn is not loop and eqn.primitive.name in ADDITIONS and eqn.outvars[0] not in inner:
-            groups = reassociate(
-                eqn.outvars[0], lambda a: a, made, {**readers, eqn.outvars[0]: 1},
-                lambda a: None if compat.is_literal(a) else anchors.get(a),
-            )  # fmt: skip
-            if len(groups) > 1:
-                total = groups[0][1]
-                found += [e for _, _, eqns in groups for e in eqns]
-                for i, (_, part, _) in enumerate(groups[1:], 2):
-                    after = eqn.outvars[0] if i == len(groups) else compat.fresh_var(eqn.outvars[0].aval)
-                    found.append(compat.add_eqn(total, part, after, eqn))
-                    total = after
-                continue
-        found.append(eqn)
-    return found
 
 
 def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:

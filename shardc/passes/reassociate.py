@@ -79,6 +79,20 @@ def sum_terms(
     return [(atom, [])]
 
 
+def terms_of(eqn: Eqn, name: str, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> list[Atom]:
+    """The terms of a chain of one operation of two operands, in order; `readers` as above."""
+    found: list[Atom] = []
+    pending = [*reversed(eqn.invars)]
+    while pending:
+        a = pending.pop()
+        inner = None if compat.is_literal(a) or readers[a] > 1 else made.get(a)
+        if inner is not None and inner.primitive.name == name:
+            pending += reversed(inner.invars)
+        else:
+            found.append(a)
+    return found
+
+
 def _keeps_kind(eqn: Eqn) -> bool:
     """Whether floats stay floats: other conversions are not linear."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (eqn.invars[0], eqn.outvars[0]))

@@ -17,6 +17,7 @@ from shardc import compat
 from shardc.compat import NESTED
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
 from shardc.passes.canonicalize import canonicalize
+from shardc.passes.drop_zero_sums import drop_zero_sums
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.sink_constants import sink_constants
@@ -307,6 +308,7 @@ def trace(
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     captured = tuple(map(as_jax, captured))
+    jaxpr = sink_constants(drop_zero_sums(jaxpr))
     return Program(
-        arguments.name, sink_constants(jaxpr), tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+        arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
     )
