@@ -109,7 +109,7 @@ def tally(boxed: Boxed, mesh: MeshView) -> Tally:
 
 
 def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
-    """The number of instructions that the compiler makes of boxings' collectives, of the kinds that it combines; those of
+    """The number of instructions that the compiler makes of the boxings, of the kinds that it combines; those of
     a loop's body count once."""
     tallier, kinds = _Tallier(boxed, mesh), dict(mesh.topology.combined)
     found: Counter[Kind] = Counter()
