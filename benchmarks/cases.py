@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.recurrent import RECURRENT
 from examples.zoo import MODELS, Model
 
+ALL = {**MODELS, **RECURRENT}
 SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "mlp": ({"blocks": 4, "hidden": 2048, "classes": 16}, 512),
     "resnet": ({"width": 32, "classes": 16}, 64),
@@ -41,7 +43,7 @@ class Case:
 
     @property
     def zoo(self) -> Model:
-        return MODELS[self.model]
+        return ALL[self.model]
 
     @property
     def config(self) -> Any:
@@ -60,7 +62,7 @@ class Case:
 def all_cases(models: Iterable[str] = tuple(SIZES)) -> Iterator[Case]:
     """Each plan on each mesh that has the axes it names and, of one axis, on no other; but for pipelines."""
     for model in models:
-        for plan, make in MODELS[model].plans.items():
+        for plan, make in ALL[model].plans.items():
             if plan == "pipeline":
                 continue
             named = _axes_of(make()["in_placements"])

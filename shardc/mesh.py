@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -40,6 +41,8 @@ class MeshView:
     topology: Topology
     limit: int | None = None
     """Bytes that a plan may take of each device; None: not known, as with fake devices, which share a host's memory."""
+    shared: int = 1
+    """Collectives that start as one, where they are of a kind that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
@@ -63,6 +66,10 @@ class MeshView:
         cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
+    def where_start_is_shared(self, by: int) -> MeshView:
+        """The same mesh for `by` collectives that the compiler combines: each pays its part of one start."""
+        return self if by == self.shared else _shared(self, by)
+
     def goes_together(self, kind: str, axes: Sequence[str]) -> bool:
         """Whether a collective over a group of axes is done as such, or there is no smaller group to do it in."""
         most = dict(self.topology.together).get(kind, math.inf)
@@ -71,6 +78,11 @@ class MeshView:
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
+
+
+@lru_cache(maxsize=1024)
+def _shared(view: MeshView, by: int) -> MeshView:
+    return replace(view, shared=by)
 
 
 def parse_bytes(text: str | int | float) -> int:

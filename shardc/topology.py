@@ -12,6 +12,9 @@ Sources of the figures, by the letter that stands beside them:
   [A] The cost models of autoparallel and DTensor (meta-pytorch/autoparallel; torch.distributed.tensor): 320 of H100's
       450 GB/s are reached in an all-gather over NVSwitch; 6.6 us to start a collective, 0.6 us for a hop inside a host,
       2.7 us between hosts.
+  [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; what XLA:TPU combines, from programs that
+      are compiled ahead of time for v5p (benchmarks/README.md).
+  [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
   [G] Guessed here: no source.
 """
 
@@ -31,6 +34,9 @@ from shardc.errors import MeshError, did_you_mean
 
 FabricKind: TypeAlias = Literal["torus", "switch"]
 GB: Final = 10**9
+MiB: Final = 2**20
+ANY: Final = 2.0**62
+"""Bytes: any number of them."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ class Topology:
         limit. XLA:TPU makes one all-reduce, twice the bytes, of what all chips of a slice do: of all-gathers from 64
         chips on, of reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, compiled ahead of time).
       cached: whether light operations find in caches what they read. Then placements are not chosen by what they move.
+      combined: of collectives by kind, the bytes that the compiler puts into one of them at most, which starts once for
+        all: those along the same axes that do not wait for each other. Kinds not named start one by one.
     """
 
     kind: str
@@ -124,6 +132,7 @@ class Topology:
     overlaps: bool = True
     together: tuple[tuple[str, float], ...] = ()
     cached: bool = False
+    combined: tuple[tuple[str, float], ...] = ()
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -146,7 +155,7 @@ class Topology:
     def to_json(self) -> str:
         """What `make_mesh(topology="file.json")` reads."""
         said = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
-        said |= {"rates": dict(self.rates), "together": dict(self.together)}
+        said |= {"rates": dict(self.rates), "together": dict(self.together), "combined": dict(self.combined)}
         said["fabrics"] = [f | {"rates": dict(f["rates"])} for f in said["fabrics"]]
         return json.dumps(said, indent=1)
 
@@ -167,23 +176,27 @@ def _tpu(
     network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
     fabrics = (torus,) * len(pod) + (network,)
     together = (("all_gather", 63), ("reduce_scatter", 4 if len(pod) == 3 else 8))
-    return Topology(kind, flops, memory, hbm * GB, 1e-6, fabrics, tuple(rates.items()), pod=pod, together=together)
+    combined = (("all_reduce", 30.0 * MiB),)  # [M]
+    return Topology(
+        kind, flops, memory, hbm * GB, 1e-6, fabrics, tuple(rates.items()), pod=pod, together=together,
+        combined=combined,
+    )  # fmt: skip
 
 
 def _gpu(kind: str, flops: float, memory: float, hbm: int, nvlink: float, domain: int, **rates: float) -> Topology:
     """[N, A] An NVLink domain of at most `domain` GPUs, and the network between domains."""
     fabrics = Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", 5e10, 2.7e-6, tier=1)
-    return Topology(kind, flops, memory, hbm * GB, 6.6e-6, fabrics, tuple(rates.items()))
+    combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
+    return Topology(kind, flops, memory, hbm * GB, 6.6e-6, fabrics, tuple(rates.items()), combined=combined)
 
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: t
         for t in (
-            # [G] Fake devices of one host share its cores and memory: 2 cores, 8 devices. Starting a collective alone
-            # takes some 1e-4 s there; a step's many small ones are combined, so what counts for each is far less.
-            # `python -m shardc calibrate` measures a machine.
-            Topology("cpu", 1e10, 4e9, 4 * GB, 2e-6, (Fabric("switch", 1e9, 2e-7),), overlaps=False, cached=True),
+            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
+            Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
+                     combined=(("all_reduce", ANY),)),
             _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
             _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
             _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),
@@ -353,7 +366,7 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
             raise MeshError(f'{where}: "{name}" is true or false, not {flag!r}.')
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(said, where), tuple(cast(list[int], shape)),
-        together=_rates(said, where, "together"), **flags,
+        together=_rates(said, where, "together"), combined=_rates(said, where, "combined"), **flags,
     )  # fmt: skip
 
 

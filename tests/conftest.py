@@ -11,12 +11,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import functools
 import gc
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 from jax._src import compiler
 
+import shardc.mesh
+import shardc.topology
+from shardc.topology import Fabric
 from tests.releases import IS_OLDEST, OLDEST
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
@@ -72,6 +76,21 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
+MODULES = shardc.mesh, shardc.topology
+USERS = shardc.topology.TOPOLOGIES
+EAGER = replace(USERS["cpu"], launch=2e-6, fabrics=(Fabric("switch", 1e9, 2e-7),), combined=())
+"""Fake devices whose collectives start for next to nothing. Tests plan for them: they look at what is split and moved,
+and in small examples little would be, if a start cost what it does. `as_users_plan` is the machine that users have."""
+for module in MODULES:
+    module.TOPOLOGIES = {**USERS, "cpu": EAGER}
+
+
+@pytest.fixture
+def as_users_plan(monkeypatch):
+    for module in MODULES:
+        monkeypatch.setattr(module, "TOPOLOGIES", USERS)
 
 
 @functools.cache

@@ -126,11 +126,11 @@ class Domains:
     """
 
     def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
-        self.mesh, self.axes = mesh, tuple(axes)
+        self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
-        self._tables: dict[tuple[int, ReduceOp], tuple[BoxingTable, Any]] = {}  # by the identity of avals, and these
+        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by identity of avals, and these
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
         self._forms: dict[Hashable, tuple[_Form, Any]] = {}
         self._matrices: dict[Hashable, NDArray[np.float64]] = {}
@@ -138,10 +138,11 @@ class Domains:
         self.of = [self._domain(n) for n in problem.nodes]
 
     def table(self, value: Value) -> BoxingTable:
-        key = (id(value.aval), value.op)
+        key = (id(value.aval), value.op, value.late)
         found = self._tables.get(key)
         if found is None:
-            table = boxing_table(value.shape, itemsize_of(value.aval), self.view, value.op)
+            view = self.problem.view_for(value, self.view)
+            table = boxing_table(value.shape, itemsize_of(value.aval), view, value.op)
             found = self._tables[key] = table, value.aval
         return found[0]
 

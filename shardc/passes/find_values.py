@@ -24,11 +24,13 @@ from shardc.sbp.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A boxing on the way from a value to a reader, that runs `times` in one call."""
+    """A boxing on the way from a value to a reader, that runs `times` in one call, and `shared` of them count as
+    starting as one."""
 
     src: Placement
     dst: Placement
     times: int
+    shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class _Finder:
     def box(self, eqn: Eqn, times: int) -> None:
         atom = eqn.invars[0]
         origin = _Origin("a constant", "") if compat.is_literal(atom) else self._origin[atom]
-        step = Box(eqn.params["src"], eqn.params["dst"], times)
+        step = Box(eqn.params["src"], eqn.params["dst"], times, eqn.params["shared"])
         self._origin[eqn.outvars[0]] = replace(origin, way=(*origin.way, step))
 
     def walk(self, scope: Scope, jaxpr: Jaxpr, times: int, outer: tuple[str, ...], backward: bool) -> None:

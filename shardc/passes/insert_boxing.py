@@ -27,10 +27,18 @@ from shardc.sbp.placement import REPLICATED, Placement
 from shardc.sbp.signature import Rule
 
 box_p = Primitive("box")
-"""A second operand is what it waits for: what is boxed once more, later, is in memory for a shorter time."""
-box_p.def_impl(lambda x, *after, src, dst, source: x)
-box_p.def_abstract_eval(lambda x, *after, src, dst, source: x)
-mlir.register_lowering(box_p, lambda ctx, x, *after, src, dst, source: [x])
+"""A second operand is what it waits for: what is boxed once more, later, is in memory for a shorter time. `shared`:
+so many boxings count as starting as one (`MeshView.shared`)."""
+box_p.def_impl(lambda x, *after, src, dst, source, shared: x)
+box_p.def_abstract_eval(lambda x, *after, src, dst, source, shared: x)
+mlir.register_lowering(box_p, lambda ctx, x, *after, src, dst, source, shared: [x])
+
+
+def boxing_of(eqn: Eqn, mesh: MeshView) -> Boxing:
+    """The steps of a `box` equation."""
+    aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
+    view = mesh.where_start_is_shared(eqn.params["shared"])
+    return find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, view)
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,8 @@ class _Inserter:
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
     rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
     now: int = 0
-    _boxings: dict[tuple[Any, Placement, Placement], Boxing] = field(
-        default_factory=dict[tuple[Any, Placement, Placement], Boxing]
+    _boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = field(
+        default_factory=dict[tuple[Any, Placement, Placement, int], Boxing]
     )
 
     def scope(
@@ -151,7 +159,7 @@ class _Inserter:
             if want == src:
                 return start
             var = compat.fresh_var(atom.aval)
-            params = {"src": src, "dst": want, "source": held.source}
+            params = {"src": src, "dst": want, "source": held.source, "shared": self._view(atom).shared}
             after = latest(eqns) if want in held.again else []
             eqns.append(compat.new_eqn([start, *after], [var], box_p, params, held.made_by))
             held.at[want] = var
@@ -206,10 +214,14 @@ class _Inserter:
         return places if len(places) < 2 else min(itertools.permutations(places), key=cost)
 
     def _boxing(self, atom: Atom, src: Placement, dst: Placement) -> Boxing:
-        alike = aval, *_ = atom.aval, src, dst
+        view = self._view(atom)
+        alike = aval, *_ = atom.aval, src, dst, view.shared
         if alike not in self._boxings:
-            self._boxings[alike] = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, self.mesh)
+            self._boxings[alike] = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, view)
         return self._boxings[alike]
+
+    def _view(self, atom: Atom) -> MeshView:
+        return self.problem.view_for(None if compat.is_literal(atom) else self.problem.values[atom], self.mesh)
 
 
 def latest(eqns: Sequence[Eqn]) -> list[Var]:

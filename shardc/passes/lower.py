@@ -16,13 +16,12 @@ from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
-from shardc.passes.insert_boxing import Boxed, box_p
+from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
 from shardc.passes.lower_boxing import MeshWire, emit_step
-from shardc.passes.problem import itemsize_of, operation_of
+from shardc.passes.problem import operation_of
 from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
 from shardc.passes.unit import is_unit, run_unit
-from shardc.sbp.boxing import find_boxing
 from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
 from shardc.sbp.signature import Site, extent, find_rule
@@ -84,7 +83,7 @@ class Lowering:
         shape = tuple(aval.shape)
         if compat.is_literal(eqn.invars[0]):
             x = jax.numpy.asarray(x, aval.dtype)
-        steps = find_boxing(shape, itemsize_of(aval), eqn.params["src"], eqn.params["dst"], self.mesh).steps
+        steps = boxing_of(eqn, self.mesh).steps
         keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
         if keys is not None:  # their words move: one more dimension
             x = jax.random.key_data(keys)

@@ -10,6 +10,7 @@ A hold is what makes one boxing serve many readers: the value is boxed once, to 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
 from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.traffic import PARTLY_READ, UPDATES
@@ -56,6 +58,8 @@ class Value:
     """How often the scope runs in which it is seen: how often a boxing of it would."""
     stacked: bool = False
     """Results of a loop's steps: what can make them smaller belongs inside the loop."""
+    late: bool = False
+    """Made once in a call, and no heavy operation waits for it: its collectives can start with those of others."""
     readers: list[Reader] = field(default_factory=list["Reader"])
 
     @property
@@ -150,6 +154,7 @@ class Problem:
     Attributes:
       holds: by id of the value that is held.
       values: of every variable, those of nested bodies included.
+      late: of values that are late and made of none that is, as gradients are, how many there are and their bytes.
     """
 
     scope: Scope
@@ -158,6 +163,16 @@ class Problem:
     sinks: list[Node]
     holds: dict[int, Node]
     values: dict[Var, Value]
+    late: tuple[int, int] = (0, 0)
+
+    def view_for(self, value: Value | None, mesh: MeshView) -> MeshView:
+        """The mesh as the boxings of a value see it. Those of a late one count as combined with those of the others,
+        in as few collectives as hold them all: together these pay as many starts."""
+        if value is None or not value.late or not mesh.topology.combined:
+            return mesh
+        count, size = self.late
+        most = min(most for _, most in mesh.topology.combined)
+        return mesh.where_start_is_shared(max(1, count // max(1, math.ceil(size / most))))
 
 
 @lru_cache(maxsize=4096)
@@ -505,7 +520,31 @@ def build_problem(
     _keep_sums_apart(b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)
-    return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values)
+    late = _find_late(b)
+    return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values, late)
+
+
+def _find_late(b: Builder) -> tuple[int, int]:
+    """Says of each value whether it is late; what a step's result is to the next step does not count. Gives
+    `Problem.late`."""
+    waited = [n for n in b.nodes if n.kind == "operation" and not n.is_light]
+    busy = set(waited)
+    early: set[int] = set()
+    while waited:
+        node = waited.pop()
+        for v in () if node.kind == "source" else node.operands:
+            if v is not None:
+                early.add(id(v))
+                if v.maker not in busy:
+                    busy.add(v.maker)
+                    waited.append(v.maker)
+    first: list[Value] = []
+    for node in b.nodes:
+        for v in node.results:
+            v.late = v.weight == 1 and id(v) not in early
+            if v.late and node.kind != "source" and not any(o is not None and o.late for o in node.operands):
+                first.append(v)
+    return len(first), sum(math.prod(v.shape) * itemsize_of(v.aval) for v in first)
 
 
 def _keep_sums_apart(b: Builder) -> None:
@@ -568,7 +607,7 @@ def _add_holds(b: Builder) -> dict[int, Node]:
             continue
         hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)], op=value.op)
         held = hold.results[0]
-        held.stacked, held.readers = value.stacked, free
+        held.stacked, held.late, held.readers = value.stacked, value.late, free
         value.readers = [r for r in value.readers if r.small]
         value.readers.append(Reader(hold, 0, value.weight))
         holds[id(value)] = hold

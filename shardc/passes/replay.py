@@ -19,7 +19,7 @@ from shardc.passes.insert_boxing import Boxed, box_p, latest
 from shardc.passes.memory import all_eqns
 from shardc.passes.plan import Argument, Plan, match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.passes.plan_json import rows_of
-from shardc.passes.problem import Node, operation_of
+from shardc.passes.problem import Node, Problem, operation_of
 from shardc.passes.program import Program
 from shardc.passes.record import SavedLeaf, SavedPlan, digests, operation_text, placement_word
 from shardc.passes.why import ports_in
@@ -63,8 +63,9 @@ def replay(
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
     program = pin_entries(program, pinned)
     ties = match_donated(program, pinned)
-    boxed = _Replayer(saved).program(program, pinned)
-    wrong = _illegal(program, mesh, pinned, ends, ties, boxed)
+    problem = problem_of(program, mesh, pinned, ends, ties)
+    boxed = _Replayer(saved, problem, mesh).program(program, pinned)
+    wrong = _illegal(problem, mesh, boxed)
     if wrong:
         raise ArgumentError(all_offenders(f"{saved.name} was changed so that it is no plan:", wrong))
     habits = habits_of(mesh.topology.kind)
@@ -171,8 +172,8 @@ class _Held:
 
 
 class _Replayer:
-    def __init__(self, saved: SavedPlan) -> None:
-        self.saved = saved
+    def __init__(self, saved: SavedPlan, problem: Problem, mesh: MeshView) -> None:
+        self.saved, self.problem, self.mesh = saved, problem, mesh
         self._numbers = itertools.count()
         self.placements: dict[Var, Placement] = {}
 
@@ -202,7 +203,9 @@ class _Replayer:
 
     def _box(self, eqns: list[Eqn], held: _Held, src: Placement, dst: Placement, atom: Atom) -> None:
         var = compat.fresh_var(atom.aval)
-        params = {"src": src, "dst": dst, "source": held.source}
+        value = None if compat.is_literal(atom) else self.problem.values[atom]
+        shared = self.problem.view_for(value, self.mesh).shared
+        params = {"src": src, "dst": dst, "source": held.source, "shared": shared}
         after = latest(eqns) if dst in held.at else []  # boxed once more, not to be kept
         eqns.append(compat.new_eqn([held.at[src], *after], [var], box_p, params, held.made_by))
         held.at[dst] = var
@@ -258,12 +261,8 @@ class _Replayer:
         return compat.new_jaxpr(body.invars, outvars, eqns, body)
 
 
-def _illegal(
-    program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
-    ties: Sequence[int | None], boxed: Boxed,
-) -> list[str]:  # fmt: skip
+def _illegal(problem: Problem, mesh: MeshView, boxed: Boxed) -> list[str]:
     """A line for each operation that cannot be computed at its placements."""
-    problem = problem_of(program, mesh, arguments, results, ties)
     axes = [a for a, n in mesh.axes if n > 1]
     known: dict[Any, bool] = {}
     lines: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
@@ -17,16 +18,17 @@ from shardc import compat
 from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
+from shardc.passes.combine import Started, combined_starts
 from shardc.passes.constrain import pin_of
-from shardc.passes.insert_boxing import Boxed, box_p
+from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
-from shardc.passes.problem import itemsize_of, operation_of, setting_of, work_dtype
+from shardc.passes.problem import operation_of, setting_of, work_dtype
 from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_body, unit_moves
-from shardc.sbp.boxing import Boxing, find_boxing
-from shardc.sbp.cost import RingTime, heavy_seconds, light_seconds, memory_seconds
+from shardc.sbp.boxing import Boxing
+from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
@@ -106,6 +108,21 @@ def tally(boxed: Boxed, mesh: MeshView) -> Tally:
     return Tally(tuple(found.collectives), time, found.added)
 
 
+def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
+    """The number of instructions that the compiler makes of the boxings, of the kinds that it combines; those of
+    a loop's body count once."""
+    tallier, kinds = _Tallier(boxed, mesh), dict(mesh.topology.combined)
+    found: Counter[Kind] = Counter()
+    waiting = [boxed.jaxpr]
+    while waiting:
+        jaxpr = waiting.pop()
+        started = list(tallier.started(jaxpr.eqns))
+        found.update(s.kind for s in started)
+        found.subtract(kind for _, kind, _ in combined_starts(jaxpr, started, kinds))
+        waiting += [body for eqn in jaxpr.eqns for body in bodies_of(eqn)]
+    return found
+
+
 def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mesh: MeshView) -> float:
     """What some equations of a boxed program take by themselves.
 
@@ -163,7 +180,7 @@ class _Tallier:
       held: bytes that a device holds of a value.
       heavy: by id of an equation whether it is heavy.
       rules: of operations, by id of the equation.
-      boxings: by the value's aval and both placements.
+      boxings: by the value's aval, both placements, and how many share a start.
       prices: of operations and of boxings, by what they follow from.
     """
 
@@ -174,7 +191,7 @@ class _Tallier:
         self.held = _Held(boxed.placements, mesh.sizes)
         self.heavy: dict[int, bool] = {}
         self.rules: dict[int, Rule] = {}
-        self.boxings: dict[tuple[Any, Placement, Placement], Boxing] = {}
+        self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
 
     def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
@@ -188,11 +205,16 @@ class _Tallier:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
                 times[id(eqn)] = self.equation(eqn, trips, late)
-        hidden = hidden_seconds(
-            jaxpr, late,
-            {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)},
-            {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others},
-        )  # fmt: skip
+        for eqn, kind, seconds in combined_starts(jaxpr, self.started(others), dict(self.mesh.topology.combined)):
+            time = times[id(eqn)]
+            times[id(eqn)] = replace(time, **{kind: getattr(time, kind) - seconds})
+        hidden = 0.0
+        if self.mesh.topology.overlaps:
+            hidden = hidden_seconds(
+                jaxpr, late,
+                {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)},
+                {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others},
+            )  # fmt: skip
         light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
         return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), hidden=hidden))
@@ -208,10 +230,24 @@ class _Tallier:
         return self.rules[id(eqn)]
 
     def boxing(self, eqn: Eqn) -> Boxing:
-        alike = aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
+        params = eqn.params
+        alike = eqn.invars[0].aval, params["src"], params["dst"], params["shared"]
         if alike not in self.boxings:
-            self.boxings[alike] = find_boxing(tuple(aval.shape), itemsize_of(aval), src, dst, self.mesh)
+            self.boxings[alike] = boxing_of(eqn, self.mesh)
         return self.boxings[alike]
+
+    def started(self, eqns: Sequence[Eqn]) -> Iterator[Started]:
+        """The collectives of boxings that the compiler may combine with others."""
+        kinds = dict(self.mesh.topology.combined)
+        for eqn in eqns if kinds else ():
+            if eqn.primitive is not box_p:
+                continue
+            boxing, size = self.boxing(eqn), self.touched(eqn)
+            for step, price in zip(boxing.steps, boxing.prices, strict=True):
+                if step.kind in kinds and price.bytes:
+                    alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op
+                    seconds = group_of(self.mesh, step.axes).latency[step.kind] / FEMTO
+                    yield Started(eqn, cast(Kind, step.kind), alike, size, seconds)
 
     def is_reducing(self, eqn: Eqn) -> bool:
         return eqn.primitive is box_p and any(
@@ -266,11 +302,14 @@ class _Tallier:
         rule = None if eqn.primitive is box_p else id(self.rule(eqn))
         atoms = (*eqn.invars, *eqn.outvars)
         lie = tuple(None if compat.is_literal(a) else self.placements[a] for a in atoms)
-        alike = rule, eqn.primitive, tuple(a.aval for a in atoms), lie
+        alike = rule, eqn.primitive, tuple(a.aval for a in atoms), lie, eqn.params["shared"] if rule is None else 1
         if alike not in self.prices:
-            boxes = rule is None
-            self.prices[alike] = _Price.of(_moves(eqn, self.boxing(eqn))) if boxes else self.operation(eqn)
+            self.prices[alike] = self.box(eqn) if rule is None else self.operation(eqn)
         return self.prices[alike]
+
+    def box(self, eqn: Eqn) -> _Price:
+        boxing = self.boxing(eqn)
+        return replace(_Price.of(_moves(eqn, boxing, self.mesh)), added=(boxing.seconds,))
 
     def operation(self, eqn: Eqn) -> _Price:
         rule, inside = self.rule(eqn), _Price((), Time(), ())
@@ -377,15 +416,16 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
             yield eqn, trips
 
 
-def _moves(eqn: Eqn, boxing: Boxing) -> Moves:
-    """The collectives of one boxing, and the seconds of one execution."""
+def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
+    """The collectives of one boxing, and the seconds of one execution, each with a start of its own."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
     seconds: dict[Kind, float] = {}
     found: list[Collective] = []
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
             kind = cast(Kind, step.kind)
-            seconds[kind] = seconds.get(kind, 0.0) + price.seconds
+            alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
+            seconds[kind] = seconds.get(kind, 0.0) + alone
             found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
     return Moves(found, seconds)
 

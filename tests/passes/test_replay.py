@@ -125,6 +125,7 @@ for n, (fn, keywords, args) in enumerate(CASES.values()):
 """
 
 
+@pytest.mark.usefixtures("as_users_plan")
 def test_another_process_writes_the_same_files_and_reads_them(mesh, tmp_path):
     for seed in ("1", "2"):
         (tmp_path / seed).mkdir()
