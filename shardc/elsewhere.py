@@ -44,9 +44,9 @@ def _is_key(x: Any) -> bool:
 
 
 def _value(x: Any) -> Any:
-    if not isinstance(x, jax.Array | PlacedArray):
+    if not isinstance(x, jax.Array):
         return x
-    if isinstance(x, jax.Array) and _is_key(x):
+    if _is_key(x):
         data = np.asarray(jax.random.key_data(x))
         return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=jax.random.key_impl(x))
     return np.asarray(x)

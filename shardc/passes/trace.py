@@ -29,14 +29,15 @@ def path_text(path: Iterable[Any]) -> str:
     return "/".join(_entry(k) for k in path)
 
 
-def leaves_by_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
     """The leaves of a pytree with their paths. What a box of flax's holds goes by the box's: `kernel`, no `value`."""
     pairs: list[tuple[tuple[Any, ...], Any]] = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: _is_box(type(x)))[0]:
+    stop = lambda x: _is_box(type(x)) or (is_leaf is not None and is_leaf(x))  # noqa: E731
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
         if not _is_box(type(x)):
             pairs.append((path, x))
             continue
-        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x)[0]]
+        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x, is_leaf)[0]]
     return pairs
 
 
