@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardc import collector, compat
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
 from shardc.executable import Executable
-from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
+from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
 from shardc.passes.canonicalize import EVERY
 from shardc.passes.check_found import check_found
 from shardc.passes.constrain import constrain_p, pin_of
@@ -34,6 +34,7 @@ from shardc.placed import PlacedArray, StackedArray, is_placed
 from shardc.placed import put as put_tree
 from shardc.route import Routes, has_tracers
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
+from shardc.sbp.signature import is_extended
 
 T = TypeVar("T")
 AnyPlan: TypeAlias = Plan | PipelinePlan
@@ -113,8 +114,9 @@ class Compiled:
         call = self._taken_apart(args, kwargs)
         if isinstance(self.plan, PipelinePlan):
             raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
-        leaves = [x.to_jax() if is_placed(x) else x for x in call.leaves if is_array(x)]
-        return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
+        leaves = [x if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in call.leaves if is_array(x)]
+        with without_mesh():
+            return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
@@ -231,7 +233,7 @@ class Function:
             raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
-        self._executables: dict[int, AnyExecutable] = {}
+        self._executables: dict[Any, AnyExecutable] = {}
         self._routes = Routes(self._arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,19 +261,20 @@ class Function:
         return Compiled(self._arguments, executable)
 
     def _executable(self, plan: AnyPlan) -> AnyExecutable:
-        if id(plan) not in self._executables:
+        mesh = as_it_is_set(self.mesh)
+        if (id(plan), mesh) not in self._executables:
             pipelined = isinstance(plan, PipelinePlan)
-            self._executables[id(plan)] = (
-                PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, self.mesh)
-            )
-        return self._executables[id(plan)]
+            with without_mesh():
+                made = PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, mesh)
+            self._executables[id(plan), mesh] = made
+        return self._executables[id(plan), mesh]
 
     def _key(self, call: Call) -> Any:
         leaves = tuple(
             (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else (x,)
             for x in call.leaves
         )
-        return (call.tree, leaves, call.static, settings())
+        return (call.tree, leaves, call.static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
         key = self._key(call)
@@ -280,13 +283,15 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        with collector.paused():
-            arguments, plan = self._plan_anew(call, arrivals)
+        program = self._program(call)
+        with collector.paused(), without_mesh():
+            arguments, plan = self._plan_anew(call, program, arrivals)
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
-    def _plan_anew(self, call: Call, arrivals: Sequence[Placement | None]) -> tuple[tuple[Argument, ...], AnyPlan]:
-        program = self._program(call)
+    def _plan_anew(
+        self, call: Call, program: Program, arrivals: Sequence[Placement | None]
+    ) -> tuple[tuple[Argument, ...], AnyPlan]:
         into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
@@ -410,23 +415,37 @@ class Function:
         into = self._in_pins(call)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
-        leaves = [
-            _as_constraint(x, pin, self.mesh, path) if pin is not None and is_array(x) else x
-            for x, pin, path in zip(call.leaves, into.pins, call.paths, strict=True)
-        ]
-        abstracted = replace(call, leaves=tuple(map(abstract, leaves)))
+        abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
         program = trace(self._arguments, abstracted, replicate=(EVERY,))
         results = self._out_pins(program)
         offenders = [*results.offenders, *wrong_constraints(program, self._view)]
         if offenders:
             raise PlacementError(self._says(offenders))
-        dynamic = [x for x in leaves if is_array(x)]
-        out = _replay(program, dynamic, self.mesh)
-        pinned = [
-            x if pin is None else _as_constraint(x, pin, self.mesh, f"result {path}")
-            for x, pin, path in zip(out, results.pins, program.out_paths, strict=True)
+        at = [(pin, p) for x, pin, p in zip(call.leaves, into.pins, call.paths, strict=True) if is_array(x)]
+        at_out = [(pin, f"result {path}") for pin, path in zip(results.pins, program.out_paths, strict=True)]
+
+        def run(*arrays: Any) -> list[Any]:
+            return self._constrained(_replay(program, self._constrained(arrays, at), self.mesh), at_out)
+
+        if explicit_axes():
+            there = jax.sharding.get_abstract_mesh()
+            if dict(there.shape) != dict(self.mesh.shape):
+                raise MeshError(
+                    f"{self._arguments.where} is called in an outer jit, grad or vmap, whose mesh in context "
+                    f"({_mesh_text(there)}) is another than its own ({_mesh_text(self.mesh)}); set that one, with "
+                    "jax.set_mesh, or call it outside."
+                )
+            specs = [jax.sharding.PartitionSpec() if pin is None else pin.placement.to_spec() for pin, _ in at_out]
+            run = jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))
+        dynamic = [x.to_jax() if is_placed(x) else x for x in call.leaves if is_array(x)]
+        return jax.tree.unflatten(program.out_tree, run(*dynamic))
+
+    def _constrained(self, xs: Sequence[Any], at: Sequence[tuple[Pin | None, str]]) -> list[Any]:
+        """Arrays with their pins, if they have any, as sharding constraints."""
+        return [
+            x if pin is None else _as_constraint(x, pin, self.mesh, path)
+            for x, (pin, path) in zip(xs, at, strict=True)
         ]
-        return jax.tree.unflatten(program.out_tree, pinned)
 
 
 def abstract(x: Any) -> Any:
@@ -457,8 +476,6 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
             f"{path} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where JAX "
             "cannot say a partial sum; call it outside, or pin it at B or S."
         )
-    if is_placed(x):
-        x = x.to_jax()
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, pin.placement.to_spec()))
 
 

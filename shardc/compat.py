@@ -199,6 +199,12 @@ def without_sharding(aval: Any) -> Any:
     return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
 
 
+def has_sharding(aval: Any) -> bool:
+    """Whether the type of a value names a mesh: it was traced with explicit axes."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 # Why: a reduction that is bound without its `out_sharding` runs on one device, and not inside shard_map (JAX 0.12).
 def params_of(eqn: Eqn) -> dict[str, Any]:
     """The parameters of an equation, with those that JAX's own functions always give."""

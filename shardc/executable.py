@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
-from shardc.mesh import AnyMesh
+from shardc.mesh import AnyMesh, without_mesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.memory import all_eqns
@@ -132,6 +133,8 @@ class Executable:
             return x.physical
         if self._plain_in[i]:
             return x
+        if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
+            raise TypeError("not the call that was compiled")  # the caller takes the long way
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
         assert isinstance(placed, PlacedArray)
         return placed.physical
@@ -189,13 +192,14 @@ class Executable:
         for i in given:
             if isinstance(own[i], jax.Array) and left[id(args[i])] > 1:
                 left[id(args[i])] -= 1
-                own[i] = args[i].copy()
+                with without_mesh():
+                    own[i] = args[i].copy()
         return own
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
-        run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
-        out = run(*([args[i] for i in self._in_order] if self._reordered else args))
+        ordered = [args[i] for i in self._in_order] if self._reordered else args
+        out = self._looking_for_nans(ordered) if looks_for_nans() else self.compiled(*ordered)
         if self._calls_back:
             jax.block_until_ready(out)
             raise_kept(self._low.raised)
@@ -203,12 +207,19 @@ class Executable:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
+    def _looking_for_nans(self, args: Sequence[Any]) -> list[Any]:
+        """The results of physical arguments. Jitted, JAX says where a NaN comes from."""
+        at = [self.in_shardings[i] for i in self._in_order]
+        with without_mesh():
+            return self._jitted(*jax.device_put(list(args), at))
+
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
-        return jax.device_put(zeros, self._out_shardings[i])
+        with without_mesh():
+            zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
+            return jax.device_put(zeros, self._out_shardings[i])
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [
@@ -236,12 +247,14 @@ class Executable:
     def lowered(self) -> Any:
         """JAX's lowered object. JAX's settings are those of the thread that asks for it first."""
         avals = self._physical_avals()
-        return self._jitted.lower(*[avals[i] for i in self._in_order])
+        with without_mesh():
+            return self._jitted.lower(*[avals[i] for i in self._in_order])
 
     @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        return self.lowered.compile()
+        with without_mesh():
+            return self.lowered.compile()
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""

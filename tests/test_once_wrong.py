@@ -155,3 +155,11 @@ def test_a_placement_for_each_of_many_positional_arguments():
     assert [str(p) for p in every.plan(x, x, x, x).inputs] == ["{}", *["{a: S(0)}"] * 3]
     with pytest.raises(shardc.PlacementError, match=r"2 for the 3 arguments of \*xs; write one for each"):
         f(x, x, x, x)
+
+
+def test_an_uneven_call_and_then_an_even_one():
+    """The second was taken for the first until its pieces were made: AssertionError."""
+    f = shardc.function(lambda x: 2 * x, mesh=MESH, in_placements=({"a": S(0)},))
+    for rows in (5, 4, 0, 5):
+        x = np.arange(rows, dtype=np.float32)
+        np.testing.assert_array_equal(f(x), 2 * x)
