@@ -27,6 +27,8 @@ from shardc.errors import (
 from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.boundary import stage_boundary
+from shardc.passes.data_parallel import data_parallel
+from shardc.passes.fully_sharded import fsdp
 from shardc.passes.pins import rules
 from shardc.passes.plan_json import load_plan
 from shardc.passes.record import SavedPlan
@@ -59,7 +61,9 @@ __all__ = [
     "TracingError",
     "accumulate",
     "constrain",
+    "data_parallel",
     "discover",
+    "fsdp",
     "function",
     "load_plan",
     "make_mesh",

@@ -21,6 +21,7 @@ from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_
 from shardc.passes.canonicalize import EVERY
 from shardc.passes.check_found import check_found
 from shardc.passes.constrain import constrain_p, pin_of
+from shardc.passes.data_parallel import AVOIDS, DataParallel, sent_besides
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.plan_json import load_plan
@@ -217,6 +218,15 @@ class Function:
         self._view = view(mesh)
         if pipeline is not None:
             self._view = replace(view(self._meshes[0]), taken="" if pipeline.meshes else pipeline.axis)
+        self._strict = in_placements if isinstance(in_placements, DataParallel) else None
+        if self._strict is not None:
+            if pipeline is not None:
+                raise PipelineError(
+                    f"{arguments.where}: {in_placements} is for one mesh, and a pipeline has several; pin the batch, "
+                    "with in_placements={...: {\"data\": S(0)}}."
+                )
+            in_placements = self._strict.placements(arguments.names, static, arguments.where)
+            self._view = replace(self._view, avoids=AVOIDS)
         self._in_placements, self._out_placements = in_placements, out_placements
         self._donate = frozenset(donate)
         wrong = arguments.check(donate, "donate_argnames")
@@ -303,6 +313,10 @@ class Function:
             plan = replay(self._saved, program, self._view, arguments, out.pins, notes)
         elif self._pipeline is None:
             plan = make_plan(program, self._view, arguments, out.pins, notes, self._view.limit, self._arguments.where)
+            if self._strict is not None and (lines := sent_besides(plan)):
+                what = f"{self._strict} sums each gradient once, after the backward pass; this step sends besides"
+                mend = f"in_placements={code_text(self._in_placements)} says where arguments live, and nothing of what"
+                raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         else:
             plan = make_pipeline_plan(
                 program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
@@ -330,7 +344,7 @@ class Function:
         """The same function on another mesh, or as a pipeline; what was traced is not traced again."""
         arguments = self._arguments
         made = Function(
-            arguments.fn, mesh, self._in_placements, self._out_placements, sorted(self._donate),
+            arguments.fn, mesh, self._strict or self._in_placements, self._out_placements, sorted(self._donate),
             sorted(arguments.static), pipeline, replicate=self._replicate,
         )  # fmt: skip
         made._programs = self._programs

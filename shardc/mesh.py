@@ -44,6 +44,8 @@ class MeshView:
     """Bytes that a plan may take of each device; None: not known, as with fake devices, which share a host's memory."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
+    avoids: frozenset[str] = frozenset()
+    """Kinds of steps of a boxing that a plan is not to take where it can do without: they cost `AVOIDED` more."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """What each axis lies along."""
