@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import collector, compat
-from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
+from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders, did_you_mean
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
 from shardc.passes.canonicalize import EVERY
@@ -589,6 +590,7 @@ def function(
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
@@ -615,7 +617,8 @@ def function(
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
 
     Raises:
-      ArgumentError: a name that is no argument of `fn`; a file that is no plan. When it is called: a plan of another
+      ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
+        argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs.
 
     Example:
@@ -627,6 +630,7 @@ def function(
       [0.0, 2.0, 4.0]
     """
 
+    refuse_unknown("shardc.function", fn, unknown, function)
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule=\"1f1b\").")
 
@@ -647,6 +651,27 @@ def function(
         return Function(fn, over, in_placements, out_placements, donate, static, pipeline, saved, whole)
 
     return decorate if fn is None else decorate(fn)
+
+
+_OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placements"}
+"""Keywords of jax.jit, and those that say the same here."""
+
+
+def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
+    """Raises ArgumentError if `fn` is given and no function, or keywords are that `taker` does not take."""
+    if fn is not None and (not callable(fn) or isinstance(fn, Mesh | AbstractMesh)):  # meshes can be called
+        said = fn if isinstance(fn, str) and fn.isidentifier() else "step"
+        raise ArgumentError(
+            f"{what} wants a function, got {fn!r}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+        )
+    known = [n for n, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    lines = [
+        f"{n}: write {_OF_JIT[n]}=, which takes PartitionSpecs and NamedShardings too." if n in _OF_JIT
+        else f"{n}: it takes {', '.join(known)}.{did_you_mean(n, known)}"
+        for n in unknown
+    ]  # fmt: skip
+    if lines:
+        raise ArgumentError(all_offenders(f"{what}: keywords that it does not take", lines))
 
 
 def _words(x: Any) -> Sequence[Any]:

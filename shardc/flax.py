@@ -225,6 +225,7 @@ def function(
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
 
@@ -247,6 +248,8 @@ def function(
     Raises:
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is no argument of it.
     """
+
+    api.refuse_unknown("shardc.flax.function", fn, unknown, function)
 
     def decorate(fn: Callable[..., Any]) -> Any:
         if mesh is None and not (pipeline and pipeline.meshes):

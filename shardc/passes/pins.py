@@ -84,6 +84,14 @@ def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[d
     return not is_leaf_spec(spec) or (not of_axes and any(str(k) in names for k in keys))
 
 
+def _has_two_meanings(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
+    """Whether a dict may as well be of axes as of names: each of its keys is both."""
+    if not isinstance(spec, dict) or not spec or not is_leaf_spec(spec):
+        return False
+    keys: list[Any] = list(spec)
+    return all(k in mesh.sizes and k in names for k in keys)
+
+
 def _is_sbp(x: Any) -> bool:
     return isinstance(x, S | Broadcast | P) or x is P
 
@@ -126,6 +134,14 @@ class Pins:
     def spread(self, spec: Any, numbers: Any, at: str = "") -> None:
         """Pins the leaves whose numbers the tree `numbers` holds, by a leaf spec or a pytree prefix of leaf specs."""
         children = _children(numbers)
+        if _has_two_meanings(spec, children, self.mesh):
+            names = {k: {k: s} for k, s in spec.items()}
+            of = "arguments" if self.what == "in_placements" and not at else "items"
+            self._wrong(
+                at, f"{code_text(spec)} may be of axes of the mesh, or of {of} that are called so; write "
+                f"shardc.Placement({code_text(spec)}) for the axes, {code_text(names)} for the {of}.",
+            )  # fmt: skip
+            return
         if isinstance(numbers, int) or (is_leaf_spec(spec) and not says_names(spec, children, self.mesh)):
             self._pin(spec, numbers, at)
             return
@@ -134,6 +150,10 @@ class Pins:
             return  # a node without leaves, on both sides
         if not parts:
             self._wrong(at, f"{code_text(spec)} is no placement; {_as_dict(self.mesh)}.")
+        if isinstance(spec, list | tuple) and type(numbers) in (list, tuple) and len(parts) != len(children):
+            many = f"{_number(len(parts), 'placement')} for {_number(len(children), 'item')}"
+            self._wrong(at, f"{many}; write one for each, with AUTO for what is to be chosen, or one for all of them.")
+            return
         for key, part in parts.items():
             if key in children:
                 self.spread(part, children[key], f"{at}/{key}" if at else key)
