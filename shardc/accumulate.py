@@ -6,6 +6,7 @@ strided ones lie where the batch lies.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.passes.boundary import END, mark_cut, microbatches_p
 from shardc.passes.trace import leaves_by_path, path_text
@@ -168,6 +170,7 @@ def _with_gradient(
     def once(xs: Any, rest: Any) -> Any:
         return fn(*_rebuild(*batched_tree, xs, rest))
 
+    compat.traced_as(once, fn, _names(fn, args, batched_tree[1]))
     first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
     out = jax.eval_shape(once, first, whole)
     scalar = isinstance(out, jax.ShapeDtypeStruct) and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)
@@ -200,6 +203,18 @@ def _with_gradient(
 
     loss.defvjp(forward, backward)
     return loss(slices, whole)
+
+
+def _names(fn: Callable[..., Any], args: Any, batched: Sequence[bool]) -> list[str]:
+    """What JAX calls the leaves of the arguments, those with a batch first."""
+    try:
+        bound = inspect.signature(fn).bind(*args).arguments
+    except (TypeError, ValueError):
+        bound = {"args": args}
+    named = [(name, path, x) for name, value in bound.items() for path, x in leaves_by_path(value)]
+    names = [name + jax.tree_util.keystr(path) for name, path, _ in named]
+    pairs = list(zip(names, batched, strict=False))
+    return [n for n, b in pairs if b] + [n for n, b in pairs if not b]
 
 
 def _is_float(x: Any) -> bool:

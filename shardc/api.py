@@ -85,6 +85,7 @@ class Compiled:
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
@@ -100,6 +101,7 @@ class Compiled:
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         return call
 
+    @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:
         """Holds the signatures that were found for operations without a rule against the values of a call.
 
@@ -120,6 +122,7 @@ class Compiled:
         with without_mesh():
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
+    @compat.face
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
 
@@ -188,12 +191,15 @@ class Method:
     def __init__(self, function: Function, instance: Any) -> None:
         self.__self__, self.__func__ = instance, function
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call; what comes back takes the object as its first argument."""
         return self.__func__.compile(self.__self__, *args, **kwargs)
@@ -247,7 +253,10 @@ class Function:
         self._executables: dict[Any, AnyExecutable] = {}
         self._routes = Routes(self._arguments)
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
             return again[0]
@@ -261,15 +270,23 @@ class Function:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
         return self._plan(self._arguments.take_apart(args, kwargs))
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
         executable = self._executable(self._plan(self._arguments.take_apart(args, kwargs)))
         _ = executable.compiled
         return Compiled(self._arguments, executable)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
+        self._arguments.take_apart(args, kwargs)  # names that do not fit
+        args, kwargs = jax.tree.map(_on_one_device, (args, kwargs), is_leaf=is_placed)
+        return self._arguments.fn(*args, **kwargs)
 
     def _executable(self, plan: AnyPlan) -> AnyExecutable:
         mesh = as_it_is_set(self.mesh)
@@ -471,6 +488,18 @@ def abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
+def _on_one_device(x: Any) -> Any:
+    """What lives on several devices, as JAX puts it on one."""
+    if is_placed(x):
+        return jax.numpy.asarray(np.asarray(x))
+    if not isinstance(x, jax.Array) or compat.is_tracer(x) or len(x.sharding.device_set) == 1:
+        return x
+    if is_extended(x.dtype):
+        words = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return jax.numpy.asarray(np.asarray(x))
+
+
 def _replay(program: Program, leaves: Sequence[Any], mesh: AnyMesh) -> list[Any]:
     """Runs a program under an outer trace, its pins as JAX's sharding constraints."""
     env: dict[Any, Any] = dict(zip(program.jaxpr.invars, [*leaves, *program.captured], strict=True))
@@ -577,6 +606,7 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
 
 
+@compat.face
 def function(
     fn: Callable[..., Any] | None = None,
     *,
@@ -678,6 +708,7 @@ def _words(x: Any) -> Sequence[Any]:
     return (x,) if isinstance(x, str | int) else x
 
 
+@compat.face
 def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
     """Puts the arrays of a pytree on a mesh.
 

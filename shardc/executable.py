@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -18,16 +19,22 @@ from shardc.mesh import AnyMesh, without_mesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.memory import all_eqns
+from shardc.passes.name_nan import name_first
 from shardc.passes.plan import Plan, donations
 from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
-from shardc.sbp.layout import is_plain, physical_shape, physical_spec
+from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 
 
 def looks_for_nans() -> bool:
     """Whether JAX is set to look for NaN and infinity in what comes out of a program."""
-    return bool(getattr(jax.config, "jax_debug_nans", False) or getattr(jax.config, "jax_debug_infs", False))
+    return any(_looked_for())
+
+
+def _looked_for() -> tuple[bool, bool]:
+    """Whether JAX looks for NaN, and for infinity."""
+    return bool(getattr(jax.config, "jax_debug_nans", False)), bool(getattr(jax.config, "jax_debug_infs", False))
 
 
 class OtherCallError(ArgumentError):
@@ -67,12 +74,13 @@ class Executable:
         self._low = Lowering(plan.boxed, plan.mesh)
         self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
         whole = NamedSharding(mesh, PartitionSpec())
-        self._jitted = jax.jit(
+        jit = functools.partial(
+            jax.jit,
             self._sharded(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
             out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
-            donate_argnums=tuple(range(len(taken))),
         )
+        self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
@@ -208,10 +216,29 @@ class Executable:
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def _looking_for_nans(self, args: Sequence[Any]) -> list[Any]:
-        """The results of physical arguments. Jitted, JAX says where a NaN comes from."""
+        """The results of physical arguments, none of which is taken.
+
+        Raises:
+          FloatingPointError: there is a NaN, or an infinity, in them; it names the operation that makes the first.
+        """
         at = [self.in_shardings[i] for i in self._in_order]
         with without_mesh():
-            return self._jitted(*jax.device_put(list(args), at))
+            args = jax.device_put(list(args), at)
+            try:
+                return self._keeping(*args)
+            except FloatingPointError as error:
+                text = str(error)
+            given = sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])
+            named = name_first(self.plan, [self._logical(i, x) for i, x in given], *_looked_for())
+        raise FloatingPointError(named or text)
+
+    def _logical(self, i: int, x: jax.Array) -> Any:
+        """The value of physical argument `i`, on one device."""
+        shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return to_logical(np.asarray(x), shape, placement, self._sizes)
+        words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
+        return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""

@@ -17,7 +17,7 @@ from flax import linen, nnx
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
-from shardc import api
+from shardc import api, compat
 from shardc.errors import ArgumentError
 from shardc.mesh import AnyMesh
 from shardc.passes.pins import is_leaf_spec
@@ -108,17 +108,20 @@ class Function:
         self._made: dict[Any, api.Function] = {}
         api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # names that do not fit
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call; nothing runs and nothing is written."""
         with nnx.update_context(_TAG):
             return self._open(lambda function, values: function.plan(**values), args, kwargs)
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
         with nnx.update_context(_TAG):
@@ -207,6 +210,7 @@ class Compiled:
     def __init__(self, function: Function, compiled: api.Compiled) -> None:
         self._function, self._compiled = function, compiled
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._run(lambda _, values: self._compiled(**values), args, kwargs)  # pyright: ignore[reportPrivateUsage]
 
@@ -214,6 +218,7 @@ class Compiled:
         return getattr(self._compiled, name)
 
 
+@compat.face
 def function(
     fn: Callable[..., Any] | None = None,
     *,

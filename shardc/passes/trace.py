@@ -245,6 +245,13 @@ _SETTINGS: Final = (
 )
 
 
+def _names_for_jax(call: Call) -> list[str]:
+    """Of each leaf what JAX calls it: `model['off']`."""
+    numbered = jax.tree.unflatten(call.tree, range(len(call.leaves)))
+    pairs = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    return [_entry(path[0]) + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+
+
 def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """Traces with the mesh that the user has set, its axes automatic; as they are, if the function wants them so: it
     names shardings of results, or closes over arrays whose types have shardings."""
@@ -284,6 +291,8 @@ def trace(
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
+    names = _names_for_jax(call)
+    compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
     closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
     with without_mesh():
         jaxpr, captured = canonicalize(closed, marks, replicate)
