@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -16,7 +17,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import collector, compat
-from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders, did_you_mean
+from shardc.errors import (
+    ArgumentError,
+    MeshError,
+    PipelineError,
+    PlacementError,
+    ShardcWarning,
+    all_offenders,
+    did_you_mean,
+)
 from shardc.executable import Executable
 from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
 from shardc.passes.canonicalize import EVERY
@@ -34,6 +43,7 @@ from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
 from shardc.placed import PlacedArray, StackedArray, is_placed
 from shardc.placed import put as put_tree
+from shardc.report.heed import warnings_of
 from shardc.route import Routes, has_tracers
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 from shardc.sbp.signature import is_extended
@@ -252,6 +262,7 @@ class Function:
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
         self._routes = Routes(self._arguments)
+        self._warned: set[str] = set()
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +306,10 @@ class Function:
             with without_mesh():
                 made = PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, mesh)
             self._executables[id(plan), mesh] = made
+            for text in warnings_of(plan, self._arguments.where, self._replicate):
+                if text not in self._warned:
+                    self._warned.add(text)
+                    warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
         return self._executables[id(plan), mesh]
 
     def _key(self, call: Call) -> Any:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -139,6 +140,14 @@ def face(fn: F) -> F:
     """Marks a function that users call: what is raised below it has no frames of JAX and shardc in its traceback, as
     JAX's option `jax_traceback_filtering` says."""
     return _traceback_util.api_boundary(fn)
+
+
+def users_level() -> int:
+    """The `stacklevel` with which who calls this warns at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _whose(frame.f_code.co_filename) not in ("user", "library"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
