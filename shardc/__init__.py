@@ -21,6 +21,7 @@ from shardc.errors import (
     PipelineError,
     PlacementError,
     ShardcError,
+    ShardcWarning,
     SignatureError,
     StepFailedError,
     TracingError,
@@ -28,6 +29,8 @@ from shardc.errors import (
 from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.boundary import stage_boundary
+from shardc.passes.data_parallel import data_parallel
+from shardc.passes.fully_sharded import fsdp
 from shardc.passes.pins import rules
 from shardc.passes.plan_json import load_plan
 from shardc.passes.record import SavedPlan
@@ -55,14 +58,17 @@ __all__ = [
     "SavedPlan",
     "Schedule",
     "ShardcError",
+    "ShardcWarning",
     "SignatureError",
     "StackedArray",
     "StepFailedError",
     "TracingError",
     "accumulate",
     "constrain",
+    "data_parallel",
     "discover",
     "fetch",
+    "fsdp",
     "function",
     "load_plan",
     "make_mesh",

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardc import compat
 from shardc.compat import short_text
 from shardc.errors import ArgumentError, all_offenders
 from shardc.microbatches import CARRY, Call, take_apart
@@ -138,6 +139,8 @@ class _Loop:
             found[:] = [out, leaves, len(arrays)]
             return [*arrays, *after]
 
+        call, held = self.call, self.call.opened.paths if self.call.opened is not None else ()
+        compat.traced_as(once, call.fn, [*call.leaf_names, *held])
         first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.rows]
         closed = jax.make_jaxpr(once)(first, self.whole, self.given, self.held)
         out, leaves, count = found

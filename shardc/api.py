@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -15,13 +17,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import collector, compat
-from shardc.elsewhere import elsewhere_text
-from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, all_offenders
+from shardc.elsewhere import elsewhere_text, mesh_text
+from shardc.errors import (
+    ArgumentError,
+    MeshError,
+    PipelineError,
+    PlacementError,
+    ShardcWarning,
+    all_offenders,
+    did_you_mean,
+)
 from shardc.executable import Executable
-from shardc.mesh import AnyMesh, auto_mesh, meshes_along, view
+from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
 from shardc.passes.canonicalize import EVERY
 from shardc.passes.check_found import check_found
 from shardc.passes.constrain import constrain_p, pin_of
+from shardc.passes.data_parallel import AVOIDS, DataParallel, sent_besides
 from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.plan import Argument, Plan, make_plan
 from shardc.passes.plan_json import load_plan
@@ -32,11 +43,13 @@ from shardc.passes.share_loops import share_loops
 from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, leaves_by_path, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
-from shardc.placed import PlacedArray, StackedArray, as_jax
+from shardc.placed import PlacedArray, StackedArray, as_jax, is_placed
 from shardc.placed import put as put_tree
+from shardc.report.heed import warnings_of
 from shardc.route import Routes, has_tracers
 from shardc.sbp.layout import plain_placement
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
+from shardc.sbp.signature import is_extended
 
 T = TypeVar("T")
 AnyPlan: TypeAlias = Plan | PipelinePlan
@@ -85,6 +98,7 @@ class Compiled:
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
@@ -100,6 +114,7 @@ class Compiled:
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         return call
 
+    @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:
         """Holds the signatures that were found for operations without a rule against the values of a call.
 
@@ -116,9 +131,11 @@ class Compiled:
         call = self._taken_apart(args, kwargs)
         if isinstance(self.plan, PipelinePlan):
             raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
-        leaves = [as_jax(x) for x in call.leaves if is_array(x)]
-        return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
+        leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in call.leaves if is_array(x)]
+        with without_mesh():
+            return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
+    @compat.face
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
 
@@ -187,12 +204,15 @@ class Method:
     def __init__(self, function: Function, instance: Any) -> None:
         self.__self__, self.__func__ = instance, function
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call; what comes back takes the object as its first argument."""
         return self.__func__.compile(self.__self__, *args, **kwargs)
@@ -218,6 +238,15 @@ class Function:
         self._view = view(mesh)
         if pipeline is not None:
             self._view = replace(view(self._meshes[0]), taken="" if pipeline.meshes else pipeline.axis)
+        self._strict = in_placements if isinstance(in_placements, DataParallel) else None
+        if self._strict is not None:
+            if pipeline is not None:
+                raise PipelineError(
+                    f"{arguments.where}: {in_placements} is for one mesh, and a pipeline has several; pin the batch, "
+                    "with in_placements={...: {\"data\": S(0)}}."
+                )
+            in_placements = self._strict.placements(arguments.names, static, arguments.where)
+            self._view = replace(self._view, avoids=AVOIDS)
         self._in_placements, self._out_placements = in_placements, out_placements
         self._donate = frozenset(donate)
         wrong = arguments.check(donate, "donate_argnames")
@@ -234,10 +263,14 @@ class Function:
             raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
-        self._executables: dict[int, AnyExecutable] = {}
+        self._executables: dict[Any, AnyExecutable] = {}
         self._routes = Routes(self._arguments)
+        self._warned: set[str] = set()
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._routes.run(tree, leaves)) is not None:
             return again[0]
@@ -251,30 +284,43 @@ class Function:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Method(self, instance)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
         return self._plan(self._arguments.take_apart(args, kwargs))
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
         executable = self._executable(self._plan(self._arguments.take_apart(args, kwargs)))
         _ = executable.compiled
         return Compiled(self._arguments, executable)
 
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
+        self._arguments.take_apart(args, kwargs)  # names that do not fit
+        args, kwargs = jax.tree.map(_on_one_device, (args, kwargs))
+        return self._arguments.fn(*args, **kwargs)
+
     def _executable(self, plan: AnyPlan) -> AnyExecutable:
-        if id(plan) not in self._executables:
+        mesh = as_it_is_set(self.mesh)
+        if (id(plan), mesh) not in self._executables:
             pipelined = isinstance(plan, PipelinePlan)
-            self._executables[id(plan)] = (
-                PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, self.mesh)
-            )
-        return self._executables[id(plan)]
+            with without_mesh():
+                made = PipelineExecutable(plan, self._meshes) if pipelined else Executable(plan, mesh)
+            self._executables[id(plan), mesh] = made
+            for text in warnings_of(plan, self._arguments.where, self._replicate):
+                if text not in self._warned:
+                    self._warned.add(text)
+                    warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
+        return self._executables[id(plan), mesh]
 
     def _key(self, call: Call) -> Any:
         leaves = tuple(
             (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else (x,)
             for x in call.leaves
         )
-        return (call.tree, leaves, call.static, settings())
+        return (call.tree, leaves, call.static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
         key = self._key(call)
@@ -283,13 +329,15 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        with collector.paused():
-            arguments, plan = self._plan_anew(call, arrivals)
+        program = self._program(call)
+        with collector.paused(), without_mesh():
+            arguments, plan = self._plan_anew(call, program, arrivals)
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
-    def _plan_anew(self, call: Call, arrivals: Sequence[Placement | None]) -> tuple[tuple[Argument, ...], AnyPlan]:
-        program = self._program(call)
+    def _plan_anew(
+        self, call: Call, program: Program, arrivals: Sequence[Placement | None]
+    ) -> tuple[tuple[Argument, ...], AnyPlan]:
         into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
@@ -304,6 +352,10 @@ class Function:
             plan = replay(self._saved, program, self._view, arguments, out.pins, notes)
         elif self._pipeline is None:
             plan = make_plan(program, self._view, arguments, out.pins, notes, self._view.limit, self._arguments.where)
+            if self._strict is not None and (lines := sent_besides(plan)):
+                what = f"{self._strict} sums each gradient once, after the backward pass; this step sends besides"
+                mend = f"in_placements={code_text(self._in_placements)} says where arguments live, and nothing of what"
+                raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         else:
             plan = make_pipeline_plan(
                 program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
@@ -331,7 +383,7 @@ class Function:
         """The same function on another mesh, or as a pipeline; what was traced is not traced again."""
         arguments = self._arguments
         made = Function(
-            arguments.fn, mesh, self._in_placements, self._out_placements, sorted(self._donate),
+            arguments.fn, mesh, self._strict or self._in_placements, self._out_placements, sorted(self._donate),
             sorted(arguments.static), pipeline, replicate=self._replicate,
         )  # fmt: skip
         made._programs = self._programs
@@ -415,23 +467,37 @@ class Function:
         into = self._in_pins(call)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
-        leaves = [
-            _as_constraint(x, pin, self.mesh, path) if pin is not None and is_array(x) else x
-            for x, pin, path in zip(call.leaves, into.pins, call.paths, strict=True)
-        ]
-        abstracted = replace(call, leaves=tuple(map(abstract, leaves)))
+        abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
         program = trace(self._arguments, abstracted, replicate=(EVERY,))
         results = self._out_pins(program)
         offenders = [*results.offenders, *wrong_constraints(program, self._view)]
         if offenders:
             raise PlacementError(self._says(offenders))
-        dynamic = [x for x in leaves if is_array(x)]
-        out = _replay(program, dynamic, self.mesh)
-        pinned = [
-            x if pin is None else _as_constraint(x, pin, self.mesh, f"result {path}")
-            for x, pin, path in zip(out, results.pins, program.out_paths, strict=True)
+        at = [(pin, p) for x, pin, p in zip(call.leaves, into.pins, call.paths, strict=True) if is_array(x)]
+        at_out = [(pin, f"result {path}") for pin, path in zip(results.pins, program.out_paths, strict=True)]
+
+        def run(*arrays: Any) -> list[Any]:
+            return self._constrained(_replay(program, self._constrained(arrays, at), self.mesh), at_out)
+
+        if explicit_axes():
+            there = jax.sharding.get_abstract_mesh()
+            if dict(there.shape) != dict(self.mesh.shape):
+                raise MeshError(
+                    f"{self._arguments.where} is called in an outer jit, grad or vmap, whose mesh in context "
+                    f"({mesh_text(there)}) is another than its own ({mesh_text(self.mesh)}); set that one, with "
+                    "jax.set_mesh, or call it outside."
+                )
+            specs = [jax.sharding.PartitionSpec() if pin is None else pin.placement.to_spec() for pin, _ in at_out]
+            run = jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))
+        dynamic = [x for x in call.leaves if is_array(x)]
+        return jax.tree.unflatten(program.out_tree, run(*dynamic))
+
+    def _constrained(self, xs: Sequence[Any], at: Sequence[tuple[Pin | None, str]]) -> list[Any]:
+        """Arrays with their pins, if they have any, as sharding constraints."""
+        return [
+            x if pin is None else _as_constraint(x, pin, self.mesh, path)
+            for x, (pin, path) in zip(xs, at, strict=True)
         ]
-        return jax.tree.unflatten(program.out_tree, pinned)
 
 
 def abstract(x: Any) -> Any:
@@ -440,6 +506,18 @@ def abstract(x: Any) -> Any:
         return x
     aval = leaf_aval(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _on_one_device(x: Any) -> Any:
+    """What lives on several devices, as JAX puts it on one."""
+    if is_placed(x):
+        return jax.numpy.asarray(np.asarray(x))
+    if not isinstance(x, jax.Array) or compat.is_tracer(x) or len(x.sharding.device_set) == 1:
+        return x
+    if is_extended(x.dtype):
+        words = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return jax.numpy.asarray(np.asarray(x))
 
 
 def _replay(program: Program, leaves: Sequence[Any], mesh: AnyMesh) -> list[Any]:
@@ -541,6 +619,7 @@ def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement |
     return _arrival(x, meshes[0]) if not isinstance(x, jax.Array) else None
 
 
+@compat.face
 def function(
     fn: Callable[..., Any] | None = None,
     *,
@@ -554,6 +633,7 @@ def function(
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
@@ -580,7 +660,8 @@ def function(
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
 
     Raises:
-      ArgumentError: a name that is no argument of `fn`; a file that is no plan. When it is called: a plan of another
+      ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
+        argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs.
 
     Example:
@@ -592,6 +673,7 @@ def function(
       [0.0, 2.0, 4.0]
     """
 
+    refuse_unknown("shardc.function", fn, unknown, function)
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule=\"1f1b\").")
 
@@ -614,10 +696,32 @@ def function(
     return decorate if fn is None else decorate(fn)
 
 
+_OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placements"}
+"""Keywords of jax.jit, and those that say the same here."""
+
+
+def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
+    """Raises ArgumentError if `fn` is given and no function, or keywords are that `taker` does not take."""
+    if fn is not None and (not callable(fn) or isinstance(fn, Mesh | AbstractMesh)):  # meshes can be called
+        said = fn if isinstance(fn, str) and fn.isidentifier() else "step"
+        raise ArgumentError(
+            f"{what} wants a function, got {fn!r}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+        )
+    known = [n for n, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    lines = [
+        f"{n}: write {_OF_JIT[n]}=, which takes PartitionSpecs and NamedShardings too." if n in _OF_JIT
+        else f"{n}: it takes {', '.join(known)}.{did_you_mean(n, known)}"
+        for n in unknown
+    ]  # fmt: skip
+    if lines:
+        raise ArgumentError(all_offenders(f"{what}: keywords that it does not take", lines))
+
+
 def _words(x: Any) -> Sequence[Any]:
     return (x,) if isinstance(x, str | int) else x
 
 
+@compat.face
 def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
     """Puts the arrays of a pytree on a mesh.
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
+from jax._src import api_util as _api_util
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
 from jax._src.array import ArrayImpl as _Array
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
@@ -38,6 +42,8 @@ Var: TypeAlias = Any
 Atom: TypeAlias = Any
 Tracer = _core.Tracer
 
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _Literal: Final = jex.Literal
 _KINDS: Final[tuple[Any, Any]] = jex.Jaxpr, jex.ClosedJaxpr
@@ -118,6 +124,33 @@ def source_line(eqn: Eqn) -> str:
     """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of it is a
     library's, the library's; empty if unknown."""
     return _line_of(eqn.source_info.traceback)[0]
+
+
+# Why: an error of JAX's in the user's function names what is traced, and the user knows their own function only.
+def traced_as(fn: F, users: Callable[..., Any], names: Sequence[str]) -> F:
+    """`fn`, which JAX's errors call as the user's function, and its flat arguments by these names."""
+    fn_: Any = fn
+    info = _api_util.debug_info("shardc.function", users, (), {}, signature=inspect.Signature())
+    fn_.__fun_debug_info__ = info._replace(arg_names=tuple(names))
+    return fn
+
+
+# Why: tracebacks show the user's code. JAX hides its own frames between its faces and the user's function.
+_traceback_util.register_exclusion(_OURS)
+
+
+def face(fn: F) -> F:
+    """Marks a function that users call: what is raised below it has no frames of JAX and shardc in its traceback, as
+    JAX's option `jax_traceback_filtering` says."""
+    return _traceback_util.api_boundary(fn)
+
+
+def users_level() -> int:
+    """The `stacklevel` with which who calls this warns at the user's line."""
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and _whose(frame.f_code.co_filename) not in ("user", "library"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
@@ -276,6 +309,12 @@ def without_sharding(aval: Any) -> Any:
     if type(aval) is not _core.ShapedArray:
         return aval
     return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
+
+
+def has_sharding(aval: Any) -> bool:
+    """Whether the type of a value names a mesh: it was traced with explicit axes."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
 
 
 # Why: a reduction that is bound without its `out_sharding` runs on one device, and not inside shard_map (JAX 0.12).

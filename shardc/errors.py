@@ -78,6 +78,10 @@ class PipelineTaskError(StepFailedError):
         self.source = source
 
 
+class ShardcWarning(UserWarning):
+    """Something that works and costs much, and is easily mended: said once for each function."""
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """`' Did you mean "model"?'` if one of `words` is close to `word`, else an empty string."""
     near = difflib.get_close_matches(word, [w for w in words if w != word], n=1)

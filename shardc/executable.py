@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -14,20 +15,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
-from shardc.mesh import AnyMesh
+from shardc.mesh import AnyMesh, without_mesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
 from shardc.passes.memory import all_eqns
+from shardc.passes.name_nan import name_first
 from shardc.passes.plan import Plan, donations
 from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
 from shardc.placed import PlacedArray, is_placed, put_leaf
-from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec
+from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 
 
 def looks_for_nans() -> bool:
     """Whether JAX is set to look for NaN and infinity in what comes out of a program."""
-    return bool(getattr(jax.config, "jax_debug_nans", False) or getattr(jax.config, "jax_debug_infs", False))
+    return any(_looked_for())
+
+
+def _looked_for() -> tuple[bool, bool]:
+    """Whether JAX looks for NaN, and for infinity."""
+    return bool(getattr(jax.config, "jax_debug_nans", False)), bool(getattr(jax.config, "jax_debug_infs", False))
 
 
 class OtherCallError(ArgumentError):
@@ -69,12 +76,13 @@ class Executable:
         self._low = Lowering(plan.boxed, plan.mesh)
         self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
         whole = NamedSharding(mesh, PartitionSpec())
-        self._jitted = jax.jit(
+        jit = functools.partial(
+            jax.jit,
             self._sharded(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
             out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
-            donate_argnums=tuple(range(len(taken))),
         )
+        self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
@@ -137,6 +145,8 @@ class Executable:
             return x.physical
         if self._plain_in[i]:
             return x
+        if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
+            raise TypeError("not the call that was compiled")  # the caller takes the long way
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
         assert is_placed(placed)
         return placed.physical
@@ -198,17 +208,20 @@ class Executable:
         for i in given:
             if isinstance(own[i], jax.Array) and left[id(args[i])] > 1:
                 left[id(args[i])] -= 1
-                own[i] = args[i].copy()
+                with without_mesh():
+                    own[i] = args[i].copy()
         return own
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Physical results of physical arguments, captured ones included."""
-        if self._below_a_byte:
+        ordered = [args[i] for i in self._in_order] if self._reordered else args
+        if looks_for_nans():
+            out = self._looking_for_nans(ordered)
+        elif self._below_a_byte:
             self._refuse_unlike(args)
-            run = self._jitted
+            out = self._jitted(*ordered)
         else:
-            run = self._jitted if looks_for_nans() else self.compiled  # jitted, JAX says where a NaN comes from
-        out = run(*([args[i] for i in self._in_order] if self._reordered else args))
+            out = self.compiled(*ordered)
         if self._calls_back:
             jax.block_until_ready(out)
             raise_kept(self._low.raised)
@@ -225,12 +238,38 @@ class Executable:
     def _physical_types(self) -> list[tuple[tuple[int, ...], Any]]:
         return [(a.shape, a.dtype) for a in self._physical_avals()]
 
+    def _looking_for_nans(self, args: Sequence[Any]) -> list[Any]:
+        """The results of physical arguments, none of which is taken.
+
+        Raises:
+          FloatingPointError: there is a NaN, or an infinity, in them; it names the operation that makes the first.
+        """
+        at = [self.in_shardings[i] for i in self._in_order]
+        with without_mesh():
+            args = jax.device_put(list(args), at)
+            try:
+                return self._keeping(*args)
+            except FloatingPointError as error:
+                text = str(error)
+            given = sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])
+            named = name_first(self.plan, [self._logical(i, x) for i, x in given], *_looked_for())
+        raise FloatingPointError(named or text)
+
+    def _logical(self, i: int, x: jax.Array) -> Any:
+        """The value of physical argument `i`, on one device."""
+        shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return to_logical(np.asarray(x), shape, placement, self._sizes)
+        words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
+        return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
+
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
-        return jax.device_put(zeros, self._out_shardings[i])
+        with without_mesh():
+            zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
+            return jax.device_put(zeros, self._out_shardings[i])
 
     def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
         gone = [
@@ -258,12 +297,14 @@ class Executable:
     def lowered(self) -> Any:
         """JAX's lowered object. JAX's settings are those of the thread that asks for it first."""
         avals = self._physical_avals()
-        return self._jitted.lower(*[avals[i] for i in self._in_order])
+        with without_mesh():
+            return self._jitted.lower(*[avals[i] for i in self._in_order])
 
     @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        return self.lowered.compile()
+        with without_mesh():
+            return self.lowered.compile()
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
-from shardc import api
+from shardc import api, compat
 from shardc.errors import ArgumentError, all_offenders
 from shardc.mesh import AnyMesh
 from shardc.microbatches import OPENERS
@@ -110,17 +110,20 @@ class Function:
         self._made: dict[Any, api.Function] = {}
         api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # names that do not fit
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call; nothing runs and nothing is written."""
         with nnx.update_context(_TAG):
             return self._open(lambda function, values: function.plan(**values), args, kwargs)
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
         with nnx.update_context(_TAG):
@@ -209,6 +212,7 @@ class Compiled:
     def __init__(self, function: Function, compiled: api.Compiled) -> None:
         self._function, self._compiled = function, compiled
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._run(lambda _, values: self._compiled(**values), args, kwargs)  # pyright: ignore[reportPrivateUsage]
 
@@ -216,6 +220,7 @@ class Compiled:
         return getattr(self._compiled, name)
 
 
+@compat.face
 def function(
     fn: Callable[..., Any] | None = None,
     *,
@@ -227,6 +232,7 @@ def function(
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
 
@@ -249,6 +255,8 @@ def function(
     Raises:
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is no argument of it.
     """
+
+    api.refuse_unknown("shardc.flax.function", fn, unknown, function)
 
     def decorate(fn: Callable[..., Any]) -> Any:
         if mesh is None and not (pipeline and pipeline.meshes):

@@ -6,17 +6,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.topology import (
     TOPOLOGIES,
@@ -45,6 +47,8 @@ class MeshView:
     """Collectives that start as one, where they are of a kind that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
+    avoids: frozenset[str] = frozenset()
+    """Kinds of steps of a boxing that a plan is not to take where it can do without: they cost `AVOIDED` more."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """What each axis lies along."""
@@ -288,6 +292,54 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, auto)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto, abstract_device=mesh.abstract_device)
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """A context in which no mesh is set, to be entered at once: what shardc lowers is for the mesh of its plan.
+
+    `jax.set_mesh` is refused inside a trace, where a plan may be asked for too.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    if compat.inside_trace():
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    return jax.set_mesh(cast(Any, None))
+
+
+def automatic() -> AbstractContextManager[Any]:
+    """A context in which the axes of the mesh that is set are automatic, to be entered at once.
+
+    Values of a trace carry no sharding in their types, and explicit axes would refuse the user's constraints of them.
+    """
+    if not explicit_axes():
+        return nullcontext()
+    mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
+    devices = _mesh_that_is_set()
+    if devices is None:
+        return jax.sharding.use_abstract_mesh(cast(AbstractMesh, auto_mesh(mesh)))
+    return jax.set_mesh(cast(Mesh, auto_mesh(devices)))
+
+
+def explicit_axes() -> bool:
+    """Whether a mesh is set that has axes of other types than automatic."""
+    mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not mesh.are_all_axes_auto
+
+
+def as_it_is_set(mesh: AnyMesh) -> AnyMesh:
+    """`mesh` with the axis types that it has as the mesh that is set, if it is that one: there, JAX computes with
+    arrays of these types only."""
+    there = _mesh_that_is_set()
+    if there is None or auto_mesh(there) != auto_mesh(mesh):
+        return mesh
+    return there
+
+
+def _mesh_that_is_set() -> Mesh | None:
+    """The mesh of `jax.set_mesh`; None inside a trace, where it cannot be asked for."""
+    if compat.inside_trace() or (mesh := jax.sharding.get_mesh()).empty:
+        return None
+    return mesh
 
 
 def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:

@@ -86,6 +86,15 @@ class Call:
     sizes: frozenset[int]
     opened: Opened | None
 
+    @property
+    def leaf_names(self) -> list[str]:
+        """What JAX calls the rows, then the leaves that are whole, then those of the state: `batch['x']`."""
+        trees = [(n, t) for n, t in zip(self.names, self.trees, strict=True) if t is not None]
+        numbered = [(n, jax.tree.unflatten(t, range(t.num_leaves))) for n, t in trees]
+        named = [n + jax.tree_util.keystr(path) for n, tree in numbered for path, _ in leaves_by_path(tree)]
+        pairs = list(zip(named, self.roles, strict=True))
+        return [n for role in ("row", "whole", "state") for n, r in pairs if r == role]
+
     def __call__(self, rows: Sequence[Any], whole: Sequence[Any], state: Sequence[Any], held: Sequence[Any]) -> Any:
         """The function's result, and what its objects hold after it."""
         pools = {"row": iter(rows), "whole": iter(whole), "state": iter(state), "static": iter(self.pools["static"])}

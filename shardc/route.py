@@ -94,14 +94,14 @@ class Route:
 
 
 class Routes:
-    """The routes of one function, by the structure of its arguments."""
+    """The routes of one function, by the structure of its arguments and the mesh in context."""
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
-        self._by_tree: dict[Any, list[Route]] = {}
+        self._by_tree: dict[tuple[Any, Any], list[Route]] = {}
 
     def run(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any] | None:
-        known = self._by_tree.get(tree, ())
+        known = self._by_tree.get((tree, jax.sharding.get_abstract_mesh()), ())
         if known and not has_tracers(leaves):
             for route in known:
                 if (out := route.run(leaves)) is not None:
@@ -110,7 +110,7 @@ class Routes:
 
     def add(self, tree: Any, leaves: Sequence[Any], executable: Runs) -> None:
         route = Route(tree, leaves, self._arguments, executable)
-        known = self._by_tree.setdefault(tree, [])
+        known = self._by_tree.setdefault((tree, jax.sharding.get_abstract_mesh()), [])
         if all(other.executable is not executable or other.kinds != route.kinds for other in known):
             known.insert(0, route)  # a loop's second call, with what the first gave, is as all that follow
 

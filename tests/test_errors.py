@@ -570,3 +570,90 @@ def test_an_ordered_effect(mesh):
         shardc.function(noisy, mesh=mesh)(np.ones(8, np.float32))
     assert "  debug_print at test_errors.py:" in str(error.value)
     assert "  debug_callback at test_errors.py:" in str(error.value)
+
+
+# placements that may mean two things, or are of another length than what they are said of
+
+
+def test_a_list_of_another_length(mesh):
+    layers = [{"w": np.ones((4, 4), np.float32)}] * 3
+
+    def f(params, pair):
+        return params[0]["w"] + pair[0] + pair[1], params[1]["w"], params[2]["w"]
+
+    pair = (np.float32(1), np.float32(2))
+    many = "write one for each, with AUTO for what is to be chosen, or one for all of them."
+    short = shardc.function(
+        f, mesh=mesh, in_placements={"params": [{"w": {"data": S(0)}}], "pair": [{}]}, out_placements=({}, {})
+    )
+    assert text_of(PlacementError, short.plan, layers, pair) == lines(
+        f"{line(f)}, {MESH}:",
+        f"in_placements: params: 1 placement for 3 items; {many}",
+        f"in_placements: pair: 1 placement for 2 items; {many}",
+        f"out_placements: 2 placements for 3 items; {many}",
+    )
+    long = shardc.function(f, mesh=mesh, in_placements={"params": [{}] * 4}, out_placements=({}, {}, {}, {}))
+    assert text_of(PlacementError, long.plan, layers, pair) == lines(
+        f"{line(f)}, {MESH}:",
+        f"in_placements: params: 4 placements for 3 items; {many}",
+        f"out_placements: 4 placements for 3 items; {many}",
+    )
+    every = shardc.function(f, mesh=mesh, in_placements={"params": {"data": S(0)}, "pair": [{}, AUTO]})
+    assert every.plan(layers, pair).in_placements.params[2]["w"] == shardc.Placement({"data": S(0)})
+
+
+def test_a_dict_that_may_be_of_axes_or_of_names(mesh):
+    def f(data, model):
+        return {"data": data + model["model"]}
+
+    x, tree = np.ones(8, np.float32), {"model": np.ones(8, np.float32)}
+    says = "{'data': S(0)} may be of axes of the mesh, or of"
+    g = shardc.function(f, mesh=mesh, in_placements={"data": S(0)}, out_placements={"data": S(0)})
+    assert text_of(PlacementError, g.plan, x, tree) == lines(
+        f"{line(f)}, {MESH}:",
+        f"in_placements: {says} arguments that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        "{'data': {'data': S(0)}} for the arguments.",
+        f"out_placements: {says} items that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        "{'data': {'data': S(0)}} for the items.",
+    )
+    g = shardc.function(f, mesh=mesh, in_placements={"data": {}, "model": {"model": AUTO}})
+    assert "in_placements: model: {'model': AUTO} may be of axes of the mesh, or of items" in text_of(
+        PlacementError, g.plan, x, tree
+    )
+    axes = shardc.function(f, mesh=mesh, in_placements=shardc.Placement({"data": S(0)}))
+    assert set(map(str, axes.plan(x, tree).inputs)) == {"{data: S(0)}"}
+    names = shardc.function(f, mesh=mesh, in_placements={"data": {"data": S(0)}, "model": {"model": {}}})
+    assert list(map(str, names.plan(x, tree).inputs)) == ["{data: S(0)}", "{}"]
+    rest = shardc.function(f, mesh=mesh, in_placements={"data": S(0), ...: AUTO})  # `...` is of axes alone
+    assert all(p["data"] == S(0) for p in rest.plan(x, tree).inputs)
+
+
+@pytest.mark.parametrize(
+    "said", [("data",), ("data", None), (None, "model"), (("data", "model"),), ("sum", "data")], ids=str
+)
+def test_a_partition_spec_by_its_short_name(said):
+    code = ", ".join(map(repr, said))
+    assert text_of(PlacementError, P, *said) == (
+        f"P({code}): a partial value is reduced by sum, max or min. Did you mean jax.sharding.PartitionSpec({code})?"
+    )
+
+
+def test_keywords_of_jit_and_others(mesh):
+    assert text_of(
+        ArgumentError, shardc.function, same, mesh=mesh, in_shardings=None, out_shardings=None, donate_argname="x"
+    ) == lines(
+        "shardc.function: keywords that it does not take",
+        "in_shardings: write in_placements=, which takes PartitionSpecs and NamedShardings too.",
+        "out_shardings: write out_placements=, which takes PartitionSpecs and NamedShardings too.",
+        "donate_argname: it takes mesh, in_placements, out_placements, donate_argnames, donate_argnums, "
+        'static_argnames, static_argnums, pipeline, plan, replicate. Did you mean "donate_argnames"?',
+    )
+
+
+def test_what_is_no_function(mesh):
+    wants = "shardc.function wants a function, got"
+    fix = "mesh=mesh), or @shardc.function(mesh=mesh) above it."
+    assert text_of(ArgumentError, shardc.function, "step") == f"{wants} 'step'; write shardc.function(step, {fix}"
+    assert text_of(ArgumentError, shardc.function, mesh, in_placements={}) == (
+        f"{wants} {mesh!r}; write shardc.function(step, {fix}"
+    )

@@ -251,3 +251,11 @@ def test_uneven_pins_inside_other_transformations():
     for got in (jax.jit(f)(x), jax.vmap(f)(x[None])[0], jax.jit(f)(shardc.put(x, mesh, rows))):
         np.testing.assert_allclose(got, want)
     np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(shardc.put(x, mesh, rows)), 8 * x)
+
+
+def test_an_uneven_call_and_then_an_even_one():
+    """The second was taken for the first until its pieces were made: AssertionError."""
+    f = shardc.function(lambda x: 2 * x, mesh=MESH, in_placements=({"a": S(0)},))
+    for rows in (5, 4, 0, 5):
+        x = np.arange(rows, dtype=np.float32)
+        np.testing.assert_array_equal(f(x), 2 * x)

@@ -4,9 +4,11 @@ Batch statistics are means over all rows, whoever holds them: with the rows spli
 shows what it costs to finish them.
 """
 
+import shardc
 from shardc import S, rules
 
 EVERYWHERE = rules({"*": {}})
+SPLIT = shardc.fsdp("data", min_size=2**8)  # these models are small: weights of 256 numbers are worth splitting here
 DONATE = ("params", "batch_stats", "opt_state")
 
 
@@ -18,14 +20,13 @@ def data():
 
 def zero1():
     """ZeRO stage 1: each device keeps, and updates, its part of the optimizer's state."""
-    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
-    places = data()["in_placements"] | {"opt_state": moments}
+    places = data()["in_placements"] | {"opt_state": SPLIT}
     return {"in_placements": places, "donate_argnames": DONATE}
 
 
 def fsdp():
     """The weights are split by output channel as well, and gathered where they are used."""
-    places = zero1()["in_placements"] | {"params": rules({"*": {"data": S(-1)}})}
+    places = zero1()["in_placements"] | {"params": SPLIT}
     return {"in_placements": places, "donate_argnames": DONATE}
 
 

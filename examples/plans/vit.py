@@ -1,8 +1,10 @@
 """Plans of the vision transformer."""
 
+import shardc
 from shardc import Pipeline, S, rules
 
 EVERYWHERE = rules({"*": {}})
+SPLIT = shardc.fsdp("data", min_size=2**9)  # these models are small: weights of 512 numbers are worth splitting here
 DONATE = ("params", "opt_state")
 
 COLUMN, ROW = {"model": S(-1)}, {"model": S(-2)}
@@ -37,14 +39,13 @@ def data_tensor():
 
 def zero1():
     """ZeRO stage 1 (Rajbhandari et al. 2019): each device keeps, and updates, its part of the optimizer's state."""
-    moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
-    places = {"params": EVERYWHERE, "opt_state": moments, "batch": {"data": S(0)}}
+    places = {"params": EVERYWHERE, "opt_state": SPLIT, "batch": {"data": S(0)}}
     return {"in_placements": places, "donate_argnames": DONATE}
 
 
 def fsdp():
     """ZeRO stage 3, or fully sharded data parallel: the weights are split as well, and gathered where they are used."""
-    places = zero1()["in_placements"] | {"params": rules({"*": {"data": S(-1)}})}
+    places = zero1()["in_placements"] | {"params": SPLIT}
     return {"in_placements": places, "donate_argnames": DONATE}
 
 

@@ -58,7 +58,8 @@ class _Inliner:
         self.marks, self.untyped, self.replicate = marks, untyped, replicate
 
     def fresh(self, aval: Any) -> Var:
-        return compat.fresh_var(compat.without_sharding(aval) if self.untyped else aval)
+        typed = self.untyped or compat.has_sharding(aval)
+        return compat.fresh_var(compat.without_sharding(aval) if typed else aval)
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None, inlined: bool = False
@@ -98,6 +99,8 @@ class _Inliner:
             if eqn.primitive.name == "device_put":
                 env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
                 continue
+            if eqn.primitive.name == "reshard":
+                eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
             if eqn.primitive.name == CAST and self.untyped:
                 env[eqn.outvars[0]] = invars[0]
                 continue
@@ -127,7 +130,7 @@ class _Inliner:
             primitive = eqn.primitive
             if isinstance(device, NamedSharding) and old.aval.memory_space == x.aval.memory_space:
                 primitive = sharding_constraint_p
-                params = {"sharding": device, "layout": None, "context_mesh": None, "unconstrained_dims": frozenset()}
+                params = _constraint(device)
             found.append(compat.fresh_var(old.aval))
             self.eqns.append(compat.new_eqn([x], [found[-1]], primitive, params, eqn))
         return found
@@ -148,6 +151,11 @@ class _Inliner:
             consts = _as_literals(body)
             return compat.close(canonical_jaxpr(body.jaxpr, consts, caller, self.marks, untyped, self.replicate))
         return canonical_jaxpr(body, (), caller, self.marks, untyped, self.replicate)
+
+
+def _constraint(sharding: NamedSharding) -> dict[str, Any]:
+    """The parameters of a `sharding_constraint`."""
+    return {"sharding": sharding, "layout": None, "context_mesh": None, "unconstrained_dims": frozenset()}
 
 
 def _without_shardings(eqn: Eqn) -> dict[str, Any]:
@@ -262,7 +270,7 @@ def canonicalize(
         if not var.aval.shape and not is_extended(var.aval.dtype) and not compat.is_tracer(value):
             consts.append(compat.literal(value, var.aval))
         else:
-            extra.append(compat.fresh_var(var.aval))
+            extra.append(compat.fresh_var(compat.without_sharding(var.aval)))
             consts.append(extra[-1])
             captured.append(value)
     inliner = _Inliner(marks, replicate=replicate)

@@ -129,7 +129,7 @@ class Domains:
         self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
-        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology)
+        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
         self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by identity of avals, and these
         self._known: dict[Hashable, tuple[Domain, Node]] = {}
         self._forms: dict[Hashable, tuple[_Form, Any]] = {}

@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from shardc import compat
 from shardc.errors import PlacementError, did_you_mean
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
+from shardc.passes.fully_sharded import FullySharded
 from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.trace import path_text
@@ -59,9 +60,12 @@ def leaf_text(spec: Any) -> str:
     return str(spec)
 
 
+_OF_LEAVES: Final = (Auto, Placement, PartitionSpec, NamedSharding, Rules, Pin, FullySharded)
+
+
 def is_leaf_spec(spec: Any) -> bool:
     """Whether `spec` is said of whole leaves: a placement in any form, AUTO, None or rules."""
-    if spec is None or isinstance(spec, Auto | Placement | PartitionSpec | NamedSharding | Rules | Pin):
+    if spec is None or isinstance(spec, _OF_LEAVES):
         return True
     if isinstance(spec, Mapping):
         return all(_is_sbp(s) or isinstance(s, Auto) for s in spec.values())
@@ -78,6 +82,14 @@ def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[d
     keys: list[Any] = list(spec)
     of_axes = any(k is ... or k in mesh.sizes for k in keys)
     return not is_leaf_spec(spec) or (not of_axes and any(str(k) in names for k in keys))
+
+
+def _has_two_meanings(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
+    """Whether a dict may as well be of axes as of names: each of its keys is both."""
+    if not isinstance(spec, dict) or not spec or not is_leaf_spec(spec):
+        return False
+    keys: list[Any] = list(spec)
+    return all(k in mesh.sizes and k in names for k in keys)
 
 
 def _is_sbp(x: Any) -> bool:
@@ -122,6 +134,14 @@ class Pins:
     def spread(self, spec: Any, numbers: Any, at: str = "") -> None:
         """Pins the leaves whose numbers the tree `numbers` holds, by a leaf spec or a pytree prefix of leaf specs."""
         children = _children(numbers)
+        if _has_two_meanings(spec, children, self.mesh):
+            names = {k: {k: s} for k, s in spec.items()}
+            of = "arguments" if self.what == "in_placements" and not at else "items"
+            self._wrong(
+                at, f"{code_text(spec)} may be of axes of the mesh, or of {of} that are called so; write "
+                f"shardc.Placement({code_text(spec)}) for the axes, {code_text(names)} for the {of}.",
+            )  # fmt: skip
+            return
         if isinstance(numbers, int) or (is_leaf_spec(spec) and not says_names(spec, children, self.mesh)):
             self._pin(spec, numbers, at)
             return
@@ -130,6 +150,10 @@ class Pins:
             return  # a node without leaves, on both sides
         if not parts:
             self._wrong(at, f"{code_text(spec)} is no placement; {_as_dict(self.mesh)}.")
+        if isinstance(spec, list | tuple) and type(numbers) in (list, tuple) and len(parts) != len(children):
+            many = f"{_number(len(parts), 'placement')} for {_number(len(children), 'item')}"
+            self._wrong(at, f"{many}; write one for each, with AUTO for what is to be chosen, or one for all of them.")
+            return
         for key, part in parts.items():
             if key in children:
                 self.spread(part, children[key], f"{at}/{key}" if at else key)
@@ -143,13 +167,7 @@ class Pins:
 
     def _pin(self, spec: Any, numbers: Any, at: str) -> None:
         mine = [(i, leaf) for i in jax.tree.leaves(numbers) if (leaf := self.leaves[i]) is not None]
-        specs = [(at, spec)] * len(mine)
-        if isinstance(spec, Rules):
-            leaves = [leaf for _, leaf in mine]
-            specs = [(f"{at} {p!r}".lstrip(), s) for p, s in _by_rules(spec, leaves)]
-            for text in _idle_patterns(spec, leaves):
-                self._wrong(at, text)
-            self.notes += several_matches(spec, leaves)
+        specs = self._each(spec, at, [leaf for _, leaf in mine])
         wrong: dict[str, list[str]] = {}
         for (i, leaf), (said, one) in zip(mine, specs, strict=True):
             try:
@@ -159,6 +177,17 @@ class Pins:
                 wrong.setdefault(str(error), []).append(str(leaf))
         for text, at_leaves in wrong.items():
             self._wrong(_some(at_leaves), text)
+
+    def _each(self, spec: Any, at: str, leaves: Sequence[Leaf]) -> list[tuple[str, Any]]:
+        """What a leaf spec says of each leaf, and where it says so."""
+        if isinstance(spec, FullySharded):
+            return [(said, replace(spec, beside=beside)) for said, beside in self._each(spec.beside, at, leaves)]
+        if not isinstance(spec, Rules):
+            return [(at, spec)] * len(leaves)
+        for text in _idle_patterns(spec, leaves):
+            self._wrong(at, text)
+        self.notes += several_matches(spec, leaves)
+        return [(f"{at} {p!r}".lstrip(), s) for p, s in _by_rules(spec, leaves)]
 
 
 def _children(tree: Any) -> dict[str, Any]:
@@ -259,6 +288,8 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
         return None
     if isinstance(spec, Pin):
         return spec
+    if isinstance(spec, FullySharded):
+        return Pin(_fully_sharded(spec, shape, dtype, mesh))
     fixed: frozenset[str] | None = None
     if isinstance(spec, NamedSharding):
         _same_axes(spec, mesh)
@@ -289,6 +320,16 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
     else:
         raise PlacementError(f"{code_text(spec)} is no placement; {_as_dict(mesh)}.")
     return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
+
+
+def _fully_sharded(spec: FullySharded, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Placement:
+    _known_axes(dict.fromkeys(spec.axes, S(0)), mesh)
+    pin = as_pin(spec.beside, shape, dtype, mesh)
+    beside = Placement() if pin is None else pin.placement
+    both = [a for a in spec.axes if a in beside]
+    if both:
+        raise PlacementError(f"{spec}: `beside` is for other axes than {', '.join(map(repr, both))}; leave these out.")
+    return spec.choose(shape, beside, mesh.sizes)
 
 
 def _same_axes(sharding: NamedSharding, mesh: MeshView) -> None:

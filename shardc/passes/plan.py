@@ -138,15 +138,23 @@ class Plan:
         """Bytes that each device holds, as XLA will compile the plan: what it fuses is not counted."""
         return profile_of(self).memory
 
-    @cached_property
-    def gathered(self) -> tuple[Gathered, ...]:
-        """Operations without a rule that cost a gather or a repeated computation."""
-        found: dict[str, list[str]] = {}
+    @property
+    def without_rule(self) -> list[compat.Eqn]:
+        """The equations without a rule, and of more than scalars."""
+        found: list[compat.Eqn] = []
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
             planned = has_rule(name) or name in _BY_THE_PLANNER or is_transfer(eqn) or runs_once(eqn)
             if not planned and any(v.aval.shape for v in eqn.outvars):
-                found.setdefault(name, []).append(compat.source_line(eqn))
+                found.append(eqn)
+        return found
+
+    @cached_property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """Operations without a rule that cost a gather or a repeated computation."""
+        found: dict[str, list[str]] = {}
+        for eqn in self.without_rule:
+            found.setdefault(eqn.primitive.name, []).append(compat.source_line(eqn))
         return tuple(Gathered(n, len(s), tuple(dict.fromkeys(s))) for n, s in sorted(found.items()))
 
     @cached_property

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -16,6 +17,7 @@ import numpy as np
 from shardc import compat
 from shardc.compat import NESTED
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
+from shardc.mesh import automatic, explicit_axes, without_mesh
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.drop_zero_sums import drop_zero_sums
 from shardc.passes.memory import all_eqns
@@ -255,6 +257,22 @@ _SETTINGS: Final = (
 )
 
 
+def _names_for_jax(call: Call) -> list[str]:
+    """Of each leaf what JAX calls it: `model['off']`."""
+    numbered = jax.tree.unflatten(call.tree, range(len(call.leaves)))
+    pairs = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    return [_entry(path[0]) + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+
+
+def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """Traces with the mesh that the user has set, its axes automatic; as they are, if the function wants them so: it
+    names shardings of results, or closes over arrays whose types have shardings."""
+    if explicit_axes():
+        with suppress(ValueError), automatic():
+            return make(*avals)
+    return make(*avals)
+
+
 def trace(
     arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()
 ) -> Program:
@@ -285,8 +303,11 @@ def trace(
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
-    closed = jax.make_jaxpr(flat)(*avals)
-    jaxpr, captured = canonicalize(closed, marks, replicate)
+    names = _names_for_jax(call)
+    compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
+    closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+    with without_mesh():
+        jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
     if ordered:
         raise TracingError(

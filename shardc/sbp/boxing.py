@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias, TypeVar
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.sbp.cost import (
+    COLLECTIVES,
     FEMTO,
     LOCAL_STEPS,
     LONGEST,
@@ -38,6 +39,9 @@ from shardc.sbp.cost import (
 from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, block_sizes, local_extent
 
 Shape: TypeAlias = tuple[int, ...]
+AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill"), 10 * FEMTO), "slice": FEMTO // 1000}
+"""Femtoseconds that a step costs besides where a mesh avoids its kind: more than any step of a step that is trained
+takes. A slice sends nothing, and goes before what does."""
 EVEN: Final = -1
 """Stands for a size that all devices together divide."""
 
@@ -336,7 +340,7 @@ class _Graph:
             smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize if kind == "all_to_all" else after
             piece = sent_pieces(kind, before, after, smaller, reduced)
             self.wire[at] = wire_cost(kind, piece, before + after, groups, memory)
-            self.rest[at] = rest_cost(kind, after, idle, groups, memory)
+            self.rest[at] = rest_cost(kind, after, idle, groups, memory) + AVOIDED.get(kind, 0) * (kind in mesh.avoids)
 
     def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
         """The steps that leave a placement: number, position of its end, wire, rest."""

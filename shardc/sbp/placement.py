@@ -46,18 +46,20 @@ class Broadcast:
         return "B"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class P:
     """Partial: the value is the `op`-reduction (sum, max or min) of what the devices along the axis hold."""
 
-    op: ReduceOp = "sum"
+    op: ReduceOp
 
-    def __post_init__(self) -> None:
-        if self.op not in REDUCE_OPS:
+    def __init__(self, op: ReduceOp = "sum", *rest: object) -> None:
+        if rest or op not in REDUCE_OPS:
+            said = ", ".join(map(repr, (op, *rest)))
             raise PlacementError(
-                f"P({self.op!r}): a partial value is reduced by sum, max or min. Did you mean "
-                f"jax.sharding.PartitionSpec({self.op!r})?"
+                f"P({said}): a partial value is reduced by sum, max or min. Did you mean "
+                f"jax.sharding.PartitionSpec({said})?"
             )
+        object.__setattr__(self, "op", op)
 
     def __repr__(self) -> str:
         return f"P({self.op})"

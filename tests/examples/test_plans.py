@@ -15,6 +15,7 @@ import pytest
 import shardc
 from examples import bert, dlrm, gpt2, llama, mixer, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
 from shardc.passes.boundary import stage_boundary_p
+from shardc.passes.fully_sharded import FullySharded
 from shardc.sbp.placement import Placement, S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"
@@ -56,6 +57,8 @@ def leaves_of(tree):
 
 def patterns_of(spec):
     """Pattern -> placement of what a plan says of an argument: rules, one placement for all, or a pytree of them."""
+    if isinstance(spec, FullySharded):
+        return {}  # it fits what it is said of
     pairs = jax.tree_util.tree_leaves_with_path(spec)
     if any(isinstance(x, Placement) for _, x in pairs):
         paths = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in pairs}
@@ -93,6 +96,23 @@ def test_plans_fit_their_model(model, plans_of):
                 if not -arguments[argument][path] <= sbp.dim < arguments[argument][path]
             ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "vit", "gpt2", "llama", "moe", "t5", "unet"])
+@pytest.mark.parametrize("config", ["tiny", "test"])
+def test_weights_are_split_where_that_is_worth_a_collective(name, config):
+    """Most of the numbers, evenly; no norm and no bias."""
+    module, _ = MODELS[name]
+    params = jax.eval_shape(module.make_step(module.CONFIGS[config])[0], jax.random.key(0))[0]
+    spec = getattr(plans, name).PLANS["fsdp"]()["in_placements"]["params"]
+    split = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (x, spec.choose(x.shape, Placement(), {"data": 8}))
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
+    assert all(x.shape[s.dim] % 8 == 0 for x, p in split.values() for s in p.values())
+    assert not [path for path, (_, p) in split.items() if p and path.endswith(("bias", "scale"))]
+    most = sum(x.size for x, p in split.values() if p) / sum(x.size for x, _ in split.values())
+    assert most > {"tiny": 0.9, "test": 0.15}[config]
 
 
 @pytest.mark.parametrize("module", [mlp, vit, mixer, gpt2, llama, moe, t5, unet])

@@ -1,0 +1,82 @@
+"""Warnings of a plan that is about to run: what costs much, and is easily mended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from shardc import compat
+from shardc.compat import Eqn
+from shardc.passes.canonicalize import EVERY
+from shardc.passes.plan import Plan, match_donated
+from shardc.passes.problem import itemsize_of
+from shardc.pipeline_plan import PipelinePlan
+from shardc.report.tables import bytes_text
+from shardc.sbp.placement import local_shape
+
+LARGE: Final = 10**6
+"""Bytes from which on something is worth a warning: less is sent, or held twice, in a moment."""
+
+
+def warnings_of(plan: Plan | PipelinePlan, where: str, replicate: Collection[str] = ()) -> list[str]:
+    """A text for each thing that is worth a warning.
+
+    Args:
+      plan: the plan.
+      where: the function and its line.
+      replicate: primitives that the user wants computed whole.
+    """
+    return [*_without_rule(plan, where, replicate), *_not_donated(plan, where)]
+
+
+def _without_rule(plan: Plan | PipelinePlan, where: str, replicate: Collection[str]) -> Iterator[str]:
+    parts = [s.plan for s in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+    largest: dict[str, tuple[int, Eqn]] = {}
+    for eqn in (e for p in parts if p.mesh.size > 1 for e in p.without_rule):
+        size = max(sum(map(_bytes, side)) for side in (eqn.invars, eqn.outvars))
+        name = eqn.primitive.name
+        if name not in replicate and EVERY not in replicate and size > largest.get(name, (LARGE, None))[0]:
+            largest[name] = size, eqn
+    for name, (size, eqn) in largest.items():
+        yield (
+            f"{where}: {name} at {compat.source_line(eqn)} has no sharding rule, so every device computes all of it, "
+            f"{bytes_text(size)}, and what it reads is gathered. shardc.signature says how an operation may be split, "
+            f'replicate="{name}" that it is meant so.'
+        )
+
+
+def _bytes(atom: Any) -> int:
+    return math.prod(atom.aval.shape) * itemsize_of(atom.aval)
+
+
+def _not_donated(plan: Plan | PipelinePlan, where: str) -> Iterator[str]:
+    """Of arguments that come back as results, new and as a whole."""
+    program, count = plan.program, len(plan.program.given_avals)
+    given = plan.arguments[:count]
+    made = set(compat.variables(program.jaxpr.outvars)) - set(program.jaxpr.invars)
+    news = [compat.is_literal(v) or v in made for v in program.jaxpr.outvars]
+    ties = match_donated(program, [replace(a, donated=True) for a in given])
+    back, new = set(ties), {tie for tie, is_new in zip(ties, news, strict=True) if is_new}
+    leaves: dict[str, list[int]] = {}
+    for i, path in enumerate(program.in_paths[:count]):
+        leaves.setdefault(path.partition("/")[0], []).append(i)
+    state = {
+        name: sum(_on_a_device(plan, i) for i in own if i in new)
+        for name, own in leaves.items()
+        if len(own) > 1 and back.issuperset(own) and not any(given[i].donated for i in own)
+    }
+    if sum(state.values()) > LARGE:
+        names = [name for name, size in state.items() if size]
+        donate = repr(names[0]) if len(names) == 1 else repr(tuple(names))
+        yield (
+            f"{where}: {' and '.join(names)} {'comes' if len(names) == 1 else 'come'} back as results, and "
+            f"{'is' if len(names) == 1 else 'are'} not donated: while it runs each device holds their "
+            f"{bytes_text(sum(state.values()))} twice. donate_argnames={donate} has the new ones take their place."
+        )
+
+
+def _on_a_device(plan: Plan | PipelinePlan, i: int) -> int:
+    aval = plan.program.in_avals[i]
+    return math.prod(local_shape(tuple(aval.shape), plan.inputs[i], plan.mesh.sizes)) * itemsize_of(aval)
