@@ -353,7 +353,7 @@ def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) 
 
 def work_dtype(eqn: Eqn) -> Any:
     """The type that an operation computes in: that of its first operand, or of its result if it has none."""
-    return (eqn.invars or eqn.outvars)[0].aval.dtype
+    return next((a.aval.dtype for a in (*eqn.invars, *eqn.outvars)), np.dtype(np.float32))
 
 
 def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:

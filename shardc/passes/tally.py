@@ -24,6 +24,7 @@ from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
 from shardc.passes.problem import operation_of, setting_of, work_dtype
+from shardc.passes.run_once import runs_once
 from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_body, unit_moves
@@ -32,7 +33,7 @@ from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seco
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
-from shardc.sbp.signature import Rule, Setting, find_rule, shared_by
+from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
 
 
 @dataclass(frozen=True)
@@ -463,7 +464,8 @@ def _ring_seconds(
 
 
 def _rule_of(eqn: Eqn) -> Rule:
-    return find_rule(operation_of(eqn))
+    op = operation_of(eqn)
+    return gathered(op) if runs_once(eqn) else find_rule(op)
 
 
 def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
