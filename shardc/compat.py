@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,10 +146,8 @@ def face(fn: F) -> F:
 
 def users_level() -> int:
     """The `stacklevel` with which who calls this warns at the user's line."""
-    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and _whose(frame.f_code.co_filename) not in ("user", "library"):
-        frame, level = frame.f_back, level + 1
-    return level
+    callers = [frame.filename for frame in inspect.stack(0)[1:]]
+    return next((i for i, file in enumerate(callers, 1) if _whose(file) in ("user", "library")), len(callers))
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
