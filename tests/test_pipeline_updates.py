@@ -143,6 +143,19 @@ def test_the_numbers_of_one_device(name):
     assert_as_on_one_device(step, (params, optimizer.init(params), X), pipelined(step))
 
 
+def test_whether_many_gradients_are_finite_is_one_number_from_each_stage():
+    optimizer = optax.apply_if_finite(optax.sgd(0.01), 2)
+
+    def loss(params, x):
+        return chain([sum(ws) for ws in params], x)
+
+    params = [weights(WIDTH, WIDTH) * 4 for _ in range(STAGES)]
+    plan = pipelined(training(loss, optimizer)).plan(params, optimizer.init(params), X)
+    after = Counter((t.target == 0, t.value) for t in plan.transfers if not t.line.startswith("argument"))
+    assert after[True, "bool[]"] == STAGES - 1
+    assert {value for _, value in after} == {"f64[2,4]", "bool[]", "i32[]"}
+
+
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_parameter_without_a_gradient_stays_where_it_is_read(zero):
     def loss(params, x):

@@ -80,7 +80,7 @@ def sum_terms(
 
 
 def terms_of(eqn: Eqn, name: str, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> list[Atom]:
-    """The terms of a chain of one operation of two operands, in order; `readers` as above."""
+    """The terms of a chain of one operation, in order; `readers` as above."""
     found: list[Atom] = []
     pending = [*reversed(eqn.invars)]
     while pending:

@@ -109,7 +109,7 @@ def _by_stage(terms: Sequence[Atom], stage_of: Callable[[Atom], int | None]) -> 
 def _stacked(
     eqn: Eqn, made: Mapping[Var, Eqn], readers: Mapping[Var, int], stage_of: Callable[[Atom], int | None]
 ) -> list[Group]:
-    """`reduce (concatenate a b c)`, by the stages of a, b and c."""
+    """`reduce (concatenate a b c)`, by the stages of a, b and c; JAX stacks many values in several concatenations."""
     x = eqn.invars[0]
     stack = None if compat.is_literal(x) else made.get(x)
     if stack is None or stack.primitive.name != "concatenate" or readers[x] > 1:
@@ -117,7 +117,7 @@ def _stacked(
     if tuple(eqn.params["axes"]) != (0,) or len(x.aval.shape) != 1:
         return []
     found: list[Group] = []
-    for stage, some in _by_stage(stack.invars, stage_of).items():
+    for stage, some in _by_stage(terms_of(stack, "concatenate", made, readers), stage_of).items():
         part = compat.fresh_var(x.aval.update(shape=(sum(a.aval.shape[0] for a in some),)))
         out = compat.fresh_var(eqn.outvars[0].aval)
         found.append((stage, out, [
