@@ -329,9 +329,10 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        program = self._program(call)
-        with collector.paused(), without_mesh():
-            arguments, plan = self._plan_anew(call, program, arrivals)
+        with collector.paused():
+            program = self._program(call)
+            with without_mesh():
+                arguments, plan = self._plan_anew(call, program, arrivals)
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 

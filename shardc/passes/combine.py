@@ -7,7 +7,7 @@ other, up to so many bytes; those of a loop's body among themselves. Together th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardc import compat
@@ -21,7 +21,7 @@ class Started:
 
     Attributes:
       alike: its groups, type and reduction: those of others that it is combined with are the same.
-      size: bytes that a device holds of its operand and its result.
+      size: bytes that a device holds of its operand or its result, whichever is more.
       seconds: before its first byte moves.
     """
 
@@ -32,31 +32,35 @@ class Started:
     seconds: float
 
 
-def combined_starts(
+def combinations(
     jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, float]
-) -> Iterator[tuple[Eqn, Kind, float]]:
-    """The seconds that equations do not wait for: they start with another of the same combination, the last of it.
+) -> Iterator[Sequence[Started]]:
+    """The collectives that start together, each set of them in the order in which their operands are made.
 
     Args:
       started: collectives of the jaxpr's own equations, in order.
       most: by kind, bytes that one combination holds.
     """
-    groups: dict[Hashable, list[Started]] = {}
+    alike: dict[Hashable, list[Started]] = {}
     for s in started:
-        groups.setdefault((s.kind, s.alike), []).append(s)
-    for group in groups.values():
-        if len(group) == 1:
-            continue
+        alike.setdefault((s.kind, s.alike), []).append(s)
+    made = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars} if alike else {}
+
+    def ready(s: Started) -> int:
+        return max((made.get(v, -1) for v in compat.variables(s.eqn.invars)), default=-1)
+
+    for group in alike.values():
         depths = _depths(jaxpr, {id(s.eqn) for s in group})
-        waiting: dict[int, tuple[Started, int]] = {}  # by depth the last of a combination, and its bytes
+        waiting: dict[int, tuple[list[Started], int]] = {}  # by depth a combination, and its bytes
         for s in group:
             depth = depths[id(s.eqn)]
-            before, size = waiting.get(depth, (None, 0))
-            if before is not None and size + s.size <= most[s.kind]:
-                yield before.eqn, before.kind, before.seconds
-            else:
-                size = 0
-            waiting[depth] = s, size + s.size
+            before, size = waiting.get(depth, ([], 0))
+            if before and size + s.size > most[s.kind]:
+                yield sorted(before, key=ready)
+                before, size = [], 0
+            waiting[depth] = [*before, s], size + s.size
+        for found, _ in waiting.values():
+            yield sorted(found, key=ready)
 
 
 def _depths(jaxpr: Jaxpr, some: set[int]) -> dict[int, int]:

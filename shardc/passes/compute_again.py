@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shardc import compat
@@ -130,6 +130,7 @@ def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> t
       choice: of its values.
       named: the same program with nothing in front of it, whose operations count for names.
     """
+    choice = _that_follows(jaxpr, choice)  # where a boxing makes a row of what a loop carries, the row itself does not
     if not choice and not choice.instead:
         return jaxpr, Repeated()
     names = names_of(named or jaxpr, choice)
@@ -159,15 +160,20 @@ def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> Choice:
     pairs = [(known.get(v), known.get(since)) for v, _, since in (name.partition(">") for name in names)]
     values = {v: since for v, since in pairs if v is not None and since is not None}
     instead = tuple(known[name[1:]] for name in names if name[:1] == "+" and name[1:] in known)
-    residuals = {r.stack: r for r in find_residuals(jaxpr)}
-    stacks = [v for v, since in pairs if v in residuals and since is None]
+    stacks = tuple(v for v, since in pairs if v is not None and since is None)
+    return _that_follows(jaxpr, Choice(stacks, instead, values))
 
-    def follows(v: Var) -> bool:
-        slices = Slices(residuals[v].maker, stacks)
-        slices.keep(instead)
-        return slices.of(v) is not None
 
-    return Choice(tuple(filter(follows, stacks)), instead, values)
+def _that_follows(jaxpr: Jaxpr, choice: Choice) -> Choice:
+    """The choice without what is no residual, or does not follow from what is kept."""
+    if not choice.stacks:
+        return choice
+    makers = {r.stack: r.maker for r in find_residuals(jaxpr)}
+    stacks = [v for v in choice.stacks if v in makers]
+    slices = {id(maker): Slices(maker, stacks) for maker in makers.values()}
+    for some in slices.values():
+        some.keep(choice.instead)
+    return replace(choice, stacks=tuple(v for v in stacks if slices[id(makers[v])].of(v) is not None))
 
 
 def _names(jaxpr: Jaxpr) -> dict[Var, str]:

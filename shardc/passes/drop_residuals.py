@@ -116,8 +116,8 @@ class Slices:
                 self.rows.setdefault(row, stack)
 
     def of(self, stack: Var) -> list[Eqn] | None:
-        """The equations that compute a row of a stack, in their order: none if it is what the loop carries, which is
-        stacked in its place; None if it does not follow."""
+        """The equations that compute a row of a stack, in their order; None if it does not follow, or is no result of
+        an equation."""
         found = self._walk(stack)
         return None if found is None else found[0]
 
@@ -136,7 +136,7 @@ class Slices:
 
     def _walk(self, stack: Var) -> tuple[list[Eqn], set[Var]] | None:
         row = self.row_of[stack]
-        if compat.is_literal(row) or not (row in self.made_by or row in self.carried):
+        if compat.is_literal(row) or row not in self.made_by:
             return None
         found, carries = set[int](), set[Var]()
         pending = [row]
@@ -244,8 +244,6 @@ def _computing(
             names.update(zip(e.outvars, fresh, strict=True))
             again.update({new: slices.dropped.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
             eqns.append(copy.replace(outvars=fresh))
-        if slices.row_of[stack] not in names:  # what is carried, or another stack has
-            read(slices.row_of[stack], slices)
         names[row] = names[slices.row_of[stack]]
 
     for e in body.eqns:

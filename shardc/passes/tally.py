@@ -18,7 +18,7 @@ from shardc import compat
 from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
-from shardc.passes.combine import Started, combined_starts
+from shardc.passes.combine import Started, combinations
 from shardc.passes.constrain import pin_of
 from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
 from shardc.passes.memory import all_eqns, bytes_of, local_bytes
@@ -117,9 +117,7 @@ def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
     waiting = [boxed.jaxpr]
     while waiting:
         jaxpr = waiting.pop()
-        started = list(tallier.started(jaxpr.eqns))
-        found.update(s.kind for s in started)
-        found.subtract(kind for _, kind, _ in combined_starts(jaxpr, started, kinds))
+        found.update(some[0].kind for some in combinations(jaxpr, tallier.started(jaxpr.eqns), kinds))
         waiting += [body for eqn in jaxpr.eqns for body in bodies_of(eqn)]
     return found
 
@@ -206,16 +204,19 @@ class _Tallier:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
                 times[id(eqn)] = self.equation(eqn, trips, late)
-        for eqn, kind, seconds in combined_starts(jaxpr, self.started(others), dict(self.mesh.topology.combined)):
-            time = times[id(eqn)]
-            times[id(eqn)] = replace(time, **{kind: getattr(time, kind) - seconds})
+        together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
+        for s in (s for found in together for s in found[:-1]):
+            time = times[id(s.eqn)]
+            times[id(s.eqn)] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
         hidden = 0.0
         if self.mesh.topology.overlaps:
-            hidden = hidden_seconds(
-                jaxpr, late,
-                {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)},
-                {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others},
-            )  # fmt: skip
+            reducing = {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)}
+            for *before, last in together:  # all of them wait for the operand that is made last
+                for s in before:
+                    seconds = reducing.pop(id(s.eqn), 0.0)
+                    reducing[id(last.eqn)] = reducing.get(id(last.eqn), 0.0) + seconds
+            computing = {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others}
+            hidden = hidden_seconds(jaxpr, late, reducing, computing)
         light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
         return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), hidden=hidden))
@@ -243,7 +244,8 @@ class _Tallier:
         for eqn in eqns if kinds else ():
             if eqn.primitive is not box_p:
                 continue
-            boxing, size = self.boxing(eqn), self.touched(eqn)
+            boxing = self.boxing(eqn)
+            size = max(self.held[v] for v in (*compat.variables(eqn.invars[:1]), *eqn.outvars))
             for step, price in zip(boxing.steps, boxing.prices, strict=True):
                 if step.kind in kinds and price.bytes:
                     alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op

@@ -174,6 +174,7 @@ def test_a_plan_says_what_it_computes_again(hbm, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not donated:shardc.ShardcWarning")
 def test_less_is_kept_on_devices():
     """The numbers of one device, the collectives of the plan, and less memory than one device's share of `jax.jit`."""
     mesh = shardc.make_mesh(data=4, model=2)

@@ -16,7 +16,7 @@ import shardc
 from shardc import B, P, S, make_mesh
 from shardc.mesh import view
 from shardc.passes.collective import KINDS
-from shardc.passes.combine import Started, combined_starts
+from shardc.passes.combine import Started, combinations
 from shardc.passes.tally import instructions
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import FEMTO, group_of
@@ -93,14 +93,15 @@ def test_what_waits_for_another_starts_alone_and_no_more_is_combined_than_fits()
     jaxpr = jax.make_jaxpr(f)(*[1.0] * 4).jaxpr
     eqns = [e for e in jaxpr.eqns if e.primitive.name == "sin"]
 
-    def waits(size: int, most: float) -> list[int]:
-        started = [Started(e, "all_reduce", "alike", size, 1.0) for e in eqns]
-        return [eqns.index(e) for e, _, _ in combined_starts(jaxpr, started, {"all_reduce": most})]
+    def together(size: int, most: float, alike: list[int] = [0] * 6) -> list[list[int]]:
+        started = [Started(e, "all_reduce", n, size, 1.0) for n, e in zip(alike, eqns, strict=True)]
+        found = combinations(jaxpr, started, {"all_reduce": most})
+        return sorted([eqns.index(s.eqn) for s in some] for some in found)
 
-    assert waits(1, 8) == [0, 1, 2, 4]  # the fourth starts the first four; the other two wait for some of these
-    assert waits(1, 2) == [0, 2, 4]
-    assert waits(3, 2) == []
-    assert not list(combined_starts(jaxpr, [Started(e, "all_reduce", n, 1, 1.0) for n, e in enumerate(eqns)], {}))
+    assert together(1, 8) == [[0, 1, 2, 3], [5, 4]]  # two wait for some of the others, one of them for a + b as well
+    assert together(1, 2) == [[0, 1], [2, 3], [5, 4]]
+    assert together(3, 2) == [[n] for n in range(6)]
+    assert together(1, 8, [*range(6)]) == [[n] for n in range(6)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
