@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick sample oldest parity harnesses without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline test quick sample oldest parity every harnesses without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -29,6 +29,7 @@ help:
 	@echo "make sample a part of the tests of every file: quick to run on one more release"
 	@echo "make newest the quick tests on the newest releases of everything, whatever the locks say"
 	@echo "make parity every plan, schedule, model and mesh of the parity with one device, of which the suite runs a sample"
+	@echo "make every  the suite with every case of its slow tests, of which it else runs one of three"
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
@@ -75,7 +76,10 @@ lock:
 	rm -rf .venv-lock
 
 parity: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py tests/examples/test_run.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py $(ARGS)
+
+every: $(VENV)/.has-dev
+	$(BIN)/python -m pytest -n $(JOBS) --every-case $(ARGS)
 
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)

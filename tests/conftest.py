@@ -29,10 +29,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
-    parser.addoption("--every-case", action="store_true", help="all cases of parity, not a sample")
+    parser.addoption("--every-case", action="store_true", help="all cases of parity and of slow tests, not a sample")
     parser.addoption("--sample", action="store_true", help="a part of the tests of every file, for one more release")
 
 
+CASES = 3
+"""Of so many slow cases of a test that follow each other, one runs without `--every-case`."""
 SAMPLE = 12
 """Of so many tests of a file that follow each other, `--sample` runs one."""
 RELEASE = "test_find_signatures.py", "test_compat.py", "test_primitives.py", "test_versions.py"
@@ -49,8 +51,24 @@ def _model_of(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--sample"):
-        return
+    if not config.getoption("--every-case"):
+        slow = {}
+        for item in items:
+            if item.get_closest_marker("slow"):
+                slow.setdefault((item.path, item.originalname), []).append(item)
+        _keep(config, items, {id(i) for i in items if not i.get_closest_marker("slow")}.union(
+            id(i) for cases in slow.values() for i in cases[::CASES]
+        ))  # fmt: skip
+    if config.getoption("--sample"):
+        _keep(config, items, _sample(items))
+
+
+def _keep(config, items, kept):
+    config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
+    items[:] = [i for i in items if id(i) in kept]
+
+
+def _sample(items):
     by_file = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
@@ -62,8 +80,7 @@ def pytest_collection_modifyitems(config, items):
         else:
             some = fast if path.name in RELEASE else (fast or mine)[::SAMPLE]
         kept.update(map(id, some))
-    config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
-    items[:] = [i for i in items if id(i) in kept]
+    return kept
 
 
 def pytest_runtest_teardown(item, nextitem):

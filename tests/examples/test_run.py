@@ -16,7 +16,7 @@ RUNS = {
     "chosen mesh": "--model mlp --mesh auto --plan data_tensor --steps 10",
     "pipeline": "--config test --mesh pipe=2,data=2,model=2 --plan pipeline --batch 8 --microbatches 4 --steps 4",
 }
-MORE = {
+SLOW = {
     "fsdp": "--config test --mesh data=8 --plan fsdp --scan --remat --steps 4",
     "llama": "--model llama --config test --mesh data=4,model=2 --plan data_tensor --scan --steps 4",
     "moe": "--model moe --config test --mesh data=8 --plan gshard --steps 4",
@@ -55,20 +55,13 @@ def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path):
     run(RUNS[name], capsys, tmp_path)
 
 
-SAMPLE = "fsdp", "moe", "dlrm", "ppo", "bert", "llama in stages", "gpt2 in a V", "uneven"
-"""Of these, what runs without `--every-case`; all together take as long as half of the other tests."""
-
-
-def pytest_generate_tests(metafunc):
-    if "other" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-case")
-        metafunc.parametrize("other", list(MORE) if every else SAMPLE)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_fast")
-def test_other_plans(other, capsys, tmp_path):
-    run(MORE[other], capsys, tmp_path)
+@pytest.mark.parametrize("name", SLOW)
+def test_other_plans(name, capsys, tmp_path):
+    run(SLOW[name], capsys, tmp_path)
 
 
 def losses_of(options, tmp_path):
