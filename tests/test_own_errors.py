@@ -151,7 +151,7 @@ def test_what_is_no_number_in_a_pipeline():
 
     step = shardc.accumulate(loss, microbatches=2)
     mesh = shardc.make_mesh(pipe=2, data=2)
-    f = shardc.function(step, mesh=mesh, in_placements={"args": None}, pipeline=shardc.Pipeline())
+    f = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline())
     before = jax.config.jax_debug_nans
     jax.config.update("jax_debug_nans", True)
     try:
