@@ -123,7 +123,7 @@ SHORT, LONG = ("gpipe", "1f1b", "eager-1f1b"), ("zb-v", "dualpipe-v")
     ("schedules", "p", "m", "donated"),
     [
         (SHORT, 2, 2, True),
-        (SHORT, 4, 8, False),
+        pytest.param(SHORT, 4, 8, False, marks=pytest.mark.slow),
         (("zb-h1",), 2, 4, False),
         (("zb-h1",), 4, 4, True),
         (("interleaved",), 2, 4, True),
