@@ -24,7 +24,7 @@ ARGS ?=
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
-	@echo "make test   the whole test suite"
+	@echo "make test   the test suite"
 	@echo "make quick  the tests that are not marked slow"
 	@echo "make sample a part of the tests of every file: quick to run on one more release"
 	@echo "make newest the quick tests on the newest releases of everything, whatever the locks say"
