@@ -93,7 +93,7 @@ def accumulate(
 
 @dataclass(frozen=True)
 class _Result:
-    """What `fn` gives, as it was traced.
+    """The results of `fn`, as it was traced.
 
     Attributes:
       avals: of its arrays, after these of what the objects hold.

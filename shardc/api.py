@@ -510,7 +510,7 @@ def abstract(x: Any) -> Any:
 
 
 def _on_one_device(x: Any) -> Any:
-    """What lives on several devices, as JAX puts it on one."""
+    """An array of several devices, as JAX puts it on one."""
     if is_placed(x):
         return jax.numpy.asarray(np.asarray(x))
     if not isinstance(x, jax.Array) or compat.is_tracer(x) or len(x.sharding.device_set) == 1:
@@ -547,7 +547,7 @@ def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
 
 
 ELSEWHERE: Final = "elsewhere"
-"""What an array is that lives on other devices, or on another mesh."""
+"""Says of an array that it lives on other devices, or on another mesh."""
 
 
 def _arrival(x: Any, mesh: AnyMesh) -> Placement | str | None:

@@ -275,7 +275,7 @@ def array_attributes() -> list[tuple[str, bool]]:
 
 
 _OF_KEYS: Final = "_impl", "_base_array"
-"""What JAX's functions of random bits look at in arrays of keys."""
+"""Attributes of arrays of keys that JAX's functions of random bits read."""
 
 
 _OF_EVERY_CLASS: Final = {

@@ -107,7 +107,7 @@ class Function:
 
 
 class Compiled:
-    """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
+    """The result of `Function.compile`: it is called like the function, and has all that `shardc.function`'s has."""
 
     def __init__(self, function: Function, compiled: api.Compiled) -> None:
         self._function, self._compiled = function, compiled

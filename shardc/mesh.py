@@ -71,7 +71,7 @@ class MeshView:
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
     def where_start_is_shared(self, by: int) -> MeshView:
-        """The same mesh for `by` collectives that the compiler combines: each pays its part of one start."""
+        """A view of this mesh for `by` collectives that the compiler combines: each pays its part of one start."""
         return self if by == self.shared else _shared(self, by)
 
     def goes_together(self, kind: str, axes: Sequence[str]) -> bool:

@@ -32,7 +32,7 @@ from shardc.passes.trace import (
 )
 
 CARRY: Final = "carry:"
-"""What a reduction begins with that names the argument which the result is in the next microbatch."""
+"""Prefix of a reduction that names an argument: the result is that argument in the next microbatch."""
 
 
 class Opened(Protocol):
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def leaf_names(self) -> list[str]:
-        """What JAX calls the rows, then the leaves that are whole, then those of the state: `batch['x']`."""
+        """Names in JAX's words of the rows, then of the leaves that are whole, then of the state: `batch['x']`."""
         trees = [(n, t) for n, t in zip(self.names, self.trees, strict=True) if t is not None]
         numbered = [(n, jax.tree.unflatten(t, range(t.num_leaves))) for n, t in trees]
         named = [n + jax.tree_util.keystr(path) for n, tree in numbered for path, _ in leaves_by_path(tree)]

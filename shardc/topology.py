@@ -13,7 +13,7 @@ Sources of the figures, by the letter that stands beside them:
       450 GB/s are reached in an all-gather over NVSwitch; 6.6 us to start a collective, 0.6 us for a hop inside a host,
       2.7 us between hosts.
   [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; what XLA:TPU combines, from programs that
-      are compiled ahead of time for v5p (benchmarks/README.md).
+      are compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
   [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
   [G] Guessed here: no source.
 """
