@@ -13,7 +13,6 @@ check_jax(jax.__version__)
 from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
 from shardc.discover import discover
-from shardc.elsewhere import fetch
 from shardc.errors import (
     ArgumentError,
     MemoryLimitError,
@@ -26,6 +25,7 @@ from shardc.errors import (
     StepFailedError,
     TracingError,
 )
+from shardc.fetch import fetch
 from shardc.mesh import make_mesh
 from shardc.operation import signature
 from shardc.passes.boundary import stage_boundary

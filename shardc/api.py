@@ -40,10 +40,10 @@ from shardc.passes.program import Program
 from shardc.passes.record import SavedPlan
 from shardc.passes.replay import replay
 from shardc.passes.share_loops import share_loops
-from shardc.passes.trace import Arguments, Call, is_array, leaf_aval, leaves_by_path, path_text, settings, trace
+from shardc.passes.trace import Arguments, Call, is_array, leaves_by_path, path_text, settings, trace
 from shardc.pipeline_executable import PipelineExecutable
 from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
-from shardc.placed import PlacedArray, StackedArray, as_jax, is_placed
+from shardc.placed import PlacedArray, StackedArray, as_jax, is_placed, leaf_aval
 from shardc.placed import put as put_tree
 from shardc.report.heed import warnings_of
 from shardc.route import Routes, has_tracers

@@ -19,13 +19,14 @@ from shardc.passes.cut_loop import Loop, find_loop
 from shardc.passes.find_points import Floats, Points, find_points
 from shardc.passes.fold_body import FoldedBody, fold_body
 from shardc.passes.mark_stages import mark_stages
-from shardc.passes.memory import all_eqns, bytes_of, local_bytes
+from shardc.passes.memory import local_bytes
 from shardc.passes.owners import Owned, find_owned
 from shardc.passes.plan import Argument
 from shardc.passes.program import Program
 from shardc.passes.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.passes.stage_memory import StageMemory, stage_memory
 from shardc.passes.tally import whole_seconds
+from shardc.passes.walk import all_eqns, bytes_of
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.schedule import Schedule
 

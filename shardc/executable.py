@@ -18,11 +18,11 @@ from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offende
 from shardc.mesh import AnyMesh, without_mesh
 from shardc.passes.audit import Audit, audit
 from shardc.passes.lower import Lowering
-from shardc.passes.memory import all_eqns
 from shardc.passes.name_nan import name_first
 from shardc.passes.plan import Plan, donations
 from shardc.passes.run_once import CALLBACKS, raise_kept
 from shardc.passes.trace import settings
+from shardc.passes.walk import all_eqns
 from shardc.placed import PlacedArray, is_placed, put_leaf
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 

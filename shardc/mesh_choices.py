@@ -10,9 +10,9 @@ from typing import Final, TypeAlias
 from shardc.errors import MeshError
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
-from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.unit import is_unit
+from shardc.passes.walk import all_eqns
 from shardc.sbp.placement import Pin, S
 from shardc.topology import Span, Topology, parse_topology
 

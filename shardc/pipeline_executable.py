@@ -21,11 +21,11 @@ from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFaile
 from shardc.executable import Executable, OtherCallError
 from shardc.mesh import AnyMesh, note_stages
 from shardc.passes.audit import Audit, audit_all
-from shardc.passes.memory import all_eqns
 from shardc.passes.run_once import CALLBACKS
 from shardc.passes.split_scans import Piece
 from shardc.passes.split_tasks import INDEX, StageTask
 from shardc.passes.trace import settings
+from shardc.passes.walk import all_eqns
 from shardc.pipeline.action import Action
 from shardc.pipeline.recorded import recorded
 from shardc.pipeline.simulate import Timeline

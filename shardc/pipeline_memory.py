@@ -23,7 +23,7 @@ from shardc.passes.fusion import habits_of
 from shardc.passes.memory import estimate_memory, local_bytes
 from shardc.passes.plan import donations
 from shardc.passes.split_tasks import StageTask, StageTasks
-from shardc.passes.tally import short_aval
+from shardc.passes.walk import short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.lifetimes import earliest_arrivals
 from shardc.pipeline.simulate import Link, Timeline

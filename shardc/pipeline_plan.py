@@ -26,12 +26,12 @@ from shardc.passes.cut_stages import Cut, cut_stages
 from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited, match_donated
 from shardc.passes.plan_json import to_json
 from shardc.passes.precompute_state import precompute_state
-from shardc.passes.problem import itemsize_of
 from shardc.passes.program import Program
 from shardc.passes.record import record
 from shardc.passes.split_scans import Piece, Pieces, whole_program
 from shardc.passes.split_tasks import StageTask
-from shardc.passes.tally import Time, short_aval
+from shardc.passes.tally import Time
+from shardc.passes.walk import itemsize_of, short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.costs import Costs
 from shardc.pipeline.credits import auto_credits

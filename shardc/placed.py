@@ -313,3 +313,8 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
         ) from error
     done = [x for p, part in zip(wanted, parts, strict=True) for x in put_part(p, part)]
     return jax.tree.unflatten(structure, done)
+
+
+def leaf_aval(x: Any) -> Any:
+    """Logical shape, dtype and weak type of a leaf."""
+    return x.aval if is_placed(x) else compat.aval_of(x)

@@ -15,8 +15,8 @@ from shardc import compat
 from shardc.elsewhere import mesh_text, numbers_text
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import AnyMesh
-from shardc.passes.trace import is_array, leaf_aval, leaves_by_path, path_text
-from shardc.placed import PlacedArray, StackedArray
+from shardc.passes.trace import is_array, leaves_by_path, path_text
+from shardc.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
 from shardc.report.tables import times_text as times
 from shardc.sbp.placement import Placement, local_extent, local_shape

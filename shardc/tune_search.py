@@ -17,10 +17,10 @@ from shardc.mesh import AnyMesh, MeshView, make_mesh, view
 from shardc.mesh_choices import Roles, Sizes, all_sizes, is_grid, merged_sizes, roles_of, shape_key
 from shardc.passes.boundary import END, stage_boundary_p
 from shardc.passes.cut_loop import find_loop
-from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.tally import whole_seconds
 from shardc.passes.trace import Arguments
+from shardc.passes.walk import all_eqns
 from shardc.pipeline.schedules import METHODS, make_schedule
 from shardc.pipeline_plan import Pipeline
 from shardc.sbp.placement import Pin

@@ -12,7 +12,7 @@ from jax import lax
 
 import shardc
 from shardc import S, StackedArray, make_mesh
-from shardc.passes.memory import all_eqns
+from shardc.passes.walk import all_eqns
 from tests.pipelines import assert_same, check, on_host
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

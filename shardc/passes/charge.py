@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.compat import Jaxpr, bodies_of
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.fusion import Habits
-from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import Lifetimes, lifetimes
 from shardc.passes.memory import GAPS, piece_bytes
 from shardc.passes.place import Tables

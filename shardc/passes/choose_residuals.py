@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed
 from shardc.passes.drop_residuals import find_residuals, may_repeat
 from shardc.passes.fusion import IN_LOOPS, Habits, Kind, kind_of
-from shardc.passes.insert_boxing import Boxed
-from shardc.passes.memory import all_eqns, bytes_of, local_bytes, piece_bytes
+from shardc.passes.memory import local_bytes, piece_bytes
 from shardc.passes.tally import alone_seconds
+from shardc.passes.walk import all_eqns, bytes_of
 from shardc.sbp.cost import memory_seconds, send_price
 from shardc.solver.cut import Repeatable
 

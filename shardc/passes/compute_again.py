@@ -15,14 +15,15 @@ from typing import Final
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.choose_residuals import Loop, loops_of, placed
 from shardc.passes.drop_residuals import Again, Slices, drop_residuals, find_residuals
 from shardc.passes.drop_values import Crossing, drop_values
 from shardc.passes.fusion import Habits
-from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import scopes_at
-from shardc.passes.memory import Profile, all_eqns, piece_bytes
+from shardc.passes.memory import Profile, piece_bytes
 from shardc.passes.tally import alone_seconds, tally
+from shardc.passes.walk import all_eqns
 
 
 @dataclass(frozen=True, slots=True)

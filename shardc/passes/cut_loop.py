@@ -17,9 +17,9 @@ from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import PipelineError, all_offenders
 from shardc.passes.boundary import END, microbatches_p, stage_boundary_p
 from shardc.passes.find_homes import is_large
-from shardc.passes.memory import all_eqns, bytes_of
 from shardc.passes.program import Program
-from shardc.passes.reassociate import ADDITIONS, LINEAR, reassociate
+from shardc.passes.reassociate import reassociate
+from shardc.passes.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
 
 CHEAP: Final = LINEAR | frozenset(
     (

@@ -9,7 +9,7 @@ from typing import Any, Final
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import ArgumentError
-from shardc.passes.insert_boxing import Boxed, box_p
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.plan import Plan
 from shardc.sbp.placement import S
 

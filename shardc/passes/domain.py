@@ -18,19 +18,9 @@ from numpy.typing import NDArray
 
 from shardc.mesh import MeshView
 from shardc.passes.offer_rings import Rings, offer_rings
-from shardc.passes.problem import (
-    Node,
-    Problem,
-    Reader,
-    Value,
-    digit_of,
-    digits,
-    first_of_alike,
-    itemsize_of,
-    operation_of,
-    work_dtype,
-)
+from shardc.passes.problem import Node, Problem, Reader, Value, digit_of, digits, first_of_alike
 from shardc.passes.transfer import is_transfer
+from shardc.passes.walk import itemsize_of, operation_of, work_dtype
 from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
 from shardc.sbp.cost import LIGHT, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Habits, Kind, kind_of
-from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.lifetimes import lifetimes, made_at
 from shardc.passes.memory import Profile, piece_bytes
 from shardc.passes.tally import alone_seconds

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.passes.reassociate import ADDITIONS, LINEAR
+from shardc.passes.walk import ADDITIONS, LINEAR
 
 _OF_ZEROS: Final = LINEAR | ADDITIONS
 """Operations that make zeros of operands that are all zeros."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
-from shardc.passes.memory import bytes_of
+from shardc.passes.walk import bytes_of
 
 
 def is_large(v: Var) -> bool:

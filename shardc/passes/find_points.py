@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardc.compat import Var
 from shardc.passes.fold_body import FoldedBody
-from shardc.passes.memory import bytes_of
+from shardc.passes.walk import bytes_of
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]

@@ -20,7 +20,7 @@ from typing import Final
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.passes.fusion import IN_LOOPS, Step
-from shardc.passes.problem import itemsize_of
+from shardc.passes.walk import itemsize_of
 
 ROW: Final = 2048
 """Numbers in a row that XLA:TPU has inside of an operation. Of 2,560 it had in one program, and in another not."""

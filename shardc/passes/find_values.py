@@ -15,7 +15,8 @@ from typing import Any
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import ArgumentError
-from shardc.passes.insert_boxing import Boxed, box_p, entries_of
+from shardc.passes.box import Boxed, box_p
+from shardc.passes.insert_boxing import entries_of
 from shardc.passes.pins import matcher
 from shardc.passes.problem import Nested, Node, Problem, Scope
 from shardc.passes.program import Program

@@ -20,9 +20,10 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.passes.box import Boxed
 from shardc.passes.charge import Charges
 from shardc.passes.fusion import Habits
-from shardc.passes.insert_boxing import Boxed, insert_boxing
+from shardc.passes.insert_boxing import insert_boxing
 from shardc.passes.memory import Profile, profile_memory
 from shardc.passes.place import Placed, Placer
 from shardc.passes.relink import Relink

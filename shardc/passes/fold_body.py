@@ -14,8 +14,8 @@ from typing import Any
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.passes.cut_loop import CHEAP, CHEAP_DEPTH, Loop
-from shardc.passes.memory import bytes_of
-from shardc.passes.reassociate import ADDITIONS, LINEAR, sum_terms
+from shardc.passes.reassociate import sum_terms
+from shardc.passes.walk import ADDITIONS, LINEAR, bytes_of
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from shardc.passes.fusion import (
     Step,
     kind_of,
 )
-from shardc.passes.problem import itemsize_of
+from shardc.passes.walk import itemsize_of
 
 
 @dataclass(frozen=True, slots=True)

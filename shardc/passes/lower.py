@@ -15,13 +15,13 @@ from jax import lax
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed, box_p, boxing_of
 from shardc.passes.constrain import pin_of
-from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
 from shardc.passes.lower_boxing import MeshWire, emit_step
-from shardc.passes.problem import operation_of
 from shardc.passes.run_once import run_once, runs_once
 from shardc.passes.transfer import send_p
 from shardc.passes.unit import is_unit, run_unit
+from shardc.passes.walk import operation_of
 from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
 from shardc.sbp.signature import Site, extent, find_rule

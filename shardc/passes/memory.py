@@ -21,7 +21,7 @@ from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.find_tables import Table
 from shardc.passes.fusion import GPU, TPU, Habits
 from shardc.passes.lifetimes import Lifetimes, Product, lifetimes
-from shardc.passes.problem import itemsize_of, operation_of, setting_of
+from shardc.passes.walk import bytes_of, itemsize_of, operation_of, setting_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.ring import ring_buffers, ring_of
 from shardc.sbp.signature import find_rule
@@ -60,9 +60,6 @@ MOST_FILLED: Final = 2**27
 """Bytes that XLA:TPU wastes on filled rows however many times as much as the array that is."""
 
 
-def bytes_of(var: Var) -> int:
-    """Bytes of a whole value."""
-    return math.prod(var.aval.shape) * itemsize_of(var.aval)
 
 
 def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
@@ -270,11 +267,3 @@ def working_bytes(eqn: compat.Eqn) -> int:
     return sum(bytes_of(v) for v in eqn.outvars) + inside
 
 
-def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:
-    """The equations of a jaxpr and of its nested bodies, in order."""
-    found: list[compat.Eqn] = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for body in bodies_of(eqn):
-            found += all_eqns(body)
-    return found

@@ -12,9 +12,9 @@ import numpy as np
 from shardc import compat
 from shardc.compat import Eqn
 from shardc.passes.lower import Lowering
-from shardc.passes.memory import all_eqns
 from shardc.passes.plan import Plan
 from shardc.passes.unit import is_unit
+from shardc.passes.walk import all_eqns
 
 
 def name_first(plan: Plan, args: Sequence[Any], nans: bool, infs: bool) -> str | None:

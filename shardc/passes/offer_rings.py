@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.passes.problem import Node, Value, digits, first_of_alike, operation_of, work_dtype
+from shardc.passes.problem import Node, Value, digits, first_of_alike
+from shardc.passes.walk import operation_of, work_dtype
 from shardc.sbp.cost import heavy_seconds
 from shardc.sbp.placement import S
 from shardc.sbp.ring import Ring, ring_price, ring_signatures

@@ -21,10 +21,10 @@ from shardc.errors import PlacementError, did_you_mean
 from shardc.mesh import MeshView
 from shardc.passes.constrain import pin_of
 from shardc.passes.fully_sharded import FullySharded
-from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.trace import path_text
 from shardc.passes.unit import is_unit, unit_body, wrong_unit
+from shardc.passes.walk import all_eqns
 from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S, as_sbp
 
 

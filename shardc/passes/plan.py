@@ -16,6 +16,7 @@ from shardc import compat
 from shardc.compat import NESTED
 from shardc.errors import MemoryLimitError
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed
 from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.collective import Collective
 from shardc.passes.compute_again import Choice, Offers, Recomputed, Repeated, compute_again, recomputed
@@ -23,14 +24,15 @@ from shardc.passes.constrain import constrain_p
 from shardc.passes.find_signatures import found_of
 from shardc.passes.fit import GOOD_ENOUGH, Fit, Fitted, Trial
 from shardc.passes.fusion import Habits, habits_of
-from shardc.passes.insert_boxing import Boxed, insert_boxing
-from shardc.passes.memory import Memory, Profile, all_eqns, profile_memory
+from shardc.passes.insert_boxing import insert_boxing
+from shardc.passes.memory import Memory, Profile, profile_memory
 from shardc.passes.place import Placed, Placer
 from shardc.passes.problem import Border, Problem, build_problem
 from shardc.passes.program import Program
 from shardc.passes.run_once import runs_once
 from shardc.passes.tally import tally
 from shardc.passes.transfer import is_transfer
+from shardc.passes.walk import all_eqns
 from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.signature import has_rule
 from shardc.solver import Assignment, relative_gap

@@ -21,9 +21,8 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.passes.boundary import microbatches_p
 from shardc.passes.canonicalize import canonical_jaxpr
 from shardc.passes.cut_loop import Loop, find_loops, with_atoms
-from shardc.passes.memory import bytes_of
 from shardc.passes.program import Program
-from shardc.passes.reassociate import ADDITIONS
+from shardc.passes.walk import ADDITIONS, bytes_of
 
 SMALL: Final = 1 << 12
 """Bytes of a value, at most, that is computed for all microbatches in front of the loop."""

@@ -27,9 +27,10 @@ from shardc.passes.run_once import once_signature, result_op, runs_once
 from shardc.passes.traffic import PARTLY_READ, UPDATES
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_placements, unit_signatures, whole_signature
+from shardc.passes.walk import itemsize_of, operation_of
 from shardc.sbp import rules as _rules
-from shardc.sbp.placement import REPLICATED, SBP, AxisSizes, B, P, Pin, Placement, ReduceOp, S
-from shardc.sbp.signature import Operation, Rule, Setting, Signature, find_rule, gathered, signatures
+from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
+from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 from shardc.solver.kernels_numpy import kinds
 
 del _rules  # imported for its registrations
@@ -37,13 +38,6 @@ del _rules  # imported for its registrations
 _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 
 
-def itemsize_of(aval: Any) -> int:
-    """Bytes of one element; of a PRNG key those of its words."""
-    dtype = aval.dtype
-    try:
-        return int(np.dtype(dtype).itemsize)
-    except TypeError:
-        return int(dtype.itemsize)
 
 
 @dataclass(eq=False, slots=True)
@@ -336,24 +330,10 @@ class Builder:
             self.read(value, node, 0, weight)
 
 
-def operation_of(eqn: Eqn) -> Operation:
-    """The equation as a rule sees it."""
-    return Operation(
-        eqn.primitive.name, tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars), eqn.params
-    )
 
 
-def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Setting:
-    """The same with the placements around it."""
-    operands, results = (
-        tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
-    )
-    return Setting(operation_of(eqn), operands, results, {a: n for a, n in sizes.items() if n > 1})
 
 
-def work_dtype(eqn: Eqn) -> Any:
-    """The type that an operation computes in: that of its first operand, or of its result if it has none."""
-    return next((a.aval.dtype for a in (*eqn.invars, *eqn.outvars)), np.dtype(np.float32))
 
 
 def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:

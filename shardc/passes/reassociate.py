@@ -6,21 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-
-ADDITIONS: Final = frozenset(("add", "add_any"))
-LINEAR: Final = frozenset(
-    (
-        "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "neg", "copy",
-        "copy_p",
-    )
-)
-"""Linear operations of one operand, which are done to each term instead of to the sum."""
+from shardc.passes.walk import ADDITIONS, LINEAR
 
 Group: TypeAlias = tuple[int, Atom, list[Eqn]]
 """A stage, the sum of its terms, and the equations that make it."""

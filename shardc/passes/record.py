@@ -17,11 +17,11 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.passes.box import box_p
 from shardc.passes.compute_again import Recomputed
-from shardc.passes.insert_boxing import box_p
-from shardc.passes.memory import all_eqns
 from shardc.passes.pins import Rules
 from shardc.passes.plan import Plan, moves, without_entries
+from shardc.passes.walk import all_eqns
 from shardc.sbp.placement import REPLICATED, Placement
 
 Chain: TypeAlias = tuple[tuple[Placement, Placement], ...]

@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.passes.reassociate import ADDITIONS, Group, reassociate, terms_of
+from shardc.passes.reassociate import Group, reassociate, terms_of
+from shardc.passes.walk import ADDITIONS
 
 
 def regroup(eqns: Sequence[Eqn], anchors: dict[Var, int], outvars: Sequence[Atom]) -> list[Eqn]:

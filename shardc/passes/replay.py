@@ -13,15 +13,16 @@ from shardc import compat
 from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.compute_again import choice_named, compute_again, recomputed
 from shardc.passes.fusion import habits_of
-from shardc.passes.insert_boxing import Boxed, box_p, latest
-from shardc.passes.memory import all_eqns
+from shardc.passes.insert_boxing import latest
 from shardc.passes.plan import Argument, Plan, match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.passes.plan_json import rows_of
-from shardc.passes.problem import Node, Problem, operation_of
+from shardc.passes.problem import Node, Problem
 from shardc.passes.program import Program
 from shardc.passes.record import SavedLeaf, SavedPlan, digests, operation_text, placement_word
+from shardc.passes.walk import all_eqns, operation_of
 from shardc.passes.why import ports_in
 from shardc.sbp.placement import REPLICATED, Pin, Placement
 from shardc.sbp.ring import Ring, goes_around, ring_of, ring_signatures

@@ -16,7 +16,7 @@ import jax
 
 from shardc import compat
 from shardc.compat import NESTED, Atom, Eqn, Var
-from shardc.passes.problem import operation_of
+from shardc.passes.walk import operation_of
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Rule, bind_same, find_rule
 

@@ -26,11 +26,11 @@ from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Scan, Var, bodies_of
 from shardc.mesh import MeshView
 from shardc.passes.canonicalize import inlined_eqns
 from shardc.passes.constrain import pin_of
-from shardc.passes.problem import operation_of
 from shardc.passes.program import Program
 from shardc.passes.run_once import runs_once
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit
+from shardc.passes.walk import operation_of
 from shardc.sbp.placement import Pin
 from shardc.sbp.signature import Neutral, find_rule, is_extended, neutral_value
 

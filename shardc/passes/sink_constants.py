@@ -18,8 +18,8 @@ from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of, with_
 from shardc.passes.choose_residuals import FUSED
 from shardc.passes.drop_residuals import may_repeat
 from shardc.passes.fusion import Kind, kind_of
-from shardc.passes.memory import bytes_of
 from shardc.passes.traffic import PARTLY_READ
+from shardc.passes.walk import bytes_of
 
 LIGHT: Final = frozenset((Kind.CHEAP, Kind.VIEW))
 """Operations that sink: XLA computes them in every loop that reads their result."""

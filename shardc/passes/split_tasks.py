@@ -21,8 +21,8 @@ import numpy as np
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.passes.advance_sums import advance_sums
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.cut_stages import StageProgram
-from shardc.passes.insert_boxing import Boxed, box_p
 from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, Plan
 from shardc.passes.program import Program

@@ -10,7 +10,8 @@ import numpy as np
 from shardc.compat import Var
 from shardc.passes.find_points import Floats, Points
 from shardc.passes.fold_body import FoldedBody
-from shardc.passes.memory import bytes_of, working_bytes
+from shardc.passes.memory import working_bytes
+from shardc.passes.walk import bytes_of
 
 
 @dataclass(frozen=True)

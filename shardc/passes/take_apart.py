@@ -20,8 +20,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.passes.canonicalize import with_own_bodies
 from shardc.passes.find_homes import Loop, is_large, largest
-from shardc.passes.memory import bytes_of
 from shardc.passes.regroup import regroup
+from shardc.passes.walk import bytes_of
 from shardc.sbp.signature import is_extended
 
 Group: TypeAlias = tuple[int, int]

@@ -17,17 +17,17 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.mesh import MeshView
+from shardc.passes.box import Boxed, box_p, boxing_of
 from shardc.passes.collective import KINDS, Collective, Kind, Moves
 from shardc.passes.combine import Started, combinations
 from shardc.passes.constrain import pin_of
-from shardc.passes.insert_boxing import Boxed, box_p, boxing_of
-from shardc.passes.memory import all_eqns, bytes_of, local_bytes
+from shardc.passes.memory import local_bytes
 from shardc.passes.overlap import hidden_seconds, late_values
-from shardc.passes.problem import operation_of, setting_of, work_dtype
 from shardc.passes.run_once import runs_once
 from shardc.passes.traffic import fused_bytes
 from shardc.passes.transfer import is_transfer
 from shardc.passes.unit import is_unit, unit_body, unit_moves
+from shardc.passes.walk import all_eqns, bytes_of, operation_of, setting_of, short_aval, work_dtype
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
@@ -97,9 +97,6 @@ class Tally:
     added: float
 
 
-def short_aval(aval: Any) -> str:
-    """`f32[8,128]`."""
-    return aval.str_short(short_dtypes=True)
 
 
 def tally(boxed: Boxed, mesh: MeshView) -> Tally:

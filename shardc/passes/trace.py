@@ -20,10 +20,10 @@ from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_me
 from shardc.mesh import automatic, explicit_axes, without_mesh
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.drop_zero_sums import drop_zero_sums
-from shardc.passes.memory import all_eqns
 from shardc.passes.program import Program
 from shardc.passes.sink_constants import sink_constants
-from shardc.placed import as_jax, is_placed
+from shardc.passes.walk import all_eqns
+from shardc.placed import as_jax, leaf_aval
 
 
 def path_text(path: Iterable[Any]) -> str:
@@ -238,9 +238,6 @@ def _has_hash(x: object) -> bool:
     return True
 
 
-def leaf_aval(x: Any) -> Any:
-    """Logical shape, dtype and weak type of a leaf."""
-    return x.aval if is_placed(x) else compat.aval_of(x)
 
 
 def settings() -> tuple[Any, ...]:

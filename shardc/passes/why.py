@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Atom, Jaxpr, bodies_of
+from shardc.passes.box import Boxed, box_p
 from shardc.passes.domain import Domains
-from shardc.passes.insert_boxing import Boxed, box_p, entries_of, insert_boxing
+from shardc.passes.insert_boxing import entries_of, insert_boxing
 from shardc.passes.place import Placed, Tables
 from shardc.passes.plan import Plan, problem_of
 from shardc.passes.problem import Nested, Node, Problem, Scope

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from shardc.passes.collective import Collective
 from shardc.passes.plan import Plan
 from shardc.passes.record import record
-from shardc.passes.tally import short_aval
+from shardc.passes.walk import short_aval
 from shardc.pipeline_plan import PipelinePlan
 from shardc.report.explain import moving
 from shardc.report.tables import (

@@ -9,9 +9,10 @@ from shardc import compat
 from shardc.compat import Jaxpr
 from shardc.passes.collective import KINDS, Collective
 from shardc.passes.compute_again import Recomputed
-from shardc.passes.memory import all_eqns, local_bytes
+from shardc.passes.memory import local_bytes
 from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
-from shardc.passes.tally import Time, short_aval
+from shardc.passes.tally import Time
+from shardc.passes.walk import all_eqns, short_aval
 from shardc.report.tables import (
     Key,
     bytes_text,

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from shardc.passes.collective import Collective
 from shardc.passes.memory import local_bytes
-from shardc.passes.tally import Time, short_aval
+from shardc.passes.tally import Time
+from shardc.passes.walk import short_aval
 from shardc.pipeline.action import Action
 from shardc.pipeline.simulate import Timeline
 from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan

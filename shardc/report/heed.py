@@ -11,7 +11,7 @@ from shardc import compat
 from shardc.compat import Eqn
 from shardc.passes.canonicalize import EVERY
 from shardc.passes.plan import Plan, match_donated
-from shardc.passes.problem import itemsize_of
+from shardc.passes.walk import itemsize_of
 from shardc.pipeline_plan import PipelinePlan
 from shardc.report.tables import bytes_text
 from shardc.sbp.placement import local_shape

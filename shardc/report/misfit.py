@@ -9,11 +9,11 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import all_offenders
 from shardc.mesh import MeshView
+from shardc.passes.box import box_p
 from shardc.passes.fit import Fitted, Trial
-from shardc.passes.insert_boxing import box_p
-from shardc.passes.memory import all_eqns
 from shardc.passes.plan import Argument
 from shardc.passes.program import Program
+from shardc.passes.walk import all_eqns
 from shardc.report.tables import bytes_text, fold_leaves, placement_text
 
 NAMED: Final = 8

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from shardc import compat
 from shardc.passes.find_values import Box, Named, Use, find_values, values_of
 from shardc.passes.plan import Plan
-from shardc.passes.problem import Node, itemsize_of
-from shardc.passes.tally import short_aval
+from shardc.passes.problem import Node
+from shardc.passes.walk import itemsize_of, short_aval
 from shardc.passes.why import Again, Other
 from shardc.report.tables import (
     bytes_text,

@@ -11,14 +11,14 @@ from jax import lax
 import shardc
 from shardc.compat import bodies_of
 from shardc.mesh import MeshView, view
+from shardc.passes.box import Boxed
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.choose_residuals import choose_residuals
 from shardc.passes.compute_again import Choice, compute_again
 from shardc.passes.drop_residuals import Slices, find_residuals
 from shardc.passes.fusion import IN_LOOPS, kind_of
-from shardc.passes.insert_boxing import Boxed
-from shardc.passes.memory import all_eqns
 from shardc.passes.tally import tally
+from shardc.passes.walk import all_eqns
 from shardc.sbp.placement import REPLICATED
 from shardc.topology import TOPOLOGIES
 from tests.passes.test_drop_residuals import (

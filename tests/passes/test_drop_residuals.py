@@ -15,7 +15,8 @@ from shardc import compat
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.compute_again import Choice, choice_named, names_of
 from shardc.passes.drop_residuals import Slices, drop_residuals, find_residuals
-from shardc.passes.memory import GAPS, all_eqns
+from shardc.passes.memory import GAPS
+from shardc.passes.walk import all_eqns
 from shardc.passes.why import ports_in
 
 LAYERS, ROWS, WIDTH = 3, 4, 8

@@ -14,14 +14,16 @@ from examples import gpt2
 from examples.zoo import MODELS
 from shardc import S
 from shardc.mesh import view
+from shardc.passes.box import box_p
 from shardc.passes.charge import points_without_boxings
 from shardc.passes.fit import Fit
 from shardc.passes.fusion import habits_of
-from shardc.passes.insert_boxing import box_p, insert_boxing
+from shardc.passes.insert_boxing import insert_boxing
 from shardc.passes.lifetimes import lifetimes
-from shardc.passes.memory import all_eqns, profile_memory
+from shardc.passes.memory import profile_memory
 from shardc.passes.place import Placer
 from shardc.passes.plan import Plan
+from shardc.passes.walk import all_eqns
 from tests.passes.test_optimal import random_problem
 
 ENOUGH = 1000

@@ -11,7 +11,8 @@ from shardc.compat import bodies_of, with_bodies
 from shardc.passes.canonicalize import canonicalize
 from shardc.passes.fusion import CPU, GPU, TPU, Kind, habits_of, kind_of
 from shardc.passes.lifetimes import lifetimes
-from shardc.passes.memory import bytes_of, tiled_bytes
+from shardc.passes.memory import tiled_bytes
+from shardc.passes.walk import bytes_of
 
 ROWS, COLS = 4, 8
 X = jax.ShapeDtypeStruct((ROWS, COLS), jnp.float32)

@@ -14,8 +14,8 @@ from examples import gpt2
 from shardc import S, compat
 from shardc.compat import bodies_of
 from shardc.passes.canonicalize import canonicalize
-from shardc.passes.memory import all_eqns, bytes_of
 from shardc.passes.sink_constants import sink_constants
+from shardc.passes.walk import all_eqns, bytes_of
 from tests.pipelines import on_host
 
 STEPS, ROWS = 3, 16

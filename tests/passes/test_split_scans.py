@@ -13,10 +13,10 @@ from jax.extend.core import jaxpr_as_fun
 import shardc
 from shardc import compat
 from shardc.passes.cut_loop import find_loop
-from shardc.passes.memory import all_eqns
 from shardc.passes.rows import row_use
 from shardc.passes.split_scans import find_layers, split_scans
 from shardc.passes.trace import Arguments, trace
+from shardc.passes.walk import all_eqns
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 

@@ -19,9 +19,9 @@ from shardc import AUTO, B, P, Placement, S
 from shardc.passes.collective import KINDS
 from shardc.passes.overlap import hidden_seconds, late_values
 from shardc.passes.plan import Plan, problem_of
-from shardc.passes.problem import itemsize_of
 from shardc.passes.tally import Time
 from shardc.passes.traffic import fused_bytes
+from shardc.passes.walk import itemsize_of
 from shardc.sbp.boxing import find_boxing
 
 N = 1024

@@ -1,0 +1,75 @@
+"""Tools to walk programs and to read their equations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from shardc import compat
+from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
+from shardc.sbp.signature import Operation, Setting
+
+
+def bytes_of(var: Var) -> int:
+    """Bytes of a whole value."""
+    return math.prod(var.aval.shape) * itemsize_of(var.aval)
+
+
+def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:
+    """The equations of a jaxpr and of its nested bodies, in order."""
+    found: list[compat.Eqn] = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for body in bodies_of(eqn):
+            found += all_eqns(body)
+    return found
+
+
+def itemsize_of(aval: Any) -> int:
+    """Bytes of one element; of a PRNG key those of its words."""
+    dtype = aval.dtype
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:
+        return int(dtype.itemsize)
+
+
+def operation_of(eqn: Eqn) -> Operation:
+    """The equation as a rule sees it."""
+    return Operation(
+        eqn.primitive.name, tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars), eqn.params
+    )
+
+
+def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Setting:
+    """The same with the placements around it."""
+    operands, results = (
+        tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
+    )
+    return Setting(operation_of(eqn), operands, results, {a: n for a, n in sizes.items() if n > 1})
+
+
+def work_dtype(eqn: Eqn) -> Any:
+    """The type that an operation computes in: that of its first operand, or of its result if it has none."""
+    return next((a.aval.dtype for a in (*eqn.invars, *eqn.outvars)), np.dtype(np.float32))
+
+
+def short_aval(aval: Any) -> str:
+    """`f32[8,128]`."""
+    return aval.str_short(short_dtypes=True)
+
+
+ADDITIONS: Final = frozenset(("add", "add_any"))
+
+
+LINEAR: Final = frozenset(
+    (
+        "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "neg", "copy",
+        "copy_p",
+    )
+)
+"""Linear operations of one operand, which are done to each term instead of to the sum."""
