@@ -12,10 +12,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from shardc.pipeline.costs import Costs
-from shardc.pipeline.network import network
-from shardc.pipeline.schedules import METHODS
-from shardc.pipeline.simulate import simulate
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.methods import METHODS
+from shardc.pipeline.schedule.network import network
+from shardc.pipeline.schedule.simulate import simulate
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock, run_without_time
 from shardc.runtime.executor import Executor, Task

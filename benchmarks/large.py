@@ -25,7 +25,7 @@ from benchmarks.large_models import LARGE
 from benchmarks.measure import fake_cpu, warn
 from benchmarks.run import tpu_env
 from benchmarks.tables import Rows, new_table, start
-from shardc.passes.collective import KINDS
+from shardc.ir.collective import KINDS
 
 GIB = 2**30
 CASES = [f"{name}/{plan}" for name, large in LARGE.items() for plan in large.plans]

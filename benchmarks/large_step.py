@@ -18,7 +18,7 @@ from benchmarks.large_models import LARGE, Large, pins_of, size_of
 from benchmarks.measure import moved, report
 from benchmarks.xla_seconds import cycle_seconds, xla_seconds
 from shardc.errors import MemoryLimitError
-from shardc.mesh import AnyMesh, view
+from shardc.machine.mesh import AnyMesh, view
 
 
 def measure(case: str, compiled: bool, layers: int | None = None, text: Path | None = None) -> None:

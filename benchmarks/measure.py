@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardc.passes.hlo import parse_collectives
+from shardc.passes.audit.hlo import parse_collectives
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ import shardc
 from benchmarks.cases import Case
 from benchmarks.measure import report, seconds
 from benchmarks.peer import jitted
-from shardc.passes.trace import Arguments, trace
+from shardc.passes.trace.trace import Arguments, trace
 
 
 def measure(case: Case, peer_first: bool) -> None:

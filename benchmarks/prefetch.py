@@ -18,10 +18,10 @@ from benchmarks.large_models import LARGE, pins_of
 from benchmarks.tables import new_table
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
-from shardc.passes.box import Boxed, box_p
-from shardc.passes.memory import local_bytes
-from shardc.passes.plan import Plan
-from shardc.passes.tally import tally
+from shardc.ir.box import Boxed, box_p
+from shardc.passes.estimate.memory import local_bytes
+from shardc.passes.estimate.plan_cost import tally
+from shardc.plan.plan import Plan
 
 
 @dataclass(frozen=True)

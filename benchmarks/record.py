@@ -39,7 +39,7 @@ from examples import gpt2, mlp
 from examples.plans.stages import between
 from examples.zoo import MODELS
 from shardc.errors import ShardcError
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedule.methods import METHODS
 
 TOPOLOGIES = (None, "v5p:2x2x2")
 SHOWN = ("bytes", "seconds", "peak", "gap")

@@ -19,7 +19,7 @@ import jax
 
 import shardc
 from examples.zoo import MODELS
-from shardc.passes.walk import all_eqns
+from shardc.ir.walk import all_eqns
 
 MESH = {"data": 4, "model": 2}
 

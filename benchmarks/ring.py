@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import shardc
 from benchmarks.tpu import COLUMN, D, F, T, figures
 from shardc import S
-from shardc.passes import domain
+from shardc.passes.place import domain
 
 SLICES = {"v5p:4x4x2": "v5:4x4x2", "v5e:8x4": "v5e:8x4"}
 """As libtpu calls them. Both have 32 chips."""

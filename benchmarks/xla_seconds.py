@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from shardc.passes.hlo_text import Module, parse_module, trip_count
+from shardc.passes.audit.hlo_text import Module, parse_module, trip_count
 
 CLOCK = 1.75e9
 """Cycles of v5p in a second."""

@@ -14,8 +14,8 @@ import jax
 import shardc
 from examples.plans.stages import between
 from examples.zoo import Model
-from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedule.methods import METHODS
+from shardc.pipeline.schedule.schedule import Schedule
 
 PER_RANK = 4
 """Microbatches for each rank, if nobody says how many: the bubble of 1F1B is then under a fifth of a step."""

@@ -10,9 +10,9 @@ from shardc.versions import check_jax
 
 check_jax(jax.__version__)
 
-from shardc.accumulate import accumulate
 from shardc.api import constrain, function, put
-from shardc.discover import discover
+from shardc.arrays.fetch import fetch
+from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import (
     ArgumentError,
     MemoryLimitError,
@@ -25,22 +25,22 @@ from shardc.errors import (
     StepFailedError,
     TracingError,
 )
-from shardc.fetch import fetch
-from shardc.mesh import make_mesh
-from shardc.operation import signature
-from shardc.passes.boundary import stage_boundary
-from shardc.passes.data_parallel import data_parallel
-from shardc.passes.fully_sharded import fsdp
-from shardc.passes.pins import rules
-from shardc.passes.plan_json import load_plan
-from shardc.passes.record import SavedPlan
-from shardc.pipeline.schedule import Schedule
-from shardc.pipeline_plan import Pipeline
-from shardc.placed import PlacedArray, StackedArray
+from shardc.ir.boundary import stage_boundary
+from shardc.ir.trips import trips
+from shardc.ir.user_operation import signature
+from shardc.machine.mesh import make_mesh
+from shardc.passes.trace.accumulate import accumulate
+from shardc.passes.trace.fully_sharded import fsdp
+from shardc.passes.trace.pins import rules
+from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.schedule.schedule import Schedule
+from shardc.plan.data_parallel import data_parallel
+from shardc.plan.saved_json import load_plan
+from shardc.plan.saved_plan import SavedPlan
+from shardc.report.show import show
+from shardc.sbp.discover import discover
 from shardc.sbp.placement import AUTO, B, P, Placement, S
-from shardc.show import show
-from shardc.trips import trips
-from shardc.tune import tune
+from shardc.tune.tune import tune
 
 __all__ = [
     "AUTO",

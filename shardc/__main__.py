@@ -18,19 +18,19 @@ from rich.console import Console
 from rich.text import Text
 
 from shardc.errors import MeshError, PipelineError
-from shardc.mesh import make_mesh
-from shardc.pipeline.action import Action
-from shardc.pipeline.check import checked
-from shardc.pipeline.costs import Costs
-from shardc.pipeline.credits import auto_credits
-from shardc.pipeline.network import CHANNELS, network
-from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS, Found, find_schedule, make_schedule
-from shardc.pipeline.simulate import Timeline, find_deadlock, peak_activations, simulate
+from shardc.machine.mesh import make_mesh
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.check import checked
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.credits import auto_credits
+from shardc.pipeline.schedule.methods import METHODS, Found, find_schedule, make_schedule
+from shardc.pipeline.schedule.network import CHANNELS, network
+from shardc.pipeline.schedule.schedule import Schedule
+from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
 from shardc.report.chart import Chart, Track
 from shardc.report.picture import draw_picture
 from shardc.report.timeline_text import draw_timeline, unit_of
-from shardc.report.trace import write_trace
+from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 
 _PROG: Final = "python -m shardc"
@@ -84,8 +84,8 @@ def _schedule_command(args: argparse.Namespace) -> int:
 
 
 def _calibrate_command(args: argparse.Namespace) -> int:
-    from shardc.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
-    from shardc.report.calibration import calibration_text  # noqa: PLC0415
+    from shardc.tune.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
+    from shardc.tune.calibration_text import calibration_text  # noqa: PLC0415
 
     try:
         mesh = make_mesh(**args.mesh)

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardc import collector, compat
-from shardc.elsewhere import elsewhere_text, mesh_text
+from shardc import compat
+from shardc.arrays.placed import PlacedArray, StackedArray, as_jax, is_placed, leaf_aval
+from shardc.arrays.placed import put as put_tree
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -27,26 +28,26 @@ from shardc.errors import (
     all_offenders,
     did_you_mean,
 )
-from shardc.executable import Executable
-from shardc.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
-from shardc.passes.canonicalize import EVERY
-from shardc.passes.check_found import check_found
-from shardc.passes.constrain import constrain_p, pin_of
-from shardc.passes.data_parallel import AVOIDS, DataParallel, sent_besides
-from shardc.passes.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
-from shardc.passes.plan import Argument, Plan, make_plan
-from shardc.passes.plan_json import load_plan
-from shardc.passes.program import Program
-from shardc.passes.record import SavedPlan
-from shardc.passes.replay import replay
-from shardc.passes.share_loops import share_loops
-from shardc.passes.trace import Arguments, Call, is_array, leaves_by_path, path_text, settings, trace
-from shardc.pipeline_executable import PipelineExecutable
-from shardc.pipeline_plan import Pipeline, PipelinePlan, make_pipeline_plan
-from shardc.placed import PlacedArray, StackedArray, as_jax, is_placed, leaf_aval
-from shardc.placed import put as put_tree
+from shardc.execute import gc_pause
+from shardc.execute.call_cache import Routes, has_tracers
+from shardc.execute.executable import Executable
+from shardc.execute.pipeline_executable import PipelineExecutable
+from shardc.ir.constrain import constrain_p, pin_of
+from shardc.ir.program import Program
+from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
+from shardc.passes.trace.canonicalize import EVERY
+from shardc.passes.trace.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
+from shardc.passes.trace.share_loops import share_loops
+from shardc.passes.trace.trace import Arguments, Call, is_array, leaves_by_path, path_text, settings, trace
+from shardc.pipeline.plan import Pipeline, PipelinePlan, make_pipeline_plan
+from shardc.plan.check_found import check_found
+from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
+from shardc.plan.plan import Argument, Plan, make_plan
+from shardc.plan.replay import replay
+from shardc.plan.saved_json import load_plan
+from shardc.plan.saved_plan import SavedPlan
+from shardc.report.elsewhere import elsewhere_text, mesh_text
 from shardc.report.heed import warnings_of
-from shardc.route import Routes, has_tracers
 from shardc.sbp.layout import plain_placement
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 from shardc.sbp.signature import is_extended
@@ -329,7 +330,7 @@ class Function:
             known = zip(arrivals, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        with collector.paused():
+        with gc_pause.paused():
             program = self._program(call)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrivals)

@@ -17,10 +17,10 @@ import numpy as np
 
 from shardc import api
 from shardc.errors import ArgumentError, all_offenders
-from shardc.mesh import AnyMesh
-from shardc.passes.record import SavedPlan
-from shardc.passes.trace import is_array, leaves_by_path, path_text, where_of
-from shardc.pipeline_plan import Pipeline
+from shardc.machine.mesh import AnyMesh
+from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, where_of
+from shardc.pipeline.plan import Pipeline
+from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardc.passes.plan import Plan
+    from shardc.plan.plan import Plan
 
 
 class ShardcError(Exception):

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 
 from shardc import api, compat
 from shardc.errors import ArgumentError, all_offenders
-from shardc.mesh import AnyMesh
-from shardc.microbatches import OPENERS
-from shardc.passes.pins import is_leaf_spec
-from shardc.passes.record import SavedPlan
-from shardc.passes.trace import is_nnx, leaves_by_path, path_text
-from shardc.pipeline_plan import Pipeline
+from shardc.machine.mesh import AnyMesh
+from shardc.passes.trace.microbatches import OPENERS
+from shardc.passes.trace.pins import is_leaf_spec
+from shardc.passes.trace.trace import is_nnx, leaves_by_path, path_text
+from shardc.pipeline.plan import Pipeline
+from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
 
 LogicalRules: TypeAlias = Sequence[tuple[str, str | tuple[str, ...] | None]]

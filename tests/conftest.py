@@ -16,11 +16,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src import compiler
-
 import shardc.mesh
 import shardc.topology
-from shardc.topology import Fabric
+from jax._src import compiler
+
+from shardc.machine.topology import Fabric
 from tests.releases import IS_OLDEST, OLDEST
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background

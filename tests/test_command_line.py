@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from shardc.__main__ import main
-from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import METHODS, make_schedule
+from shardc.pipeline.schedule.methods import METHODS, make_schedule
+from shardc.pipeline.schedule.schedule import Schedule
 
 
 def run(capsys, *arguments):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import compat
-from shardc.mesh import meshes_along
+from shardc.machine.mesh import meshes_along
 
 
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2, "model": 2}])

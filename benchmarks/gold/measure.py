@@ -19,7 +19,7 @@ from benchmarks.gold.large import LARGE, TOPOLOGY
 from benchmarks.gold.row import SIDES, Row, Side
 from benchmarks.gold.rows import ROWS
 from benchmarks.measure import report, seconds
-from shardc.passes.hlo import parse_collectives
+from shardc.passes.audit.hlo import parse_collectives
 
 SMALL = 64
 """What sends less than this part of a row's unit at once is counted apart: gains of norms, losses, routers."""

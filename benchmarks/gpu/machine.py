@@ -20,9 +20,9 @@ import jax
 import shardc
 from benchmarks.gpu import programs
 from benchmarks.measure import report, seconds
-from shardc.calibrate import DTYPES, Watch, measure_flops, measure_memory
-from shardc.mesh import view
-from shardc.topology import Topology
+from shardc.machine.mesh import view
+from shardc.machine.topology import Topology
+from shardc.tune.calibrate import DTYPES, Watch, measure_flops, measure_memory
 
 FILE = "calibration.json"
 

@@ -18,7 +18,7 @@ import shardc
 from benchmarks.gpu.batches import Draw
 from benchmarks.gpu.child import describe, figure, verdict
 from benchmarks.measure import report, seconds
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedule.methods import METHODS
 
 RANKS, MICROBATCHES, STEPS, RATE = 2, 8, 3, 0.1
 TOLERANCE = 1e-4

@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 from benchmarks.measure import report
-from shardc.pipeline.costs import Costs
-from shardc.pipeline.credits import auto_credits
-from shardc.pipeline.network import network
-from shardc.pipeline.schedules import METHODS
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.credits import auto_credits
+from shardc.pipeline.schedule.methods import METHODS
+from shardc.pipeline.schedule.network import network
 from shardc.runtime.actor import Network
 from shardc.runtime.executor import Executor, Task
 

@@ -18,8 +18,8 @@ import jax
 import shardc
 from benchmarks.measure import report
 from benchmarks.pipeline.models import STAGES, WORKLOADS
-from shardc.executable import Executable
-from shardc.pipeline_executable import PipelineExecutable
+from shardc.execute.executable import Executable
+from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.runtime.actor import Channel
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")

@@ -20,7 +20,7 @@ from benchmarks.measure import report
 from benchmarks.pipeline import models
 from benchmarks.pipeline.by_hand import ByHand
 from benchmarks.pipeline.models import HAND, MICROBATCHES, STAGES
-from shardc.pipeline_executable import THREADS, PipelineExecutable
+from shardc.execute.pipeline_executable import THREADS, PipelineExecutable
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import run_without_time
 from shardc.runtime.executor import Executor, Task

@@ -26,7 +26,7 @@ from benchmarks.measure import report, seconds
 from benchmarks.pipeline.by_hand import ByHand
 from benchmarks.pipeline.models import HAND, MICROBATCHES, STAGES, WORKLOADS, Workload
 from benchmarks.pipeline.torch_peer import TorchPeer, flat
-from shardc.pipeline.simulate import peak_activations
+from shardc.pipeline.schedule.simulate import peak_activations
 
 SCHEDULES = ("1f1b", "zb-h1", "gpipe")
 

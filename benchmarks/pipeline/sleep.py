@@ -18,11 +18,11 @@ import numpy as np
 
 import shardc
 from benchmarks.measure import report
-from shardc.pipeline.costs import Costs
-from shardc.pipeline.credits import auto_credits
-from shardc.pipeline.network import network
-from shardc.pipeline.schedules import METHODS
-from shardc.pipeline.simulate import simulate
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.credits import auto_credits
+from shardc.pipeline.schedule.methods import METHODS
+from shardc.pipeline.schedule.network import network
+from shardc.pipeline.schedule.simulate import simulate
 from shardc.runtime.actor import Network
 from shardc.runtime.executor import Executor, Task
 

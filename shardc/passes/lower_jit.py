@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from shardc import compat
 from shardc.compat import Eqn
-from shardc.passes.lower import Lowering
-from shardc.passes.plan import Plan
+from shardc.passes.lower.lower import Lowering
+from shardc.plan.plan import Plan
 from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Placement
 

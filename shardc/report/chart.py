@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from shardc.pipeline.action import Action
-from shardc.pipeline.simulate import Timeline
-from shardc.pipeline_plan import PipelinePlan
+from shardc.pipeline.plan import PipelinePlan
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.tables import number_text, seconds_text
 from shardc.runtime.actor import Network
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from shardc.pipeline.action import Action
+from shardc.pipeline.schedule.action import Action
 from shardc.report.chart import Chart, Track, scale_of
 from shardc.report.rows import below, filled
 from shardc.runtime.actor import Span

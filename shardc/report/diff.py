@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from shardc.passes.collective import Collective
-from shardc.passes.plan import Plan
-from shardc.passes.record import record
-from shardc.passes.walk import short_aval
-from shardc.pipeline_plan import PipelinePlan
+from shardc.ir.collective import Collective
+from shardc.ir.walk import short_aval
+from shardc.pipeline.plan import PipelinePlan
+from shardc.plan.plan import Plan
+from shardc.plan.saved_plan import record
 from shardc.report.explain import moving
 from shardc.report.tables import (
     bytes_text,

@@ -7,12 +7,12 @@ from typing import Any, Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Jaxpr
-from shardc.passes.collective import KINDS, Collective
-from shardc.passes.compute_again import Recomputed
-from shardc.passes.memory import local_bytes
-from shardc.passes.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
-from shardc.passes.tally import Time
-from shardc.passes.walk import all_eqns, short_aval
+from shardc.ir.collective import KINDS, Collective
+from shardc.ir.walk import all_eqns, short_aval
+from shardc.passes.estimate.memory import local_bytes
+from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.recompute.recompute import Recomputed
+from shardc.plan.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
 from shardc.report.tables import (
     Key,
     bytes_text,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from shardc.passes.collective import Collective
-from shardc.passes.memory import local_bytes
-from shardc.passes.tally import Time
-from shardc.passes.walk import short_aval
-from shardc.pipeline.action import Action
-from shardc.pipeline.simulate import Timeline
-from shardc.pipeline_plan import HOST_SECONDS, PipelinePlan
-from shardc.place_stages import Stage
+from shardc.ir.collective import Collective
+from shardc.ir.walk import short_aval
+from shardc.passes.estimate.memory import local_bytes
+from shardc.passes.estimate.plan_cost import Time
+from shardc.pipeline.place_stages import Stage
+from shardc.pipeline.plan import HOST_SECONDS, PipelinePlan
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.chart import KINDS
 from shardc.report.explain import (
     REPLACES,

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from shardc import compat
 from shardc.compat import Eqn
-from shardc.passes.canonicalize import EVERY
-from shardc.passes.plan import Plan, match_donated
-from shardc.passes.walk import itemsize_of
-from shardc.pipeline_plan import PipelinePlan
+from shardc.ir.walk import itemsize_of
+from shardc.passes.trace.canonicalize import EVERY
+from shardc.pipeline.plan import PipelinePlan
+from shardc.plan.plan import Plan, match_donated
 from shardc.report.tables import bytes_text
 from shardc.sbp.placement import local_shape
 

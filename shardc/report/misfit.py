@@ -8,12 +8,12 @@ from typing import Final
 from shardc import compat
 from shardc.compat import Var
 from shardc.errors import all_offenders
-from shardc.mesh import MeshView
-from shardc.passes.box import box_p
-from shardc.passes.fit import Fitted, Trial
-from shardc.passes.plan import Argument
-from shardc.passes.program import Program
-from shardc.passes.walk import all_eqns
+from shardc.ir.box import box_p
+from shardc.ir.program import Program
+from shardc.ir.walk import all_eqns
+from shardc.machine.mesh import MeshView
+from shardc.passes.place.memory_limit import Fitted, Trial
+from shardc.plan.plan import Argument
 from shardc.report.tables import bytes_text, fold_leaves, placement_text
 
 NAMED: Final = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardc.errors import PipelineError
-from shardc.pipeline.action import Action
+from shardc.pipeline.schedule.action import Action
 from shardc.report.chart import KINDS, Chart, Track, channel_text, scale_of
 from shardc.report.tables import bytes_text
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from shardc.pipeline.schedule import Schedule
+from shardc.pipeline.schedule.schedule import Schedule
 
 _LONGEST_CHAIN: Final = 5
 _MOST_STEMS: Final = 3

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.mesh import MeshView
+from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,

@@ -29,9 +29,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardc.mesh import MeshView
+from shardc.machine.mesh import MeshView
+from shardc.machine.topology import Span, Topology, merged
 from shardc.sbp.placement import Placement, local_shape
-from shardc.topology import Span, Topology, merged
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 StepKind: TypeAlias = Literal[

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from shardc.mesh import MeshView
+from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring

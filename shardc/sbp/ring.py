@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from shardc.mesh import MeshView
+from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import RingTime, ring_time
 from shardc.sbp.placement import S
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, may_be_partial

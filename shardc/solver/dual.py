@@ -17,10 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from shardc.solver import kernels_numpy
+from shardc.solver.cost_tables import Index, Pair, Single, Table, double
 from shardc.solver.graph import Graph
-from shardc.solver.kernels import Kernels
-from shardc.solver.tables import Index, Pair, Single, Table, double
+from shardc.solver.kernels import Kernels, numpy_kernels
 
 CALL: Final = 1 << 18
 STEP: Final = 1 << 8
@@ -105,7 +104,7 @@ class Dual:
     """
 
     def __init__(
-        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels = kernels_numpy
+        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels = numpy_kernels
     ) -> None:  # fmt: skip
         """Of a problem of finite costs, in which each variable and each row of a table has an allowed entry.
 

@@ -16,9 +16,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardc.solver import kernels_numpy
-from shardc.solver.kernels import Kernels
-from shardc.solver.tables import FORBIDDEN, Index, Pair, Table
+from shardc.solver.cost_tables import FORBIDDEN, Index, Pair, Table
+from shardc.solver.kernels import Kernels, numpy_kernels
 
 Scope: TypeAlias = tuple[int, ...]
 
@@ -109,7 +108,7 @@ class Elimination:
 
     def __init__(
         self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None,
-        kernels: Kernels = kernels_numpy,
+        kernels: Kernels = numpy_kernels,
     ) -> None:  # fmt: skip
         self.least, self.work = 0.0, 0.0
         self._held, self._kernels = held, kernels

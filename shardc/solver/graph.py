@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardc.solver.tables import Index, Table
+from shardc.solver.cost_tables import Index, Table
 
 
 class Graph(NamedTuple):

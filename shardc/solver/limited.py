@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from shardc.solver.cost_tables import Index, Table
 from shardc.solver.dual import Dual
 from shardc.solver.memory import Times
 from shardc.solver.reduce import Reduction
-from shardc.solver.tables import Index, Table
 
 log = logging.getLogger("shardc")
 

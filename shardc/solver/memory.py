@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardc.solver.cost_tables import Index, Table, double
 from shardc.solver.reduce import Use
-from shardc.solver.tables import Index, Table, double
 
 
 @dataclass(frozen=True, slots=True)

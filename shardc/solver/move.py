@@ -9,11 +9,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.costs import Costs
+from shardc.solver.assignment_cost import Costs
+from shardc.solver.cost_tables import Given, Index, Memo, Pair, Table
 from shardc.solver.kernels import Kernels
 from shardc.solver.search import MOVE_WORK, SETTLED
 from shardc.solver.solve import minimize
-from shardc.solver.tables import Given, Index, Memo, Pair, Table
 
 Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
 """Costs and tables, as those of `minimize`, of some values of each variable, given by number; between variables of one

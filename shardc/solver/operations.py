@@ -12,9 +12,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver import kernels_numpy
-from shardc.solver.kernels import Kernels
-from shardc.solver.tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table, double
+from shardc.solver.cost_tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table, double
+from shardc.solver.kernels import Kernels, numpy_kernels
 
 COPY: Final = 4
 """Entries that could be touched in the time in which one is made, kept and compared."""
@@ -41,7 +40,7 @@ def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concat
 class Operations:
     """Operations on tables, done once for the same operands. `work` counts the entries that were touched."""
 
-    def __init__(self, memo: Memo, kernels: Kernels = kernels_numpy) -> None:
+    def __init__(self, memo: Memo, kernels: Kernels = numpy_kernels) -> None:
         self.memo, self.kernels = memo, kernels
         self.work = 0.0
 

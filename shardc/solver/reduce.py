@@ -19,9 +19,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.costs import by_identity, ends_of
+from shardc.solver.assignment_cost import by_identity, ends_of
+from shardc.solver.cost_tables import Given, Index, Pair, Table
 from shardc.solver.operations import Operations
-from shardc.solver.tables import Given, Index, Pair, Table
 
 EASY: Final = 1 << 14
 """Entries that minimising a variable out may touch for it to be done before beaten values are looked for."""

@@ -16,12 +16,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.costs import Costs
+from shardc.solver.assignment_cost import Costs
+from shardc.solver.cost_tables import Index, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
 from shardc.solver.reduce import Reduction
-from shardc.solver.tables import Index, Pair, Table
 
 log = logging.getLogger("shardc")
 

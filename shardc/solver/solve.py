@@ -11,18 +11,18 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.cells import find_chain
-from shardc.solver.chain import Chain, Numbered, Part
-from shardc.solver.coarse import Coarse, is_large
-from shardc.solver.costs import Costs
+from shardc.solver.assignment_cost import Costs
+from shardc.solver.coarsen import Coarse, is_large
+from shardc.solver.cost_tables import Given, Memo, Pair, Table, double, whole
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels, kernels_for
+from shardc.solver.layer_chain import Chain, Numbered, Part
 from shardc.solver.limited import Limited
 from shardc.solver.memory import Memory
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
+from shardc.solver.repeated_layers import find_chain
 from shardc.solver.search import MOVE_WORK, ROUNDING, SETTLED, TIED, Search
-from shardc.solver.tables import Given, Memo, Pair, Table, double, whole
 
 log = logging.getLogger("shardc")
 

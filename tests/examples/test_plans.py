@@ -14,8 +14,8 @@ import pytest
 
 import shardc
 from examples import bert, dlrm, gpt2, llama, mixer, mlp, moe, plans, ppo, resnet, t5, unet, vit, zoo
-from shardc.passes.boundary import stage_boundary_p
-from shardc.passes.fully_sharded import FullySharded
+from shardc.ir.boundary import stage_boundary_p
+from shardc.passes.trace.fully_sharded import FullySharded
 from shardc.sbp.placement import Placement, S
 
 FOLDER = Path(gpt2.__file__).parent / "plans"

@@ -6,8 +6,8 @@ import pytest
 
 from examples.loop import train
 from examples.train import parse
-from shardc.pipeline.schedule import Schedule
-from shardc.pipeline.schedules import make_schedule
+from shardc.pipeline.schedule.methods import make_schedule
+from shardc.pipeline.schedule.schedule import Schedule
 
 RUNS = {
     "mlp": "--model mlp --mesh data=4,model=2 --plan data_tensor --steps 30",

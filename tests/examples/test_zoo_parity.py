@@ -12,7 +12,7 @@ import pytest
 import shardc
 from examples import moe
 from examples.zoo import MODELS
-from tests.test_parity import assert_close
+from tests.whole.test_parity import assert_close
 
 pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
 

@@ -2,11 +2,11 @@
 
 import random
 
-from shardc.pipeline.credits import auto_credits
-from shardc.pipeline.network import network
-from shardc.pipeline.recorded import recorded
-from shardc.pipeline.schedules import make_schedule
-from shardc.pipeline.simulate import simulate
+from shardc.pipeline.schedule.credits import auto_credits
+from shardc.pipeline.schedule.methods import make_schedule
+from shardc.pipeline.schedule.network import network
+from shardc.pipeline.schedule.recorded import recorded
+from shardc.pipeline.schedule.simulate import simulate
 from shardc.report.chart import Chart, Track
 
 SECONDS = {"F": 1.0e-3, "B": 2.0e-3, "I": 1.1e-3, "W": 0.9e-3}

@@ -8,12 +8,12 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from shardc.errors import PipelineError
-from shardc.pipeline.action import Action
+from shardc.pipeline.schedule.action import Action
 from shardc.report import picture
 from shardc.report.chart import scale_of
 from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
-from shardc.report.trace import trace_events, write_trace
+from shardc.report.trace_file import trace_events, write_trace
 from tests.report.charts import chart
 
 SVG = "{http://www.w3.org/2000/svg}"

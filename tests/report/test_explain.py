@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import S
-from shardc.passes.plan import Unlimited
+from shardc.plan.plan import Unlimited
 from shardc.report.tables import bytes_text, fold_leaves, fold_paths, seconds_text
 from tests.report import programs
 

@@ -10,9 +10,9 @@ import pytest
 import shardc
 from shardc import S
 from shardc.errors import PipelineError
-from shardc.pipeline.recorded import recorded
-from shardc.pipeline.schedules import make_schedule
-from shardc.pipeline_plan import HOST_SECONDS
+from shardc.pipeline.plan import HOST_SECONDS
+from shardc.pipeline.schedule.methods import make_schedule
+from shardc.pipeline.schedule.recorded import recorded
 from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
 from tests.report import pipelines
 

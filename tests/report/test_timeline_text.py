@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardc.pipeline.costs import Costs
-from shardc.pipeline.network import network
-from shardc.pipeline.schedules import make_schedule
-from shardc.pipeline.simulate import simulate
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.methods import make_schedule
+from shardc.pipeline.schedule.network import network
+from shardc.pipeline.schedule.simulate import simulate
 from shardc.report.timeline_text import draw_timeline, unit_of
 from shardc.runtime.actor import Span
 

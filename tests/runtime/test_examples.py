@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from shardc.pipeline import network
+from shardc.pipeline.schedule import network
 from shardc.runtime import actor, executor
 
 

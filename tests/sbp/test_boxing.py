@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardc.mesh import MeshView, make_mesh, view
+from shardc.machine.mesh import MeshView, make_mesh, view
 from shardc.sbp.boxing import all_placements, boxing_table, find_boxing
 from shardc.sbp.cost import step_price
 from shardc.sbp.placement import B, P, Placement, ReduceOp

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.mesh import MeshView, make_mesh, view
+from shardc.machine.mesh import MeshView, make_mesh, view
+from shardc.machine.topology import TOPOLOGIES, Fabric, Topology
 from shardc.sbp.boxing import boxing_table, find_boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
@@ -23,7 +24,6 @@ from shardc.sbp.cost import (
     wire_cost,
 )
 from shardc.sbp.placement import Placement
-from shardc.topology import TOPOLOGIES, Fabric, Topology
 
 MB = 2**20
 V5P_WAY, V5P_BOTH = 9e10, 1.8e11
@@ -204,7 +204,7 @@ FABRICS = st.builds(
 @st.composite
 def meshes(draw: st.DrawFn) -> MeshView:
     """Two or three small axes, each along a fabric of its own."""
-    from shardc.topology import lay_out  # noqa: PLC0415
+    from shardc.machine.topology import lay_out  # noqa: PLC0415
 
     counts = draw(st.lists(st.sampled_from([2, 3, 4]), min_size=2, max_size=3))
     fabrics = sorted(draw(st.lists(FABRICS, min_size=len(counts), max_size=len(counts))), key=lambda f: f.tier)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardc.errors import PlacementError
-from shardc.mesh import make_mesh
+from shardc.machine.mesh import make_mesh
 from shardc.sbp.placement import (
     AUTO,
     REPLICATED,

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 from shardc.compat import NESTED
-from shardc.passes.canonicalize import IDENTITIES, INLINED
-from shardc.passes.run_once import CALLBACKS
+from shardc.ir.host_callback import CALLBACKS
+from shardc.passes.trace.canonicalize import IDENTITIES, INLINED
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule, rule_names
 from tests.sbp.cases import CASES

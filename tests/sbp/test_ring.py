@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import shardc
-from shardc.mesh import MeshView
+from shardc.machine.mesh import MeshView
+from shardc.machine.topology import Fabric, Topology, lay_out
 from shardc.sbp import rules
 from shardc.sbp.cost import HIDING, ring_time
 from shardc.sbp.piece import internal_steps
 from shardc.sbp.placement import B, Placement, S
 from shardc.sbp.ring import Ring, goes_around, ring_of, ring_signatures
 from shardc.sbp.signature import Setting, Signature, find_rule, signatures
-from shardc.topology import Fabric, Topology, lay_out
 from tests.sbp import harness
 from tests.sbp.harness import Combo, Equation, equation_of, placements_of, prove
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardc.passes.lower_boxing import MeshWire
+from shardc.passes.lower.lower_boxing import MeshWire
 from shardc.sbp import rules
 from shardc.sbp.piece import mask_padding
 from shardc.sbp.placement import P, Placement, S

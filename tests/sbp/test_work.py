@@ -15,10 +15,10 @@ from jax.interpreters import batching, mlir
 
 import shardc
 from shardc import S
-from shardc.mesh import make_mesh, view
-from shardc.operation import user_p
-from shardc.passes.canonicalize import canonicalize
-from shardc.passes.tally import whole_seconds
+from shardc.ir.user_operation import user_p
+from shardc.machine.mesh import make_mesh, view
+from shardc.passes.estimate.plan_cost import whole_seconds
+from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.signature import find_rule
 from tests.sbp.cases import CASES
 from tests.sbp.harness import equation_of

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.compiled import compiled
 from shardc.solver import dual as dual_module
 from shardc.solver import kernels as kernels_module
-from shardc.solver import kernels_numba, kernels_numpy, minimize, solve
+from shardc.solver import minimize, solve
+from shardc.solver.cost_tables import CHUNK, Lookup, double
 from shardc.solver.dual import Dual
-from shardc.solver.kernels import kernels_for
-from shardc.solver.passes_numpy import least_sums
-from shardc.solver.tables import CHUNK, Lookup, double
+from shardc.solver.kernels import kernels_for, numba_kernels, numpy_kernels
+from shardc.solver.kernels.numba_jit import compiled
+from shardc.solver.kernels.numpy_messages import least_sums
 from tests.solver.problems import every, random_memory, random_problem, repeated_layers, shapes
 
-LONG = kernels_numba.LONG
+LONG = numba_kernels.LONG
 
 
-@pytest.fixture(params=[kernels_numpy, kernels_numba], ids=["numpy", "numba"])
+@pytest.fixture(params=[numpy_kernels, numba_kernels], ids=["numpy", "numba"])
 def kernels(request):
     return request.param
 
@@ -39,7 +39,7 @@ def test_least_sums(rows, columns, kind):
     rng = np.random.default_rng(rows * 100 + columns)
     table, here = costs(rng, rows, columns).astype(kind), rng.standard_normal(rows).astype(kind)
     out, other = np.zeros((2, columns), kind)
-    kernels_numba.least_sums(table.reshape(-1), here, out)
+    numba_kernels.least_sums(table.reshape(-1), here, out)
     least_sums(table, here, other, np.empty(3 * columns, kind))
     np.testing.assert_array_equal(out, (table + here[:, None]).min(0))
     np.testing.assert_array_equal(other, out)
@@ -265,7 +265,7 @@ print(sorted(m for m in set(sys.modules) - before if m.startswith("numba")))
 
 def both(call):
     """What both implementations give."""
-    return call(kernels_numpy), call(kernels_numba)
+    return call(numpy_kernels), call(numba_kernels)
 
 
 def same(call):
@@ -288,7 +288,7 @@ def test_both_implementations_of_each_loop_agree(seed, rows, columns, more, forb
     alike = np.round(table)[some]
     same(lambda k: (k.least_product(table, other), k.least_gain(table), k.block(table, some, there)))
     same(lambda k: (k.affordable(table, mine, theirs, 0.5), k.is_plain(alike, 1e-13), k.unbeaten(k.least_gain(alike))))
-    allowed = kernels_numpy.affordable(table, mine, theirs, 0.5)
+    allowed = numpy_kernels.affordable(table, mine, theirs, 0.5)
     same(lambda k: k.block_of_allowed(table, allowed, some, there))
     same(lambda k: k.kinds(alike.view(np.uint64)))
     same(lambda k: (k.further(*vectors(seed)), *k.kinds(table.view(np.uint64))))
@@ -371,8 +371,8 @@ def test_both_implementations_find_the_same_assignment(shape, monkeypatch):
 
 def test_large_problems_are_compiled(monkeypatch):
     monkeypatch.setattr(kernels_module, "COMPILED", 12)
-    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))]) is kernels_numpy
-    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))]) is kernels_numba
+    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))]) is numpy_kernels
+    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))]) is numba_kernels
 
 
 def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
@@ -382,7 +382,7 @@ def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "shardc.compiled")
     monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level("INFO", "shardc"):
-        assert kernels_for([np.zeros((2, 3))]) is kernels_numpy
+        assert kernels_for([np.zeros((2, 3))]) is numpy_kernels
     assert "pip install 'shardc[fast]'" in caplog.text
 
 

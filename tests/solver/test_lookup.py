@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shardc.solver import FORBIDDEN, Memo, alike, by_cost, minimize
-from shardc.solver.coarse import Coarse
-from shardc.solver.costs import Costs
-from shardc.solver.tables import Lookup, whole
+from shardc.solver.assignment_cost import Costs
+from shardc.solver.coarsen import Coarse
+from shardc.solver.cost_tables import Lookup, whole
 from tests.solver.problems import random_problem, shapes
 
 SEEDS = range(20)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardc.solver import Memo, alike, minimize, move, search
-from shardc.solver.costs import Costs
+from shardc.solver.assignment_cost import Costs
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
 from shardc.solver.search import Search

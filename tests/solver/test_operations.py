@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardc.solver import kernels_numba, kernels_numpy
+from shardc.solver.cost_tables import Memo
+from shardc.solver.kernels import numba_kernels, numpy_kernels
 from shardc.solver.operations import Operations
-from shardc.solver.tables import Memo
 
 
 def tables(seed):
@@ -51,5 +51,5 @@ def test_each_value_that_goes_is_beaten_by_one_that_stays(seed):
 def test_values_that_beat_each_other_in_a_circle_do_not_all_go():
     """As rounding may have it."""
     circle = np.roll(np.eye(3, dtype=bool), 1, axis=1)
-    for kernels in (kernels_numpy, kernels_numba):
+    for kernels in (numpy_kernels, numba_kernels):
         assert kernels.unbeaten(np.where(circle, 0.0, -1.0)).size

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.piece import masked
-from shardc.sbp.rules.layout import without
+from shardc.sbp.rules.rearrange import without
 from shardc.sbp.rules.reduction import kept_only
 from shardc.sbp.signature import Aval, Operation, Rule, Setting, Site, dims, neutral_value, rule
 

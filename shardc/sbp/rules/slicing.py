@@ -12,7 +12,7 @@ from jax import lax
 
 from shardc.sbp.piece import along, laid
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.rules.layout import without
+from shardc.sbp.rules.rearrange import without
 from shardc.sbp.signature import Aval, Factors, Operation, Rule, Site, Window, dims, is_extended, passes, rule
 
 

@@ -1,0 +1,320 @@
+"""Arrays on a mesh: `put`, and `PlacedArray` for what a jax.Array cannot say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardc import compat
+from shardc.errors import ArgumentError
+from shardc.machine.mesh import AnyMesh
+from shardc.sbp.layout import bits_of, is_plain, physical_spec, plain_placement, to_logical, to_physical
+from shardc.sbp.placement import Placement
+
+
+class PlacedArray(jax.Array):
+    """A logical array whose placement JAX cannot say: an uneven split or a partial sum.
+
+    shardc functions take its pieces as they lie. To every other reader it is a jax.Array of the logical shape and
+    value, a leaf of pytrees: each read puts the value together anew, at the next placement that JAX can say
+    (`sharding`).
+
+    Attributes:
+      physical: the jax.Array that holds the pieces of all devices, with their padding.
+      placement: where it lives on `mesh`.
+    """
+
+    __slots__ = ("_shape", "mesh", "physical", "placement")
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as every jax.Array
+    __array_priority__ = 100  # NumPy's operators leave it to ours
+
+    def __init__(self, physical: Any, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
+        self.physical, self._shape, self.placement, self.mesh = physical, shape, placement, mesh
+
+    # -- told without a look at the value
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The physical arrays."""
+        return (self.physical,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return bool(getattr(self.parts[0], "weak_type", False))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def aval(self) -> Any:
+        return compat.aval_of(jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where its value lies when it is read."""
+        return _plain_sharding(self.shape, self.placement, self.mesh)
+
+    @property
+    def format(self) -> Format:
+        return Format(None, self.sharding)  # JAX has a layout of its own for each type
+
+    @property
+    def device(self) -> Any:
+        return self.sharding
+
+    @property
+    def committed(self) -> bool:
+        return True
+
+    _committed = committed  # as JAX asks its own arrays
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return all(x.is_fully_addressable for x in self.parts)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        return self.sharding.is_fully_replicated
+
+    def devices(self) -> set[Any]:
+        return set(self.sharding.device_set)
+
+    def is_deleted(self) -> bool:
+        return any(x.is_deleted() for x in self.parts)
+
+    def is_ready(self) -> bool:
+        return all(x.is_ready() for x in self.parts)
+
+    def on_device_size_in_bytes(self) -> int:
+        return sum(x.on_device_size_in_bytes() for x in self.parts)
+
+    # -- done to the physical arrays
+
+    def delete(self) -> None:
+        for x in self.parts:
+            x.delete()
+
+    def block_until_ready(self) -> PlacedArray:
+        jax.block_until_ready(self.parts)
+        return self
+
+    def copy_to_host_async(self) -> None:
+        for x in self.parts:
+            x.copy_to_host_async()
+
+    def with_physical(self, parts: Sequence[Any]) -> PlacedArray:
+        """The same placement of other physical arrays."""
+        return PlacedArray(parts[0], self.shape, self.placement, self.mesh)
+
+    def copy(self) -> PlacedArray:
+        return self.with_physical([x.copy() for x in self._alive()])
+
+    def __copy__(self) -> PlacedArray:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> PlacedArray:
+        del memo
+        return self.copy()
+
+    def _alive(self) -> tuple[Any, ...]:
+        if self.is_deleted():  # JAX's own error, without the padding in its shape
+            raise RuntimeError(f"Array has been deleted with shape={self.aval.str_short()}.")
+        return self.parts
+
+    # -- the value
+
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray:
+        del context
+        value = self._on_host(self._alive())
+        return np.array(value, dtype) if copy else np.asarray(value, dtype)
+
+    def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
+        return to_logical(np.asarray(parts[0]), self.shape, self.placement, dict(self.mesh.shape))
+
+    def to_jax(self) -> jax.Array:
+        """The logical value as a plain jax.Array, whole on every device."""
+        return self.read(NamedSharding(self.mesh, PartitionSpec()))
+
+    def read(self, sharding: NamedSharding | None = None) -> jax.Array:
+        """The logical value as a plain jax.Array, at `sharding`, or where `self.sharding` says."""
+        with compat.at_once():
+            return self._on_devices(self._alive(), self.sharding if sharding is None else sharding)
+
+    def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        if bits_of(self.dtype) < 4:  # XLA:CPU gathers them past their end
+            return jax.device_put(self._on_host(parts), sharding)
+        return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
+
+    def __repr__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        return f"PlacedArray({self.dtype}[{dims}], {self.placement}, {dict(self.mesh.shape)})"
+
+
+class StackedArray(PlacedArray):
+    """A logical array whose rows several meshes hold in pieces: parameters of a scan's layers, by a pipeline's stages.
+
+    Pipelines take its pieces as they lie; every other reader gets its value on the mesh of the first piece.
+
+    Attributes:
+      pieces: the arrays that follow one another in dimension 0.
+      physical: of each piece.
+      placement, mesh: of the first.
+    """
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Sequence[PlacedArray]) -> None:
+        self.pieces = tuple(pieces)
+        first = self.pieces[0]
+        shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
+        super().__init__(tuple(p.physical for p in pieces), shape, first.placement, first.mesh)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.physical
+
+    def with_physical(self, parts: Sequence[Any]) -> StackedArray:
+        """The same pieces of other physical arrays."""
+        return StackedArray([p.with_physical([x]) for p, x in zip(self.pieces, parts, strict=True)])
+
+    def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
+        del parts
+        return np.concatenate([np.asarray(p) for p in self.pieces])
+
+    def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        del parts
+        here = [PlacedArray(p.physical, p.shape, p.placement, self.mesh).sharding for p in self.pieces]
+        rows = [jax.device_put(p.read(), s) for p, s in zip(self.pieces, here, strict=True)]
+        return jax.jit(jax.numpy.concatenate, out_shardings=sharding)(rows)
+
+    def __repr__(self) -> str:
+        dims, rows = ",".join(map(str, self.shape)), "+".join(str(p.shape[0]) for p in self.pieces)
+        return f"StackedArray({self.dtype}[{dims}], rows {rows}, {self.placement}, {dict(self.mesh.shape)})"
+
+
+@lru_cache(maxsize=4096)
+def _plain_sharding(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, physical_spec(plain_placement(shape, placement, dict(mesh.shape))))
+
+
+@lru_cache(maxsize=4096)
+def _reader(shape: tuple[int, ...], placement: Placement, mesh: Mesh, sharding: NamedSharding) -> Any:
+    """A program from the physical array to the logical one."""
+    return jax.jit(lambda x: to_logical(x, shape, placement, dict(mesh.shape)), out_shardings=sharding)
+
+
+def _forward(name: str, is_property: bool) -> Any:
+    """An attribute of the logical value."""
+
+    def forwarded(self: PlacedArray, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.read(), name)(*map(as_jax, args), **{k: as_jax(x) for k, x in kwargs.items()})
+
+    forwarded.__name__ = name
+    return property(lambda self: getattr(self.read(), name)) if is_property else forwarded
+
+
+for _name, _is_property in compat.array_attributes():
+    if _name not in vars(PlacedArray):
+        setattr(PlacedArray, _name, _forward(_name, _is_property))
+for _kind in (PlacedArray, StackedArray):
+    compat.register_array(_kind, PlacedArray.read)
+
+
+def as_jax(x: Any) -> Any:
+    """The logical value of a PlacedArray as a jax.Array; anything else as it is."""
+    return x.read() if is_placed(x) else x
+
+
+def is_placed(x: object) -> TypeGuard[PlacedArray]:
+    return isinstance(x, PlacedArray)
+
+
+def narrow(x: Any) -> Any:
+    """A NumPy array in the type that JAX has for it: `device_put` forgets to, once it has put another under x64."""
+    return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
+    """One array at `placement`: a jax.Array where JAX can say that, else a PlacedArray."""
+    sizes = dict(mesh.shape)
+    shape = tuple(np.shape(x))
+    placement = placement.resolve(len(shape))
+    if is_plain(shape, placement, sizes):
+        return jax.device_put(narrow(as_jax(x)), NamedSharding(mesh, physical_spec(placement)))
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
+    host = jax.random.key_data(x) if keys else x
+    physical = to_physical(narrow(np.asarray(host)), placement, sizes)
+    physical = jax.random.wrap_key_data(jax.numpy.asarray(physical), impl=jax.random.key_impl(x)) if keys else physical
+    return PlacedArray(jax.device_put(physical, NamedSharding(mesh, physical_spec(placement))), shape, placement, mesh)
+
+
+def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
+    """Puts the arrays of a pytree on a mesh.
+
+    Args:
+      tree: pytree of arrays; leaves that are no arrays are left as they are.
+      mesh: a mesh with devices.
+      placements: a pytree of placements of the same structure, or a prefix of it; as `plan.in_placements` gives them.
+
+    Returns:
+      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
+
+    Raises:
+      ArgumentError: the mesh has no devices, or the two trees do not match.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ArgumentError("shardc.put wants a mesh with devices; this one is for planning (it names a topology).")
+    leaves, structure = jax.tree.flatten(tree)
+    if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
+        placements = tuple(placements)  # a plan's in_placements have names besides
+
+    def is_leaf(p: object) -> bool:
+        return p is None or isinstance(p, Placement)
+
+    def put_part(placement: Placement | None, part: Any) -> list[Any]:
+        found = jax.tree.leaves(part)
+        return found if placement is None else [put_leaf(x, mesh, placement) for x in found]
+
+    wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)
+    try:
+        parts = other.flatten_up_to(tree)
+    except ValueError as error:
+        raise ArgumentError(
+            f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
+            f"structure {other}."
+        ) from error
+    done = [x for p, part in zip(wanted, parts, strict=True) for x in put_part(p, part)]
+    return jax.tree.unflatten(structure, done)
+
+
+def leaf_aval(x: Any) -> Any:
+    """Logical shape, dtype and weak type of a leaf."""
+    return x.aval if is_placed(x) else compat.aval_of(x)

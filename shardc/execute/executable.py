@@ -1,0 +1,331 @@
+"""A plan compiled for the devices of its mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardc import compat
+from shardc.arrays.placed import PlacedArray, is_placed, put_leaf
+from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
+from shardc.execute.name_nan import name_first
+from shardc.ir.host_callback import CALLBACKS, raise_kept
+from shardc.ir.walk import all_eqns
+from shardc.machine.mesh import AnyMesh, without_mesh
+from shardc.passes.audit.audit import Audit, audit
+from shardc.passes.lower.lower import Lowering
+from shardc.passes.trace.trace import settings
+from shardc.plan.plan import Plan, donations
+from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
+
+
+def looks_for_nans() -> bool:
+    """Whether JAX is set to look for NaN and infinity in what comes out of a program."""
+    return any(_looked_for())
+
+
+def _looked_for() -> tuple[bool, bool]:
+    """Whether JAX looks for NaN, and for infinity."""
+    return bool(getattr(jax.config, "jax_debug_nans", False)), bool(getattr(jax.config, "jax_debug_infs", False))
+
+
+class OtherCallError(ArgumentError):
+    """The arguments are not those that the plan is for."""
+
+
+class Executable:
+    """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
+
+    def __init__(self, plan: Plan, mesh: AnyMesh, token: bool = False) -> None:
+        """`token`: whether `run` gives one result more, of no bytes, which nobody donates: it is there when all is."""
+        if not isinstance(mesh, Mesh):
+            raise MeshError(
+                f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
+                "`topology=` to run it."
+            )
+        self.plan, self.mesh = plan, mesh
+        self._sizes = plan.mesh.sizes
+        shapes_in = [tuple(a.shape) for a in plan.program.in_avals]
+        shapes_out = [tuple(a.shape) for a in plan.program.out_avals]
+        self._plain_in = [is_plain(s, p, self._sizes) for s, p in zip(shapes_in, plan.inputs, strict=True)]
+        self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
+        self._shapes_in, self._shapes_out = shapes_in, shapes_out
+        self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
+        self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
+        self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
+        # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
+        # inputs and results are the first of the jitted function, in one order.
+        taken = donations(plan)
+        self._donated = sorted(taken.values())
+        self._in_order = _first(taken.values(), len(plan.inputs))
+        self._out_order = _first(taken, len(plan.outputs))
+        self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
+        self._reordered = bool(taken)
+        self._token = token
+        # JAX 0.10 has another layout for these when they are arguments of a compiled object than when they are results
+        self._below_a_byte = any(bits_of(a.dtype) < 8 for a in plan.program.in_avals)
+        self.settings = settings()
+        self._low = Lowering(plan.boxed, plan.mesh)
+        self._calls_back = any(e.primitive.name in CALLBACKS for e in all_eqns(plan.boxed.jaxpr))
+        whole = NamedSharding(mesh, PartitionSpec())
+        jit = functools.partial(
+            jax.jit,
+            self._sharded(),
+            in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
+            out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
+        )
+        self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
+        self._all_plain = all(self._plain_out)
+        first = len(shapes_in) - len(plan.program.captured)
+        captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
+        self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
+
+    def _sharded(self) -> Any:
+        plan, low = self.plan, self._low
+        partial_in = [bool(p.partial_axes) for p in plan.inputs]
+
+        def local(*pieces: Any) -> list[Any]:
+            args = [lax.squeeze(x, (0,)) if partial else x for x, partial in zip(pieces, partial_in, strict=True)]
+            results = low.run(plan.boxed.jaxpr, args)
+            done: list[Any] = []
+            for x, p, aval in zip(results, plan.outputs, plan.program.out_avals, strict=True):
+                x = low.hide_padding(jax.numpy.asarray(x, aval.dtype), tuple(aval.shape), p)
+                x = compat.as_aval(x, aval)
+                done.append(lax.expand_dims(x, (0,)) if p.partial_axes else x)
+            return done
+
+        local.__name__ = plan.program.name
+        sharded = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(physical_spec(p) for p in plan.inputs),
+            out_specs=[physical_spec(p) for p in plan.outputs],
+            check_vma=False,
+        )
+
+        def ordered(*args: Any) -> list[Any]:
+            out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
+            return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._token]
+
+        ordered.__name__ = plan.program.name
+        return ordered
+
+    def refuse_others(self, avals: Sequence[Any]) -> None:
+        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        wanted = self.plan.program.given_avals
+        wrong = [
+            f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
+            for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
+            if _aval_text(aval) != _aval_text(want)
+        ]
+        if len(avals) != len(wanted):
+            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
+        if settings() != self.settings:
+            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
+        if wrong:
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
+
+    def is_plain_input(self, i: int) -> bool:
+        """Whether JAX can say the placement of input `i`."""
+        return self._plain_in[i]
+
+    def enter(self, i: int, x: Any) -> Any:
+        """The physical array of argument `i`."""
+        if is_placed(x):
+            if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
+                raise OtherCallError(f"{x!r} is not what the plan has.")
+            return x.physical
+        if self._plain_in[i]:
+            return x
+        if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
+            raise TypeError("not the call that was compiled")  # the caller takes the long way
+        placed = put_leaf(x, self.mesh, self.plan.inputs[i])
+        assert is_placed(placed)
+        return placed.physical
+
+    def lives_as_planned(self, i: int, x: Any) -> bool:
+        """Whether array `i`, if it lives somewhere, lives where the plan has it."""
+        if is_placed(x):
+            return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
+        if not self._plain_in[i] or not getattr(x, "committed", False):
+            return True  # it is put there
+        return x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the plan.
+
+        Raises:
+          OtherCallError: the arguments are of other types, or live elsewhere, than the plan has it.
+          StepFailedError: it failed after donated buffers were taken.
+        """
+        plan = self.plan
+        wrong = [
+            f"{path}: planned at {p or 'B'}, arrives as {x.placement if is_placed(x) else x.sharding}; put it there "
+            "with shardc.put"
+            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
+            if not self.lives_as_planned(i, x)
+        ]
+        if wrong:
+            raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
+        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
+
+    def launch(self, args: Sequence[Any]) -> list[Any]:
+        """The same, of physical arrays."""
+        if self._donated:
+            args = self._with_own_buffers(args)
+        try:
+            found = self.run([*args, *self._captured])
+        except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
+            self._report_failure(args, error)
+            raise
+        if self._empty_out:
+            found = [self._cut_empty(i, x) if i in self._empty_out else x for i, x in enumerate(found)]
+        if self._all_plain:
+            return found
+        return [
+            x if plain else PlacedArray(x, shape, p, self.mesh)
+            for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
+        ]
+
+    def _with_own_buffers(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments; what is donated and passed a second time is copied. JAX would end the process."""
+        paths, given = self.plan.program.in_paths, [i for i in self._donated if i < len(args)]
+        gone = [paths[i] for i in given if isinstance(args[i], jax.Array) and args[i].is_deleted()]
+        if gone:
+            lines = [f"{path}: an earlier call took its buffer; pass what that call gave." for path in gone]
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: donated arguments that are gone", lines))
+        if len(set(map(id, args))) == len(args):
+            return args
+        own, left = list(args), Counter(map(id, args))
+        for i in given:
+            if isinstance(own[i], jax.Array) and left[id(args[i])] > 1:
+                left[id(args[i])] -= 1
+                with without_mesh():
+                    own[i] = args[i].copy()
+        return own
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Physical results of physical arguments, captured ones included."""
+        ordered = [args[i] for i in self._in_order] if self._reordered else args
+        if looks_for_nans():
+            out = self._looking_for_nans(ordered)
+        elif self._below_a_byte:
+            self._refuse_unlike(args)
+            out = self._jitted(*ordered)
+        else:
+            out = self.compiled(*ordered)
+        if self._calls_back:
+            jax.block_until_ready(out)
+            raise_kept(self._low.raised)
+        if not self._reordered:
+            return out
+        return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def _refuse_unlike(self, args: Sequence[Any]) -> None:
+        """Raises TypeError, as JAX's compiled object does, if physical arguments are of other shapes or types."""
+        if [(np.shape(x), getattr(x, "dtype", None)) for x in args] != self._physical_types:
+            raise TypeError(f"{self.plan.program.name}: not the call that was compiled")
+
+    @cached_property
+    def _physical_types(self) -> list[tuple[tuple[int, ...], Any]]:
+        return [(a.shape, a.dtype) for a in self._physical_avals()]
+
+    def _looking_for_nans(self, args: Sequence[Any]) -> list[Any]:
+        """The results of physical arguments, none of which is taken.
+
+        Raises:
+          FloatingPointError: there is a NaN, or an infinity, in them; it names the operation that makes the first.
+        """
+        at = [self.in_shardings[i] for i in self._in_order]
+        with without_mesh():
+            args = jax.device_put(list(args), at)
+            try:
+                return self._keeping(*args)
+            except FloatingPointError as error:
+                text = str(error)
+            given = sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])
+            named = name_first(self.plan, [self._logical(i, x) for i, x in given], *_looked_for())
+        raise FloatingPointError(named or text)
+
+    def _logical(self, i: int, x: jax.Array) -> Any:
+        """The value of physical argument `i`, on one device."""
+        shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return to_logical(np.asarray(x), shape, placement, self._sizes)
+        words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
+        return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
+
+    def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
+        """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        with without_mesh():
+            zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
+            return jax.device_put(zeros, self._out_shardings[i])
+
+    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
+        gone = [
+            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
+            if isinstance(x, jax.Array) and x.is_deleted()
+        ]  # fmt: skip
+        if gone:
+            raise StepFailedError(
+                f"{self.plan.program.name} failed while it ran: {error}\n"
+                f"  gone (donated): {', '.join(gone)}\n  all other arguments are as they were."
+            ) from error
+
+    def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
+        plan = self.plan
+        return [
+            jax.ShapeDtypeStruct(
+                physical_shape(a.shape, p, self._sizes), a.dtype, sharding=s, weak_type=a.weak_type and plain
+            )
+            for a, p, s, plain in zip(
+                plan.program.in_avals, plan.inputs, self.in_shardings, self._plain_in, strict=True
+            )
+        ]
+
+    @cached_property
+    def lowered(self) -> Any:
+        """JAX's lowered object. JAX's settings are those of the thread that asks for it first."""
+        avals = self._physical_avals()
+        with without_mesh():
+            return self._jitted.lower(*[avals[i] for i in self._in_order])
+
+    @cached_property
+    def compiled(self) -> Any:
+        """JAX's compiled object."""
+        with without_mesh():
+            return self.lowered.compile()
+
+    def hlo(self) -> str:
+        """The optimized HLO of the program that runs."""
+        return self.compiled.as_text()
+
+    def memory_stats(self) -> Any:
+        """XLA's memory analysis: argument, output, temporary and code sizes in bytes per device."""
+        return self.compiled.memory_analysis()
+
+    def audit(self) -> Audit:
+        """Compares the collectives in the compiled HLO with the plan's."""
+        platform = self.mesh.devices.flat[0].platform
+        return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+
+def _first(chosen: Iterable[int], count: int) -> list[int]:
+    """The numbers below `count`, the chosen ones first."""
+    head = list(chosen)
+    return [*head, *sorted(set(range(count)) - set(head))]
+
+
+def _aval_text(aval: Any) -> str:
+    dims = ",".join(map(str, aval.shape))
+    return f"{aval.dtype}[{dims}]{' (weakly typed)' if aval.weak_type else ''}"

@@ -1,0 +1,455 @@
+"""A pipeline's plan compiled for the devices of its meshes: tasks under actors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardc import compat
+from shardc.compat import Var
+from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
+from shardc.execute.executable import Executable, OtherCallError
+from shardc.execute.stage_io import Border, Gate
+from shardc.ir.host_callback import CALLBACKS
+from shardc.ir.walk import all_eqns
+from shardc.machine.mesh import AnyMesh, note_stages
+from shardc.passes.audit.audit import Audit, audit_all
+from shardc.passes.trace.trace import settings
+from shardc.pipeline.cut.split_tasks import INDEX, StageTask
+from shardc.pipeline.memory import working_bytes
+from shardc.pipeline.place_stages import Stage
+from shardc.pipeline.plan import PipelinePlan
+from shardc.pipeline.points.split_scans import Piece
+from shardc.pipeline.rank_memory import PipelineMemory
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.recorded import recorded
+from shardc.pipeline.schedule.simulate import Timeline
+from shardc.pipeline.stage_network import Once
+from shardc.pipeline.step_values import StepValues, step_values
+from shardc.runtime.actor import Channel, Network, Span
+from shardc.runtime.executor import Executor, Task
+from shardc.sbp.placement import Placement
+
+IN_FLIGHT: Final = 32
+"""Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
+
+
+THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
+"""What launches the programs, at most one for each actor: they do little else, and XLA:CPU wants cores too."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """When the steps of one call ran.
+
+    Attributes:
+      spans: as the host launched them, by actor in order.
+      begin: of the call.
+      waited: by label when the devices computed it, if the call waited for every task.
+    """
+
+    spans: Sequence[Span]
+    begin: float
+    waited: Mapping[Any, tuple[float, float]] | None
+
+    @property
+    def note(self) -> str:
+        return "launches by the host" if self.waited is None else "every task waited for"
+
+    def timeline(self, net: Network) -> Timeline:
+        """The call from its begin."""
+        waited = self.waited or {}
+        spans = (Span(s.actor, s.label, *waited.get(s.label, (s.start, s.end))) for s in self.spans)
+        return recorded(net, spans, self.begin)
+
+
+class _StageState:
+    """What a stage holds while a call runs: its residents, by variable."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, index: Sequence[jax.Array]) -> None:
+        self.index = index
+        self.residents: dict[Var, Any] = {}
+        program = stage.program.program
+        placed = zip(program.in_avals, stage.plan.inputs, strict=True)
+        self.borders = [Border(tuple(a.shape), p, mesh) for a, p in placed]
+
+
+class _Watch:
+    """Runs tasks; in a call that is measured, waiting for each. Apart, so that no actor's thread holds the pipeline."""
+
+    def __init__(self) -> None:
+        self.waited: dict[Any, tuple[float, float]] | None = None  # by label when the devices computed it
+
+    def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
+        waited = self.waited
+        if waited is None:
+            return executable.run(given)
+        jax.block_until_ready(given)
+        begin = perf_counter()
+        made = jax.block_until_ready(executable.run(given))
+        waited[label] = begin, perf_counter()
+        return made
+
+
+class PipelineExecutable:
+    """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
+
+    def __init__(
+        self, plan: PipelinePlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+    ) -> None:
+        """`known`: what is there of its tasks' executables, by the identity of the task."""
+        if not all(isinstance(m, Mesh) for m in meshes):
+            raise MeshError(
+                f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
+                "`topology=` to run it."
+            )
+        self.plan = plan
+        self.settings = settings()
+        self._ranks = tuple(meshes)
+        self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
+        for mesh in dict.fromkeys(self.meshes):
+            note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
+        numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
+        self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
+        pieces = plan.pieces
+        self._entry = self._gate(
+            pieces.inputs, self._borders(pieces.program.in_avals, plan.piece_inputs, plan.homes)
+        )
+        self._exits = self._borders(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
+        self._exit = self._gate(pieces.outputs, self._exits)
+        known = known or {}
+        self._executables: dict[int, Executable] = {
+            id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
+            for s in plan.stages
+            for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
+            if task.plan is not None
+        }
+        self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
+        self._captured = list(plan.program.captured)
+        self._last: Recording | None = None
+        self._watch = _Watch()
+        self._executor: Executor | None = None
+        self._updating = False
+
+    def _borders(
+        self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
+    ) -> list[Border]:
+        placed = zip(avals, placements, stages, strict=True)
+        return [Border(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
+
+    def _gate(self, pieces: Sequence[Piece], borders: Sequence[Border]) -> Gate:
+        pipeline = self.plan.pipeline
+        return Gate(pieces, borders, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None)
+
+    def with_schedule(self, schedule: Any) -> PipelineExecutable:
+        """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
+        return PipelineExecutable(self.plan.with_schedule(schedule), self._ranks, self._executables)
+
+    # -- compiled programs
+
+    def _task_executables(self) -> list[Executable]:
+        return list(self._executables.values())
+
+    @property
+    def compiled(self) -> Executor:
+        """The actors, with all programs compiled."""
+        if self._executor is None:
+            executables = self._task_executables()
+            for e in executables:  # here: JAX's settings are a thread's own
+                _ = e.lowered
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda e: e.compiled, executables))
+            plan = self.plan
+            steps = step_values(plan.built, [s.tasks for s in plan.stages])
+            tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
+            window = max(1, IN_FLIGHT // plan.schedule.ranks)
+            self._executor = Executor(
+                plan.network,
+                lambda label: self._task(label, steps.get(label), tokens[label]),
+                transports=self._transport,
+                wait=jax.block_until_ready,
+                finished=_is_ready,
+                window=window,
+                threads=plan.schedule.ranks if self._calls_back() else THREADS,
+                name=plan.program.name,
+            )
+        return self._executor
+
+    def _calls_back(self) -> bool:
+        """XLA:CPU runs programs with callbacks while they are launched: then each actor has a thread of its own."""
+        eqns = (e for x in self._task_executables() for e in all_eqns(x.plan.boxed.jaxpr))
+        return any(e.primitive.name in CALLBACKS for e in eqns)
+
+    def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
+        if step is not None:
+            return Task(self._runner(label, step), source=_lines_of(step.task))
+        return Task(lambda _: tokens, settled=isinstance(label, Once) and label.kind == "done")
+
+    def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
+        """What a step runs: picks the task's inputs, launches it, hands out its results."""
+        state = self._states[step.stage]
+        residents = state.residents
+        index = state.index[label.microbatch] if isinstance(label, Action) else None
+        executable, watch = self._executables.get(id(step.task)), self._watch
+        inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
+        wide = bool(settings()[0])  # the actor's thread does not have it, and callbacks into Python look at it
+
+        def run(values: list[Any]) -> list[Any]:
+            for v, (i, j) in incoming:
+                residents[v] = values[i][j]
+            made: Sequence[Any] = ()
+            token: Sequence[Any] = ()
+            if executable is not None:
+                given = [
+                    index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
+                    for v, at in inputs
+                ]
+                with jax.enable_x64(wide):
+                    *made, last = watch.run(label, executable, given)
+                token = (last,)
+                for resident, i, v in kept:
+                    residents[resident] = residents[v] if i is None else made[i]
+            sent = [
+                tuple(
+                    made[g.output] if g.output is not None
+                    else residents[g.var] if g.place is None
+                    else values[g.place[0]][g.place[1]]
+                    for g in give
+                )
+                for give in gives
+            ]  # fmt: skip
+            for v in drops:
+                residents.pop(v, None)
+            return [*sent, *token]
+
+        return run
+
+    def _transport(self, channel: Channel) -> Callable[[Any], Any]:
+        number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
+        route = self.plan.built.routes[number]
+        if route is None or not route.given:
+            return _stay
+        source, target = self.plan.stages[route.source], self.plan.stages[route.target]
+        given = [self._border_of(source, v) for v in route.given]
+        taken = [self._border_of(target, v) for v in route.taken]
+        if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
+            return _stay
+        alike = [
+            dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement
+            for g, t in zip(given, taken, strict=True)
+        ]
+        if all(alike):
+            return compat.copies_to([t.sharding for t in taken])
+        same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
+        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
+
+        def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            ends = zip(values, given, taken, same, strict=True)
+            with jax.enable_x64(wide):
+                return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
+
+        return move
+
+    def _border_of(self, stage: Stage, v: Var) -> Border:
+        placement = _placement_of(stage, v)
+        return Border(tuple(v.aval.shape), placement, self.meshes[stage.number])
+
+    # -- calling it
+
+    def is_plain_input(self, i: int) -> bool:
+        """Whether JAX can say the placement of input `i`; a pipeline takes what it is given and puts it in place."""
+        del i
+        return True
+
+    def enter(self, i: int, x: Any) -> Any:
+        """Argument `i`, as it is: its stages take it in when they need it."""
+        del i
+        return x
+
+    def refuse_others(self, avals: Sequence[Any]) -> None:
+        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        paths, wanted = self.plan.program.in_paths, self.plan.program.given_avals
+        wrong = [
+            f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
+            for path, aval, want in zip(paths, avals, wanted, strict=False)
+            if (aval.shape, aval.dtype) != (want.shape, want.dtype)
+        ]
+        if len(avals) != len(wanted):
+            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
+        if settings() != self.settings:
+            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
+        if wrong:
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the plan.
+
+        Raises:
+          PipelineTaskError: a task failed; every argument is as it was.
+          StepFailedError: an update failed after donated buffers were taken.
+        """
+        return self.launch(leaves)
+
+    def measure(self, leaves: Sequence[Any]) -> list[Any]:
+        """The same, waiting for every task: `trace`, `draw` and `timeline` then show when the devices computed."""
+        self._watch.waited = {}
+        try:
+            return self.launch(leaves)
+        finally:
+            self._watch.waited = None
+
+    def launch(self, args: Sequence[Any]) -> list[Any]:
+        """The same, of the arguments of the flat call."""
+        executor = self.compiled
+        begin = perf_counter()
+        whole = [*args, *self._captured]
+        for x, (shape, dtype) in zip(whole, self._avals, strict=True):
+            if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
+                raise TypeError("not the call that was compiled")  # the caller takes the long way
+        try:
+            parts = self._entry.take_apart(whole)
+            entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # what two stages of a rank read is there once
+            for stage, state in zip(self.plan.stages, self._states, strict=True):
+                names = stage.tasks.arguments
+                for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
+                    key = i, border.sharding
+                    if key not in entered:
+                        entered[key] = border.enter(parts[i])
+                    state.residents[v] = entered[key]
+            del parts, entered
+            try:
+                spans = executor.run(record=True)
+                self._last = Recording(spans, begin, self._watch.waited)
+            except PipelineTaskError as error:
+                self._report_failure(args, error)
+                raise
+            return self._results()
+        finally:
+            for state in self._states:
+                state.residents.clear()
+
+    def _results(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        for stage, state in zip(self.plan.stages, self._states, strict=True):
+            for i, v in zip(stage.program.results, stage.tasks.results, strict=True):
+                found[i] = self._exits[i].enter(v.val) if compat.is_literal(v) else state.residents[v]
+        return self._exit.put_together([found[i] for i in range(len(found))])
+
+    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
+        gone = [
+            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
+            if isinstance(x, jax.Array) and x.is_deleted()
+        ]  # fmt: skip
+        if gone:
+            raise StepFailedError(
+                f"{self.plan.program.name} failed while it ran: {error}\n"
+                f"  gone (donated): {', '.join(gone)}\n  all other arguments are as they were."
+            ) from error
+
+    def close(self) -> None:
+        """Ends the actors' threads; the next call starts new ones."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+
+    # -- looking
+
+    def timeline(self, width: int = 120) -> str:
+        """The last call as text, planned above measured for each rank; `width` characters to a line.
+
+        Measured is when the host launched each task; after `measure`, when the devices computed it.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        from shardc.report.chart_text import chart_text  # noqa: PLC0415  # reports know plans
+
+        return chart_text(self._chart(), width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the last call, planned above measured, and how full its channels were, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: nothing was called yet, another ending, or matplotlib is not installed.
+        """
+        from shardc.report.picture import draw_picture  # noqa: PLC0415  # reports know plans
+
+        draw_picture(self._chart(), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last call, planned beside measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        from shardc.report.trace_file import write_trace  # noqa: PLC0415  # reports know plans
+
+        write_trace(self._chart(), path)
+
+    def _chart(self) -> Any:
+        from shardc.report.chart import measured_chart  # noqa: PLC0415  # reports know plans
+
+        if self._last is None:
+            raise PipelineError(
+                f"{self.plan.program.name}: nothing to show, for nothing was called yet; call it, or measure(...) it. "
+                "The plan shows what is expected: plan.timeline(), plan.draw(...), plan.trace(...)."
+            )
+        return measured_chart(self.plan, self._last.timeline(self.plan.network), self._last.note)
+
+    def hlo(self) -> str:
+        """The optimized HLO of all tasks, one after the other."""
+        return "\n\n".join(e.hlo() for e in self._task_executables())
+
+    def memory_stats(self) -> Any:
+        """XLA's memory analysis of each task, by its name."""
+        return {e.plan.program.name: e.memory_stats() for e in self._task_executables()}
+
+    @property
+    def memory(self) -> PipelineMemory:
+        """`plan.memory`, with what XLA says of the inside of each task in place of the planner's estimate."""
+        return self.plan.memory_with(self._working)
+
+    def _working(self, task: StageTask) -> int:
+        found = self._executables[id(task)].memory_stats() if task.plan is not None else None
+        return working_bytes(task) if found is None else found.temp_size_in_bytes
+
+    def audit(self) -> Audit:
+        """Compares the collectives in the compiled HLO of every task with the plan's."""
+        return audit_all([e.audit() for e in self._task_executables()])
+
+
+def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
+    """0, 1, ...: which microbatch a task computes, on a mesh."""
+    whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+
+
+def _lines_of(task: StageTask) -> str:
+    """The user's lines that a task comes from: the first and the last."""
+    lines = [] if task.plan is None else [compat.source_line(e) for e in task.plan.boxed.jaxpr.eqns]
+    lines = [line for line in lines if line]
+    return "" if not lines else lines[0] if lines[0] == lines[-1] else f"{lines[0]} to {lines[-1]}"
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()
+
+
+def _stay(values: Any) -> Any:
+    return values
+
+
+def _placement_of(stage: Stage, v: Var) -> Placement:
+    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values(), stage.tasks.load):
+        if task.plan is not None and v in task.plan.boxed.placements:
+            return task.plan.boxed.placements[v]
+    return stage.plan.boxed.placements[v]

@@ -1,0 +1,133 @@
+"""How arrays come to the stages of a pipeline, and leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, narrow
+from shardc.pipeline.points.split_scans import Piece
+from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
+from shardc.sbp.placement import Placement
+
+
+class Border:
+    """How one array comes to a stage, or leaves it."""
+
+    def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
+        self.shape, self.placement, self.mesh = shape, placement.resolve(len(shape)), mesh
+        self.sizes = dict(mesh.shape)
+        self.plain = is_plain(shape, self.placement, self.sizes)
+        self.sharding = NamedSharding(mesh, physical_spec(self.placement))
+
+    def enter(self, x: Any) -> jax.Array:
+        """The physical array of an argument on this stage."""
+        if is_placed(x):
+            if not isinstance(x, StackedArray) and x.mesh == self.mesh and x.placement == self.placement:
+                return x.physical
+            x = np.asarray(x)
+        if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
+            return x
+        if self.plain:
+            return jax.device_put(narrow(x), self.sharding)
+        return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
+
+    def value(self, x: jax.Array) -> np.ndarray:
+        """The logical value of a physical array, on the host."""
+        return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
+
+    def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
+        return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
+
+
+class Stack:
+    """How one array whose rows several stages hold in pieces comes to them, or leaves them.
+
+    Args:
+      pieces: the borders of the pieces, in the order of their rows.
+      mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they do.
+
+    Attributes:
+      sharding: how JAX says where the pieces lie, if it can: the ranks hold as many rows each, in their order.
+    """
+
+    def __init__(self, pieces: Sequence[Border], mesh: Any, axis: str | None) -> None:
+        self.pieces = tuple(pieces)
+        self.rows = tuple(pairwise(accumulate((b.shape[0] for b in pieces), initial=0)))
+        self.shape = (self.rows[-1][1], *pieces[0].shape[1:])
+        self.sharding = self._sharding(mesh, axis)
+        if self.sharding is not None:
+            at = {d: i for i, d in enumerate(mesh.devices.flat)}
+            self._at = [[at[d] for d in b.mesh.devices.flat] for b in pieces]
+
+    def _sharding(self, mesh: Any, axis: str | None) -> NamedSharding | None:
+        first = self.pieces[0]
+        if not isinstance(mesh, Mesh) or axis not in mesh.axis_names:
+            return None
+        ranks = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+        ranks = ranks.reshape(len(ranks), -1).tolist()
+        alike = all(b.plain and (b.shape, b.placement) == (first.shape, first.placement) for b in self.pieces)
+        if not alike or [b.mesh.devices.ravel().tolist() for b in self.pieces] != ranks:
+            return None
+        rows, *rest = [*physical_spec(first.placement), None][: max(1, len(first.shape))]
+        inner = () if rows is None else rows if isinstance(rows, tuple) else (rows,)
+        return NamedSharding(mesh, PartitionSpec((axis, *inner), *rest))
+
+    def enter(self, x: Any) -> list[Any]:
+        """The pieces of a logical array, each as its border takes it."""
+        if isinstance(x, StackedArray) and [p.shape for p in x.pieces] == [b.shape for b in self.pieces]:
+            return list(x.pieces)
+        if self.sharding is not None and isinstance(x, jax.Array) and x.committed and x.sharding == self.sharding:
+            shards = [shard.data for shard in x.addressable_shards]
+            return [
+                jax.make_array_from_single_device_arrays(b.shape, b.sharding, [shards[i] for i in at])
+                for b, at in zip(self.pieces, self._at, strict=True)
+            ]
+        whole = np.asarray(x)
+        return [whole[a:b] for a, b in self.rows]
+
+    def leave(self, pieces: Sequence[jax.Array]) -> jax.Array | StackedArray:
+        """The logical array of the physical pieces."""
+        if self.sharding is not None:
+            shards = [shard.data for piece in pieces for shard in piece.addressable_shards]
+            return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+        borders = zip(pieces, self.pieces, strict=True)
+        return StackedArray([PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in borders])
+
+
+class Gate:
+    """All arrays of a call's arguments, or of its results, and the pieces that stages hold.
+
+    Args:
+      pieces: what each piece is of.
+      borders: of each, where it lives.
+      mesh, axis: as for `Stack`.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], borders: Sequence[Border], mesh: Any, axis: str | None) -> None:
+        found: dict[int, list[Border]] = {}
+        for piece, border in zip(pieces, borders, strict=True):
+            found.setdefault(piece.number, []).append(border)
+        stacked = {p.number for p in pieces if p.rows is not None}
+        self._ways = [Stack(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
+
+    def take_apart(self, arrays: Sequence[Any]) -> list[Any]:
+        """The pieces of logical arrays, each as a border takes it."""
+        return [
+            part
+            for x, way in zip(arrays, self._ways, strict=True)
+            for part in (way.enter(x) if isinstance(way, Stack) else (x,))
+        ]
+
+    def put_together(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
+        """The logical arrays of physical pieces."""
+        left = iter(pieces)
+        return [
+            way.leave([next(left) for _ in way.pieces]) if isinstance(way, Stack) else way.leave(next(left))
+            for way in self._ways
+        ]

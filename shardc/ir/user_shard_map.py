@@ -1,0 +1,127 @@
+"""A user's own shard_map inside a function: a unit, which is bound as it is.
+
+Its in_specs and out_specs are its signature: operands are brought to where the first say, results are where the second
+say. Its body runs on the pieces; the collectives in it are the user's, and stand in the plan with the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from jax.extend import core as jex
+from jax.extend.core.primitives import all_gather_p, psum_p
+
+from shardc import compat
+from shardc.compat import Eqn, Jaxpr
+from shardc.ir.collective import Collective, Kind, Moves
+from shardc.machine.mesh import MeshView
+from shardc.sbp.cost import send_price
+from shardc.sbp.placement import B, Placement
+from shardc.sbp.signature import Signature
+
+USERS: Final = "in shard_map"
+"""Where a report has the placement before a boxing, for a collective of a user's."""
+CAST: Final = "pvary"
+"""Types a value as one that may differ between devices. The body runs where nobody asks for that type."""
+UNTYPED: Final = {"psum_invariant": psum_p, "all_gather_invariant": all_gather_p}
+"""Collectives whose results are typed as equal on all devices, and those that do the same without the type."""
+
+
+def is_unit(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "shard_map"
+
+
+def unit_body(eqn: Eqn) -> Jaxpr:
+    """The jaxpr that runs on the pieces."""
+    body = eqn.params["jaxpr"]
+    return getattr(body, "jaxpr", body)
+
+
+def unit_placements(eqn: Eqn) -> tuple[Placement, ...]:
+    """Of its operands and results, as the specs say."""
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+    atoms = (*eqn.invars, *eqn.outvars)
+    return tuple(Placement.from_spec(s).resolve(len(a.aval.shape)) for s, a in zip(specs, atoms, strict=True))
+
+
+def unit_signatures(eqn: Eqn) -> dict[str, Signature]:
+    """By axis the signature that it has there; on other axes all is B."""
+    placements = unit_placements(eqn)
+    n = len(eqn.invars)
+    axes = dict.fromkeys(a for p in placements for a in p)
+    return {a: Signature(tuple(p[a] for p in placements[:n]), tuple(p[a] for p in placements[n:])) for a in axes}
+
+
+def whole_signature(eqn: Eqn) -> Signature:
+    return Signature((B,) * len(eqn.invars), (B,) * len(eqn.outvars))
+
+
+def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
+    """Why a unit cannot be on `mesh`; empty if it can. `inside`: the equations of its body and of bodies in it."""
+    theirs = tuple(eqn.params["mesh"].shape.items())
+    if sorted(theirs) != sorted(mesh.axes):
+        names = ", ".join(f"{a}={n}" for a, n in theirs)
+        return f"its mesh ({names}) is another than the function's; give it the function's mesh"
+    free = [a for a, n in mesh.axes if n > 1 and a not in eqn.params["newly_manual_axes"]]
+    if free:
+        return (
+            f"its axis_names leave {', '.join(map(repr, free))} to the compiler; leave axis_names out, and name in the "
+            "specs what is split"
+        )
+    grouped = [e for e in inside if e.params.get("axis_index_groups") is not None]
+    if grouped:
+        lines = ", ".join(dict.fromkeys(f"{e.primitive.name} at {compat.source_line(e)}" for e in grouped))
+        return (
+            f"axis_index_groups of {lines} are along no axis of the mesh, by which a plan counts what is sent; give "
+            "the mesh an axis for the groups and one for the devices of a group, and name the second"
+        )
+    if any(p.partial_axes for p in unit_placements(eqn)):
+        return "its specs have unreduced axes; sum inside it, with jax.lax.psum"
+    return ""
+
+
+def run_unit(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    """Its results on this device's pieces. Runs inside shard_map over the same mesh."""
+    body = unit_body(eqn)
+    typed = [compat.as_aval(x, v.aval) for x, v in zip(operands, body.invars, strict=True)]
+    return jex.jaxpr_as_fun(compat.close(body))(*typed)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * int(aval.dtype.itemsize)
+
+
+_SENT: Final[Mapping[str, tuple[Kind, Callable[[Any, Any, int], int]]]] = {
+    **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: _bytes(x))),
+    "all_gather": ("all_gather", lambda x, y, n: _bytes(x)),
+    "reduce_scatter": ("reduce_scatter", lambda x, y, n: _bytes(y)),
+    "all_to_all": ("all_to_all", lambda x, y, n: _bytes(x) // n),
+    **dict.fromkeys(("ppermute", "pbroadcast"), ("permute", lambda x, y, n: _bytes(x))),
+}
+"""JAX's collectives: the kind, and the bytes of a piece, by operand, result and devices of a group."""
+
+
+def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
+    """The collectives that an equation of a unit's body is, and the seconds of one execution."""
+    if eqn.primitive.name not in _SENT:
+        return Moves([], {})
+    kind, piece = _SENT[eqn.primitive.name]
+    axes = _axes(eqn, mesh)
+    n = math.prod(mesh.sizes[a] for a in axes)
+    found: list[Collective] = []
+    seconds = 0.0
+    for x, y in zip(eqn.invars, eqn.outvars, strict=True):
+        price = send_price(kind, piece(x.aval, y.aval, n), mesh, axes)
+        if price.bytes:
+            value = compat.short_text(x.aval.shape, x.aval.dtype)
+            found.append(Collective(kind, axes, price.bytes * trips, trips, compat.source_line(eqn), value, USERS))
+            seconds += price.seconds
+    return Moves(found, {kind: seconds})
+
+
+def _axes(eqn: Eqn, mesh: MeshView) -> tuple[str, ...]:
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    names = named if isinstance(named, tuple | list) else (named,)
+    return tuple(a for a in names if mesh.sizes.get(a, 1) > 1)

@@ -1,0 +1,384 @@
+"""Meshes: made, and seen as the planner sees them: names, sizes, and where each axis lies in which machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, cast
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from shardc import compat
+from shardc.errors import MeshError, did_you_mean
+from shardc.machine.topology import (
+    TOPOLOGIES,
+    Link,
+    Span,
+    Topology,
+    default_spans,
+    lay_along,
+    lay_out,
+    parse_topology,
+    read_topology,
+)
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """What the planner knows of a mesh: names, sizes and the topology. Plans of equal views are equal."""
+
+    axes: tuple[tuple[str, int], ...]
+    topology: Topology
+    limit: int | None = None
+    """Bytes that a plan may take of each device; None: not known, as with fake devices, which share a host's memory."""
+    shared: int = 1
+    """Collectives that start as one, where they are of a kind that the compiler combines."""
+    taken: str = field(default="", compare=False, repr=False)
+    """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
+    avoids: frozenset[str] = frozenset()
+    """Kinds of steps of a boxing that a plan is not to take where it can do without: they cost `AVOIDED` more."""
+    sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
+    spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
+    """What each axis lies along."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", MappingProxyType(dict(self.axes)))
+        spans = dict(self.topology.layout)
+        if not spans.keys() >= {a for a, n in self.axes if n > 1}:
+            spans = default_spans(self.topology, self.axes) | spans
+        object.__setattr__(self, "spans", MappingProxyType({a: spans.get(a, ()) for a, _ in self.axes}))
+
+    @property
+    def size(self) -> int:
+        return math.prod(n for _, n in self.axes)
+
+    @property
+    def link(self) -> Link:
+        """To the next mesh along the axis that this is a part of; of a whole mesh, between neighbours."""
+        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
+        return self.topology.link_along(cut[0]) if cut else self.topology.link
+
+    def where_start_is_shared(self, by: int) -> MeshView:
+        """A view of this mesh for `by` collectives that the compiler combines: each pays its part of one start."""
+        return self if by == self.shared else _shared(self, by)
+
+    def goes_together(self, kind: str, axes: Sequence[str]) -> bool:
+        """Whether a collective over a group of axes is done as such, or there is no smaller group to do it in."""
+        most = dict(self.topology.together).get(kind, math.inf)
+        n = math.prod(self.sizes[a] for a in axes)
+        return n < self.size or n <= most or sum(self.sizes[a] > 1 for a in axes) == 1
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
+
+
+@lru_cache(maxsize=1024)
+def _shared(view: MeshView, by: int) -> MeshView:
+    return replace(view, shared=by)
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes from `"95GB"`, `"16GiB"` or a number."""
+    if not isinstance(text, str):
+        return int(text)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise MeshError(f'hbm={text!r} is not an amount of memory; write "95GB", "16GiB" or a number of bytes.')
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def make_mesh(
+    *, topology: str | None = None, calibration: str | None = None, hbm: str | int | None = None, **axes: int
+) -> AnyMesh:
+    """A mesh with the named axes, over the first devices that are needed.
+
+    Args:
+      topology: plan for this machine and without its devices; an AbstractMesh comes back. A name and, after a colon,
+        the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
+        network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
+        The last axis of the mesh lies along neighbours of the first dimension.
+      calibration: such a file, to plan for the devices that are there by what was measured of them.
+      hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's.
+      **axes: name and size of each axis, outermost first.
+
+    Returns:
+      A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
+
+    Raises:
+      MeshError: more devices are asked for than there are, a size is not a positive integer, or there is no such
+        topology or file.
+
+    Example:
+      >>> mesh = make_mesh(data=1, model=1)
+      >>> dict(mesh.shape)
+      {'data': 1, 'model': 1}
+    """
+    bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if bad or not axes:
+        raise MeshError(
+            f"A mesh wants a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
+            "write shardc.make_mesh(data=4, model=2)."
+        )
+    need, shape, names = math.prod(axes.values()), tuple(axes.values()), tuple(axes)
+    asked = " x ".join(f"{a}={n}" for a, n in axes.items())
+    auto = (AxisType.Auto,) * len(names)
+    if topology is not None and calibration is not None:
+        raise MeshError("topology= plans without devices and calibration= for those that are there; give one of them.")
+    if topology is not None:
+        machine = parse_topology(topology)
+        _check_room(asked, need, topology, machine)
+        kind = machine.to_json() if topology.endswith(".json") else topology  # a mesh needs no file to be read again
+        kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
+        return AbstractMesh(shape, names, auto, abstract_device=AbstractDevice(kind, None, _OURS))
+    devices = sorted(jax.devices(), key=_along_links)
+    if need > len(devices):
+        raise MeshError(
+            f"The mesh {asked} wants {need} devices, this machine has {len(devices)} ({devices[0].platform}). Use a "
+            "smaller mesh; for fake CPU devices set the environment variable "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts; to plan without devices "
+            'name a topology, as in topology="v5p".'
+        )
+    mesh = Mesh(np.asarray(devices[:need]).reshape(shape), names, auto)
+    if calibration is not None:
+        machine = read_topology(calibration)
+        _check_room(asked, need, Path(calibration).name, machine)
+        _calibration_of_mesh[mesh] = machine
+    else:
+        _calibration_of_mesh.pop(mesh, None)
+    if hbm is not None:
+        _hbm_of_mesh[mesh] = parse_bytes(hbm)
+    else:
+        _hbm_of_mesh.pop(mesh, None)
+    return mesh
+
+
+def _check_room(asked: str, need: int, name: str, machine: Topology) -> None:
+    have = math.prod(machine.shape)
+    if machine.shape and need > have:
+        raise MeshError(f"The mesh {asked} wants {need} devices, topology {name} has {have}.")
+
+
+_hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
+_calibration_of_mesh: WeakKeyDictionary[Mesh, Topology] = WeakKeyDictionary()
+"""What `make_mesh` said of a mesh of real devices; JAX interns meshes, so the last word counts."""
+
+_KINDS: Final = (
+    ("cpu", r"cpu"), ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
+    ("h200", r"h200"), ("h100", r"h100|a100"), ("b200", r"b200"),
+)  # fmt: skip
+
+
+_OURS: Final = "shardc"
+"""The platform of devices that are not there. Their kind is a topology, what else was said of it, and for a part of a
+mesh the axes of the whole."""
+
+
+def view(mesh: AnyMesh) -> MeshView:
+    """The planner's view of a jax `Mesh` or `AbstractMesh`, whatever its axis types."""
+    axes = tuple(mesh.shape.items())
+    if isinstance(mesh, Mesh):
+        machine = _calibration_of_mesh.get(mesh)
+        if machine is None:
+            machine = _seen(mesh)
+            known = _is_known(mesh.devices.flat[0].device_kind)
+            return _with_memory(axes, machine, _hbm_of_mesh.get(mesh), known)
+        if machine.shape:
+            machine = replace(machine, layout=lay_out(machine, axes))
+        return _with_memory(axes, machine, _hbm_of_mesh.get(mesh))
+    device = mesh.abstract_device
+    if device is None:
+        return MeshView(axes, TOPOLOGIES["cpu"])
+    if device.platform != _OURS:
+        kind = device.device_kind
+        return _with_memory(axes, TOPOLOGIES[_known_kind(kind)], None, _is_known(kind))
+    kind, hbm, whole = _said(device.device_kind)
+    machine = parse_topology(kind)
+    if machine.shape:
+        machine = replace(machine, layout=lay_out(machine, whole or axes))
+    elif whole:
+        machine = replace(machine, layout=tuple(default_spans(machine, whole).items()))
+    return _with_memory(axes, machine, hbm or None)
+
+
+def _with_memory(
+    axes: tuple[tuple[str, int], ...], machine: Topology, said: int | None, known: bool = True
+) -> MeshView:
+    """The view of a mesh whose devices have the memory that was said, or that of their kind. Fake devices have what the
+    host has to spare, and of a device of another kind it is not known: what is a guess is no limit."""
+    limit = machine.hbm if known and not machine.kind.startswith("cpu") else None
+    return MeshView(axes, replace(machine, hbm=said or machine.hbm), said or limit)
+
+
+def _said(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    """Of devices that are not there: the topology, the memory (0: the topology's), and the axes of the whole mesh."""
+    match = re.fullmatch(r"(.*?)(?: hbm=(\d+))?(?: in (\S.*))?", device_kind, re.DOTALL)
+    assert match is not None
+    pairs = (pair.rpartition("=") for pair in match[3].split(",")) if match[3] else ()
+    return match[1], int(match[2] or 0), tuple((axis, int(n)) for axis, _, n in pairs)
+
+
+def _seen(mesh: Mesh) -> Topology:
+    """The machine that a mesh's devices are of, and how the mesh lies in it as far as the devices tell."""
+    machine = TOPOLOGIES[_known_kind(mesh.devices.flat[0].device_kind)]
+    if len(machine.fabrics) == 1:
+        return machine
+    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=len(machine.fabrics) - 1)
+    if places is None:
+        return machine
+    at = np.asarray(places) - np.min(places, 0)
+    numbered = at.reshape(*mesh.devices.shape, -1)
+
+    def place(axis: int, i: int) -> tuple[int, ...]:
+        index = [0] * mesh.devices.ndim
+        index[axis] = i
+        return tuple(int(x) for x in numbered[tuple(index)])
+
+    machine = replace(machine, shape=tuple(int(n) for n in at.max(0) + 1))
+    return replace(machine, shape=(), layout=lay_along(machine, tuple(mesh.shape.items()), place))
+
+
+def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tuple[int, ...]] | None:
+    """Where devices are: their first `rank` coordinates on a torus, their number in an NVLink domain; and after that
+    which slice or domain. None if they do not tell."""
+    found: list[tuple[int, ...]] = []
+    members: Counter[int] = Counter()
+    for device in devices:
+        domain = getattr(device, "slice_index", None)
+        if on_torus:
+            coords = getattr(device, "coords", None)
+            if coords is None:
+                return None
+            found.append((*coords[:rank], domain or 0))
+        else:
+            domain = device.process_index if domain is None else domain
+            found.append((members[domain], domain))
+            members[domain] += 1
+    return found
+
+
+def _along_links(device: Any) -> tuple[int, ...]:
+    """Sorts what lies on a torus by coordinates, the first fastest, and leaves the rest as it is."""
+    return (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ())[::-1])
+
+
+def _known_kind(device_kind: str) -> str:
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, device_kind.lower())), "h100")
+
+
+def _is_known(device_kind: str) -> bool:
+    """Whether the kind says how much memory a device has; an A100 has one of two."""
+    kind = device_kind.lower()
+    return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The same mesh with Auto axes, so that traced values carry no sharding in their types."""
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == auto:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto, abstract_device=mesh.abstract_device)
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """A context in which no mesh is set, to be entered at once: what shardc lowers is for the mesh of its plan.
+
+    `jax.set_mesh` is refused inside a trace, where a plan may be asked for too.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    if compat.inside_trace():
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    return jax.set_mesh(cast(Any, None))
+
+
+def automatic() -> AbstractContextManager[Any]:
+    """A context in which the axes of the mesh that is set are automatic, to be entered at once.
+
+    Values of a trace carry no sharding in their types, and explicit axes would refuse the user's constraints of them.
+    """
+    if not explicit_axes():
+        return nullcontext()
+    mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
+    devices = _mesh_that_is_set()
+    if devices is None:
+        return jax.sharding.use_abstract_mesh(cast(AbstractMesh, auto_mesh(mesh)))
+    return jax.set_mesh(cast(Mesh, auto_mesh(devices)))
+
+
+def explicit_axes() -> bool:
+    """Whether a mesh is set that has axes of other types than automatic."""
+    mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not mesh.are_all_axes_auto
+
+
+def as_it_is_set(mesh: AnyMesh) -> AnyMesh:
+    """`mesh` with the axis types that it has as the mesh that is set, if it is that one: there, JAX computes with
+    arrays of these types only."""
+    there = _mesh_that_is_set()
+    if there is None or auto_mesh(there) != auto_mesh(mesh):
+        return mesh
+    return there
+
+
+def _mesh_that_is_set() -> Mesh | None:
+    """The mesh of `jax.set_mesh`; None inside a trace, where it cannot be asked for."""
+    if compat.inside_trace() or (mesh := jax.sharding.get_mesh()).empty:
+        return None
+    return mesh
+
+
+def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
+    """The meshes of a pipeline's ranks: one for each position on `axis`, with the other axes.
+
+    Raises:
+      MeshError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        near = did_you_mean(axis, mesh.axis_names)
+        names = ", ".join(mesh.axis_names)
+        raise MeshError(
+            f'The mesh has no axis "{axis}" to run a pipeline along; it has {names}.{near} Name one in '
+            f"shardc.Pipeline(axis=...), or make the mesh with one: shardc.make_mesh({axis}=4, ...)."
+        )
+    at = mesh.axis_names.index(axis)
+    rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh wants an axis
+    auto = (AxisType.Auto,) * len(rest)
+    if isinstance(mesh, Mesh):
+        ranks = np.split(mesh.devices, mesh.shape[axis], at)
+        return [Mesh(d.reshape([mesh.shape[a] if a != axis else 1 for a in rest]), rest, auto) for d in ranks]
+    sizes = tuple(mesh.shape[a] if a != axis else 1 for a in rest)
+    device = mesh.abstract_device
+    if device is not None and device.platform == _OURS:  # where its axes lie follows from the whole mesh
+        whole = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
+        device = AbstractDevice(f"{device.device_kind} in {whole}", None, _OURS)
+    return [AbstractMesh(sizes, rest, auto, abstract_device=device)] * mesh.shape[axis]
+
+
+_STAGES: Final[WeakKeyDictionary[Mesh, set[tuple[int, ...]]]] = WeakKeyDictionary()
+
+
+def note_stages(mesh: Mesh, stages: Sequence[int]) -> None:
+    """Remembers which stages of a pipeline run on a mesh, for texts."""
+    _STAGES.setdefault(mesh, set()).add(tuple(stages))
+
+
+def stages_text(mesh: AnyMesh) -> str:
+    """`stage 2`, or `stages 0, 4`, of a mesh that pipelines run these on; empty for others, and where they differ."""
+    known = _STAGES.get(mesh, ()) if isinstance(mesh, Mesh) else ()
+    stages = next(iter(known)) if len(known) == 1 else ()
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""

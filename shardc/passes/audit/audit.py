@@ -1,0 +1,328 @@
+"""Compares what a plan says will move with what the compiled program moves.
+
+    planned collectives, optimized HLO --> Audit
+
+A surprise is a collective of the HLO that the plan does not pay for. XLA may do less than was planned (it merges equal
+gathers and drops what nobody reads) and may do it in other portions (its combiner puts tensors together, loops are
+unrolled, invariants leave them): so tensors and executions are compared, not instructions, and what stays unmatched is
+compared by its bytes in total.
+
+How often a `while` goes around is not known: its collectives are compared for one iteration. Where XLA knows, what is
+found is counted as often as it runs, and what goes beyond the plan is told apart (`iterated`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from shardc.ir.collective import KINDS, Collective
+from shardc.passes.audit.hlo import HloCollective, Tensor, parse_collectives
+from shardc.passes.audit.hlo_groups import axes_of_groups
+from shardc.passes.audit.hlo_text import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One tensor of a collective in the HLO, in the terms of a planned Collective.
+
+    Attributes:
+      kind: a planned kind, or an HLO opcode that shardc never emits.
+      axes: the mesh axes that the device groups follow; None if they follow none; empty for a permute.
+      bytes: sent per device, over all executions in one call; a promoted tensor counts as it is on the wire.
+      count: executions in one call; 1 where a loop's trip count is not known.
+      value, source, name: dtype and shape, line of user code, HLO instruction.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    bytes: int
+    count: int
+    value: str
+    source: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The outcome of an audit. It holds if there are no surprises.
+
+    Attributes:
+      planned, found: all that was compared.
+      surprises: what moves and was not planned, or moves more often than planned.
+      compiler_added: on TPU and GPU, what the backend's own rewrites of planned collectives add.
+      missing: what was planned and does not move: XLA merged or dropped it.
+      iterated: executions in iterations of a `while` beyond the one that is planned.
+    """
+
+    planned: tuple[Collective, ...]
+    found: tuple[Found, ...]
+    surprises: tuple[Found, ...]
+    compiler_added: tuple[Found, ...]
+    missing: tuple[Collective, ...]
+    iterated: tuple[Found, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.surprises
+
+    def __str__(self) -> str:
+        added = f", {_summary(self.compiler_added)} added by the compiler" if self.compiler_added else ""
+        if self.iterated:
+            added += f", {_summary(self.iterated)} more in further iterations of `while`"
+        if self.ok and not self.missing:
+            return f"audit: planned = found ({_summary(self.planned)}){added}"
+        if self.ok:
+            return f"audit: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
+        head = f"audit: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
+        return "\n".join([head, *_table(self)])
+
+
+def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu") -> Audit:
+    """Compares planned collectives with those of a compiled program.
+
+    Args:
+      planned: the plan's collectives.
+      hlo: text of the optimized module, `compiled.as_text()`.
+      axes: mesh axes and their sizes, in mesh order.
+      platform: that the text is for. On "cpu" nothing may be added; on others the backend's known rewrites may.
+    """
+    exact = platform == "cpu"
+    plans = [_planned_lot(c, axes) for c in planned if c.bytes]
+    lots: list[_Lot[Found]] = []
+    added: list[Found] = []
+    for op in parse_collectives(hlo):
+        for tensor in op.tensors:
+            record, padding = _found(op, tensor, axes, exact)
+            if op.added and not exact:
+                added.append(record)
+                continue
+            lots.append(_found_lot(record, tensor, padding, op.looped))
+            if padding:
+                added.append(replace(record, bytes=padding * record.count))
+    found = (*(lot.record for lot in lots), *(record for record in added if record.kind == "permute"))
+
+    by_group = _by_group(plans)
+    for alike in (True, False):  # a loop's with a loop's first: else one takes what is planned once behind it
+        for fits in _FITS:
+            _match(lots, by_group, fits, alike)
+    if not exact:
+        added += _match_all_reduces(lots, by_group)
+    iterated = _match_iterations(lots, by_group, exact)
+    _match_totals(lots, by_group, exact)
+    return Audit(
+        planned=tuple(planned),
+        found=found,
+        surprises=tuple(_rest(lot) for lot in lots if lot.left),
+        compiler_added=tuple(added),
+        missing=tuple(_rest(lot) for lot in plans if lot.left),
+        iterated=tuple(iterated),
+    )
+
+
+# --- the two sides in one form -------------------------------------------------------------------------------------
+
+_Group: TypeAlias = tuple[str, frozenset[str] | None]
+_Record = TypeVar("_Record", Collective, Found)
+
+
+@dataclass(slots=True)
+class _Lot(Generic[_Record]):
+    """A record with the executions of it that are not matched yet.
+
+    `each` is the bytes of one execution, `dtype` and `width` the element type and its size (None: not known), `looped`
+    whether it is planned in a `while`, or found in any loop.
+    """
+
+    record: _Record
+    group: _Group
+    each: Fraction
+    dtype: str
+    width: Fraction | None
+    left: int
+    looped: bool
+    promoted: bool = False
+
+    @property
+    def total(self) -> Fraction:
+        return self.each * self.left
+
+
+def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
+    along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
+    dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
+    width = itemsize(dtype) if dtype else None
+    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
+
+
+def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:
+    # Groups that follow no axes match no plan: no planned group is None.
+    along = None if f.axes is None or f.kind not in KINDS else frozenset(f.axes)
+    each = Fraction(tensor.bytes - padding)
+    return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
+
+
+def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[Found, int]:
+    along = () if op.kind == "permute" else axes_of_groups(op.groups, axes)
+    padding = 0 if exact else tensor.padding
+    count = 1 if op.trips is None else op.trips
+    value = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+    return Found(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
+
+
+def _rest(lot: _Lot[_Record]) -> _Record:
+    return replace(lot.record, bytes=int(lot.total), count=lot.left)
+
+
+def _by_group(lots: Iterable[_Lot[Collective]]) -> dict[_Group, list[_Lot[Collective]]]:
+    groups: dict[_Group, list[_Lot[Collective]]] = {}
+    for lot in lots:
+        groups.setdefault(lot.group, []).append(lot)
+    return groups
+
+
+# --- matching ------------------------------------------------------------------------------------------------------
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    return abs(a - b) <= 1  # 2(n-1)/n of a few bytes is rounded
+
+
+def _same(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+    return p.width in (None, f.width) and _close(f.each, p.each)
+
+
+def _narrowed(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+    """XLA has moved a narrowing conversion before the collective: as many elements, of fewer bytes."""
+    if p.width is None or f.width is None or f.width >= p.width:
+        return False
+    return _close(f.each * p.width / f.width, p.each)
+
+
+def _promoted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+    """The backend has no collective of this type: XLA:CPU moves bf16 as f32, f8 and f4 as f16."""
+    widens = f.promoted or p.dtype.startswith(("bf16", "f8", "f4"))
+    whole = p.width is None or f.width == 2 * max(p.width, 1)  # what is smaller is planned as bytes
+    return widens and whole and _close(f.each / 2, p.each)
+
+
+def _reinterpreted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+    return _close(f.each, p.each)
+
+
+_FITS: Final = (_same, _narrowed, _promoted, _reinterpreted)
+
+
+def _match(
+    lots: Sequence[_Lot[Found]],
+    by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
+    fits: Callable[[_Lot[Found], _Lot[Collective]], bool],
+    alike: bool,
+) -> None:
+    """Matches what fits: only what is in a `while` in the plan and in a loop in the HLO, or in neither, if `alike`."""
+    for f in lots:
+        for p in by_group.get(f.group, ()):
+            if f.left and p.left and (not alike or f.looped == p.looped) and fits(f, p):
+                n = min(f.left, p.left)
+                f.left -= n
+                p.left -= n
+
+
+def _match_iterations(
+    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+) -> list[Found]:
+    """What runs in a loop and is as planned for an iteration of a `while` may run as often as that goes around."""
+    found: list[Found] = []
+    for f in lots:
+        kind, along = f.group
+        planned = any(p.looped and fits(f, p) for p in by_group.get(f.group, ()) for fits in _FITS)
+        if not exact and kind == "all_reduce":
+            planned |= any(p.looped and _close(f.each / 2, p.each) for p in by_group.get(("reduce_scatter", along), ()))
+        if f.left and f.looped and planned:
+            found.append(_rest(f))
+            f.left = 0
+    return found
+
+
+def _match_all_reduces(
+    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
+) -> list[Found]:
+    """XLA:TPU may run a reduce-scatter as an all-reduce and a slice: the second half of its bytes is the compiler's."""
+    added: list[Found] = []
+    for f in lots:
+        kind, along = f.group
+        for p in by_group.get(("reduce_scatter", along), ()) if kind == "all_reduce" else ():
+            if f.left and p.left and _close(f.each / 2, p.each):
+                n = min(f.left, p.left)
+                f.left -= n
+                p.left -= n
+                added.append(replace(f.record, bytes=int((f.each - p.each) * n), count=n))
+    return added
+
+
+def _match_totals(
+    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+) -> None:
+    """Settles what has moved in other portions than planned, by the bytes that are left in each group.
+
+    On CPU they must be equal. XLA:GPU glues the operands of all-reduces into one vector, also when some of the plan's
+    were dropped: there they may be fewer.
+    """
+    for group, plans in by_group.items():
+        founds = [f for f in lots if f.group == group]
+        for f in founds:
+            for p in plans:
+                if f.left and p.left and _close(f.total, p.total):
+                    f.left = p.left = 0
+        rest, budget = [f for f in founds if f.left], [p for p in plans if p.left]
+        moved, paid = sum(f.total for f in rest), sum(p.total for p in budget)
+        slack = len(rest) + len(budget)  # each may be rounded
+        if rest and budget and moved <= paid + slack and (not exact or moved >= paid - slack):
+            for lot in (*rest, *budget):
+                lot.left = 0
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+def _table(a: Audit) -> list[str]:
+    rows = [
+        (what, c.kind, _along(c.axes), c.value, _size(c.bytes), f"x{c.count}", c.source, getattr(c, "name", ""))
+        for what, records in (
+            ("not planned", a.surprises),
+            ("not found", a.missing),
+            ("compiler added", a.compiler_added),
+        )
+        for c in records
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _along(axes: tuple[str, ...] | None) -> str:
+    return "(not along axes)" if axes is None else ",".join(axes)
+
+
+def _summary(records: Sequence[Collective | Found]) -> str:
+    plural = "" if len(records) == 1 else "s"
+    return f"{len(records)} collective{plural}, {_size(sum(c.bytes for c in records))}"
+
+
+def _size(n: int) -> str:
+    size, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def audit_all(audits: Sequence[Audit]) -> Audit:
+    """The audits of several programs as one."""
+    return Audit(
+        *(tuple(x for a in audits for x in getattr(a, name)) for name in
+          ("planned", "found", "surprises", "compiler_added", "missing", "iterated"))
+    )  # fmt: skip

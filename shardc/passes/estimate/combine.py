@@ -1,0 +1,78 @@
+"""Which of a program's collectives the compiler combines into one. Enters `Plan.seconds`; the search counts those of
+late values as combined (`Problem.view_for`).
+
+XLA combines collectives of one kind, over the same groups, of one type and by one reduction, that do not wait for each
+other, up to so many bytes; those of a loop's body among themselves. Together they start once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardc import compat
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.collective import Kind
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Started:
+    """A collective of an equation.
+
+    Attributes:
+      alike: its groups, type and reduction: those of others that it is combined with are the same.
+      size: bytes that a device holds of its operand or its result, whichever is more.
+      seconds: before its first byte moves.
+    """
+
+    eqn: Eqn
+    kind: Kind
+    alike: Hashable
+    size: int
+    seconds: float
+
+
+def combinations(
+    jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, float]
+) -> Iterator[Sequence[Started]]:
+    """The collectives that start together, each set of them in the order in which their operands are made.
+
+    Args:
+      started: collectives of the jaxpr's own equations, in order.
+      most: by kind, bytes that one combination holds.
+    """
+    alike: dict[Hashable, list[Started]] = {}
+    for s in started:
+        alike.setdefault((s.kind, s.alike), []).append(s)
+    made = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars} if alike else {}
+
+    def ready(s: Started) -> int:
+        return max((made.get(v, -1) for v in compat.variables(s.eqn.invars)), default=-1)
+
+    for group in alike.values():
+        depths = _depths(jaxpr, {id(s.eqn) for s in group})
+        waiting: dict[int, tuple[list[Started], int]] = {}  # by depth a combination, and its bytes
+        for s in group:
+            depth = depths[id(s.eqn)]
+            before, size = waiting.get(depth, ([], 0))
+            if before and size + s.size > most[s.kind]:
+                yield sorted(before, key=ready)
+                before, size = [], 0
+            waiting[depth] = [*before, s], size + s.size
+        for found, _ in waiting.values():
+            yield sorted(found, key=ready)
+
+
+def _depths(jaxpr: Jaxpr, some: set[int]) -> dict[int, int]:
+    """Of some equations, by id, how many of them follow one another before each. None of two of one depth waits for the
+    other."""
+    behind: dict[Var, int] = {}
+    found: dict[int, int] = {}
+    for eqn in jaxpr.eqns:
+        depth = max((behind.get(v, 0) for v in compat.variables(eqn.invars)), default=0) if behind else 0
+        if id(eqn) in some:
+            found[id(eqn)] = depth
+            depth += 1
+        if depth:
+            behind.update(dict.fromkeys(eqn.outvars, depth))
+    return found

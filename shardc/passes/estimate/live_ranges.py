@@ -1,0 +1,540 @@
+"""When the values of a program take memory, read off the program alone: no placements, no devices.
+
+XLA keeps far fewer values than a program has. What decides how much lives at one time:
+
+- A chain of elementwise operations is one loop, and what is between its ends never is in memory. What the chain reads
+  lives until the loop runs: `1 - tanh(x)²`, which the forward pass computes for the backward, is computed there.
+- A value that is cheap to compute from one other of its size is computed in every loop that reads it, and once more
+  for what reads memory, as products do. So of a softmax both exp(x - max) and its quotient by the sum are kept: the
+  quotient for the products, the exponentials for the loops of the backward pass.
+- What is costly, and what joins two large values, is computed once and kept, if several loops read it.
+- A loop writes over an operand of its own shape that it is the last to read; so does an update of rows. Not over
+  what has come to be piece by piece, on some devices, where loops over the same memory are one, too (`find_loops`).
+- A collective may run as late as its result is read: its operand stays until then.
+- The carries of a loop are one buffer each, and a second one where a step still reads the old after it has made the
+  new. Stacked results are there from the loop's beginning, stacked operands until its end; a row lives in its step.
+- A result has its memory from the beginning, unless it takes that of a donated argument: then it is there from when it
+  is made, besides the argument if that is read later, as it is copied there in the end.
+- Of a softmax in float32 either the scores or the exponentials are kept, or both (`find_scores.py`).
+
+Where devices differ, `Habits` has it. The order is that of the program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc import compat
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.ir.walk import itemsize_of
+from shardc.passes.estimate.backend import (
+    CONVOLUTIONS,
+    ELSEWHERE,
+    IN_LOOPS,
+    LOOKUPS,
+    PRODUCTS,
+    TPU,
+    UPDATES,
+    Habits,
+    Kind,
+    Step,
+    kind_of,
+)
+from shardc.passes.estimate.fused_loops import Wait, joined_loops, reads_of
+from shardc.passes.estimate.ready import Ready, find_ready
+from shardc.passes.estimate.row_tables import Table, find_tables
+from shardc.passes.estimate.softmax import AGAIN, Again, Scores, find_scores
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product, and the point at which it runs.
+
+    Attributes:
+      ready: that at which each operand could be there, on devices that are eager (`find_ready`).
+      over: that at which a loop writes over its result, which is counted until before it; None if none does.
+    """
+
+    eqn: Eqn
+    at: int
+    ready: tuple[int, ...]
+    over: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Which values take memory, and from when to when.
+
+    Attributes:
+      points: how many points of time there are: one for each equation, those of nested bodies inside theirs.
+      values: whose placements say how many bytes; one value may stand here several times.
+      begin, end: (len(values),) points: value i is there from `begin[i]` until before `end[i]`. Arguments are there all
+        the time; a result that takes a donated argument's buffer as it is made is not counted.
+      arguments: how many of `values`, the first ones, are arguments.
+      products: all of them. Whether one holds more than values (`ring_buffers`), its placements say.
+      waits: what may stay longer, as loops are one. That they are, placements say: no loop is one with another where a
+        product computes what it reads, but none computes what it reads from a product whose pieces go around.
+      tables: what lies row by row, where devices keep it so.
+      again: exponentials that are in memory only where the pieces of a product go around.
+    """
+
+    points: int
+    values: tuple[Var, ...]
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    arguments: int
+    products: tuple[Product, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    tables: tuple[Table, ...] = ()
+    again: tuple[Again, ...] = ()
+
+    def live(self, size: Callable[[Var], int]) -> NDArray[np.int64]:
+        """(points,) bytes at each point, `size` being those of a value on one device."""
+        change = np.zeros(self.points + 1, np.int64)
+        sizes = np.fromiter(map(size, self.values), np.int64, len(self.values))
+        np.add.at(change, self.begin, sizes)
+        np.subtract.at(change, self.end, sizes)
+        return change.cumsum()[:-1]
+
+    def holdings(self, point: int) -> list[Var]:
+        """The values that are there at a point."""
+        return [self.values[i] for i in np.flatnonzero((self.begin <= point) & (point < self.end))]
+
+
+def lifetimes(
+    jaxpr: Jaxpr, ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU
+) -> Lifetimes:
+    """When each value of a program is in memory.
+
+    Args:
+      jaxpr: canonical (calls inlined, every variable unique), before or after boxing.
+      ties: for results the number of the donated argument whose buffer each takes.
+      habits: of the device.
+
+    Returns:
+      About one entry for each value that is in memory.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def f(x, w):
+      ...     return jnp.tanh(x @ w + 1.0) @ w
+      >>> found = lifetimes(jax.make_jaxpr(f)(jnp.ones((2, 3)), jnp.ones((3, 3))).jaxpr)
+      >>> [(v.aval.size, int(b), int(e)) for v, b, e in zip(found.values, found.begin, found.end)]
+      [(6, 0, 5), (9, 0, 5), (6, 0, 5), (6, 3, 4), (6, 0, 3)]
+      >>> found.live(lambda v: 4 * v.aval.size)  # x, w, the result, and x @ w, or the tanh that is written over it
+      array([108, 108, 108, 108,  84])
+    """
+    return _Backward(_Forward(jaxpr), ties, habits).run()
+
+
+def made_at(jaxpr: Jaxpr) -> Mapping[Var, int]:
+    """The point at which each value of a program is made, nested bodies included."""
+    return {v: step.at for v, step in _Forward(jaxpr).maker.items()}
+
+
+def scopes_at(jaxpr: Jaxpr, point: int) -> list[tuple[Jaxpr, int, int]]:
+    """The scopes that run at a point of a program, the outermost first; the number of the equation at which each is,
+    and how often each runs."""
+    steps, found, trips = _Forward(jaxpr).steps, list[tuple[Jaxpr, int, int]](), 1
+    scope: Jaxpr | None = jaxpr
+    while scope is not None:
+        here = [n for n, s in enumerate(steps[id(scope)]) if s.start <= point <= s.at]
+        if not here:
+            break
+        found.append((scope, here[0], trips))
+        inside = scope.eqns[here[0]]
+        inner, trips = bodies_of(inside), trips * compat.trips_of(inside)
+        scope = next((b for b in inner if b.eqns and steps[id(b)][0].start <= point <= steps[id(b)][-1].at), None)
+    return found
+
+
+class _Forward:
+    """The first walk: equations get their points of time, values what they are computed from.
+
+    Attributes:
+      now: how many points there are.
+      steps: the equations of each body, by its id.
+      maker: the equation that makes a value.
+      readers: how many equations read a value.
+      joins: what is computed in loops from several values as large as itself.
+      source: of what is computed in loops the one value as large that a loop has to read for it; None if there is none.
+        A value not in here is its own.
+      products, lookups: equations of these kinds (`fusion`).
+    """
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr, self.now = jaxpr, 0
+        self.steps: dict[int, list[Step]] = {}
+        self.maker: dict[Var, Step] = {}
+        self.readers = Counter[Var]()
+        self.source: dict[Var, Var | None] = {}
+        self.joins: set[Var] = set()
+        self.products: list[Step] = []
+        self.lookups: list[Eqn] = []
+        self.body(jaxpr)
+
+    def body(self, body: Jaxpr) -> None:
+        eqns, home = body.eqns, id(body)
+        operands = [[a for a in e.invars if not compat.is_literal(a)] for e in eqns]
+        self.readers.update(chain.from_iterable(operands))
+        self.readers.update([a for a in body.outvars if not compat.is_literal(a)])
+        steps = self.steps[home] = list[Step]()
+        for eqn, mine in zip(eqns, operands, strict=True):
+            start, kind, name = self.now, kind_of(eqn), eqn.primitive.name
+            for inner in bodies_of(eqn) if name in NESTED else ():
+                self.now += 1
+                self.body(inner)
+            step = Step(eqn, kind, mine, start, self.now, home)
+            steps.append(step)
+            for v in eqn.outvars:
+                self.maker[v] = step
+            if kind in IN_LOOPS:
+                self.find_source(step, eqn.outvars[0])
+            elif name in PRODUCTS:
+                self.products.append(step)
+            elif name in LOOKUPS:
+                self.lookups.append(eqn)
+            self.now += 1
+
+    def find_source(self, step: Step, v: Var) -> None:
+        aval, size = v.aval, compat.size_of(v.aval)
+        found: Var | None = None
+        for a in step.operands if size else ():
+            if a.aval is aval or compat.size_of(a.aval) >= size:
+                source = self.source.get(a, a)
+                if found is None:
+                    found = source
+                elif source is not None and source is not found:
+                    self.joins.add(v)
+                    found = v
+                    break
+        if step.kind is Kind.COSTLY and self.readers[v] > 1:
+            found = v
+        self.source[v] = found
+
+
+class _Backward:
+    """The second walk, from the last equation to the first: how long each value is read, and from where.
+
+    A value is read from memory (`whole`), or computed in the loops that read it (`fused`), or both.
+    """
+
+    def __init__(self, ahead: _Forward, ties: Mapping[int, int], habits: Habits) -> None:
+        self.ahead, self.ties, self.habits = ahead, ties, habits
+        self.maker = ahead.maker
+        self.early = find_ready(ahead.jaxpr) if habits.eager else Ready()
+        self.whole: dict[Var, int] = {}
+        self.first: dict[Var, int] = {}
+        self.fused: dict[Var, int] = {}
+        self.loops: dict[Var, int] = {}
+        self.taker: dict[Var, Var] = {}
+        self.taken: dict[Var, Var] = {}
+        self.starts: dict[Var, int] = {}
+        self.spread: dict[tuple[Var, tuple[int, ...]], tuple[Var, int, int]] = {}
+        self.lives: list[tuple[Var, int, int]] = []
+        self.overwritten: dict[Var, int] = {}
+        self.steps: set[int] = set()
+        self.written: set[Var] = set()
+        self.again: list[Again] = []
+
+    def run(self) -> Lifetimes:
+        jaxpr, end = self.ahead.jaxpr, self.ahead.now + 1
+        results = dict.fromkeys(a for a in jaxpr.outvars if not compat.is_literal(a))
+        for v in results:
+            self.read(v, end - 1)
+        self.body(jaxpr)
+        over = {jaxpr.outvars[k] for k, i in self.ties.items() if self.writes_over(jaxpr.outvars[k], jaxpr.invars[i])}
+        own = results.keys() - {jaxpr.outvars[k] for k in self.ties}
+        arguments = [*jaxpr.constvars, *jaxpr.invars]
+        rows = [(v, 0, end) for v in arguments]
+        rows += [(v, 0 if v in own else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
+        begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
+        products = tuple(map(self.product, self.ahead.products))
+        values = tuple(r[0] for r in rows)
+        waits, tables = self.waits_and_tables(over)
+        return Lifetimes(end, values, begin, until, len(arguments), products, waits, tables, tuple(self.again))
+
+    def product(self, step: Step) -> Product:
+        ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
+        return Product(step.eqn, step.at, ready, over)
+
+    def waits_and_tables(self, over: Collection[Var]) -> tuple[tuple[Wait, ...], tuple[Table, ...]]:
+        """As `Lifetimes` has them; `over`: results that are in the place of arguments."""
+        if not self.habits.joins_loops and not self.habits.tiles:
+            return (), ()
+        reads = reads_of(self.starts, self.maker)
+        waits = self.waits(reads, over) if self.habits.joins_loops else ()
+        if not self.habits.tiles:
+            return waits, ()
+        return waits, find_tables(self.ahead.lookups, self.starts, reads, self.maker, self.last, over)
+
+    def waits(self, reads: Mapping[Var, list[Var]], over: Collection[Var]) -> tuple[Wait, ...]:
+        """What stays until a later loop runs. Results that are in the place of arguments stay anyway."""
+        gone = {v: end for v, _, end in self.lives if v not in over}
+        joined = joined_loops(self.starts, reads, self.maker)
+        return tuple(Wait(v, gone[v], ends) for v, ends in joined.items() if v in gone)
+
+    def writes_over(self, v: Atom, argument: Var) -> bool:
+        """Whether a result can be put in the place of an argument when it is made."""
+        if compat.is_literal(v) or v not in self.maker:
+            return False
+        return self.last(argument, 0) <= max(self.maker[v].at, self.starts.get(v, 0))
+
+    # --- who reads ----------------------------------------------------------------------------------------------------
+
+    def read(self, a: Atom, t: int) -> None:
+        """Read from memory at `t`."""
+        if not compat.is_literal(a):
+            self.loops[a] = self.loops.get(a, 0) + 1
+            self.whole[a] = max(self.whole.get(a, t), t)
+            self.first[a] = min(self.first.get(a, t), t)
+
+    def fuse(self, a: Var, t: int, taker: Var | None = None, loops: int = 1) -> None:
+        """Read, or computed, in so many loops, of which the last is at `t` and may write `taker` over it."""
+        self.loops[a] = self.loops.get(a, 0) + loops
+        if t > self.fused.get(a, -1):
+            self.fused[a] = t
+            if taker is not None:
+                self.taker[a] = taker
+            elif a in self.taker:
+                del self.taker[a]
+
+    def last(self, v: Var, t: int) -> int:
+        """The last point at which it is read, `t` if it is not."""
+        return max(self.whole.get(v, t), self.fused.get(v, t))
+
+    def pass_on(self, v: Var, a: Atom, solid: bool = False) -> None:
+        """What is said of `v` holds for `a`; a solid one stands in memory for its readers."""
+        if compat.is_literal(a):
+            return
+        if solid and (v in self.whole or v in self.fused):
+            self.read(a, self.last(v, -1))
+            return
+        if v in self.whole:
+            self.read(a, self.whole[v])
+            self.first[a] = min(self.first[a], self.first[v])
+        if v in self.fused:
+            self.fuse(a, self.fused[v], self.taker.get(v), self.loops[v] - (v in self.whole))
+
+    def live(self, v: Var, begin: int, stays: bool = False) -> None:
+        """In memory from `begin` to the last reader, or until it is written over: not by a loop, if it stays."""
+        made = self.maker[v].at
+        whole, fused = self.whole.get(v, made), self.fused.get(v, made)
+        end, taker = max(whole, fused) + 1, self.taker.get(v)
+        by_loop = taker is not None and self.maker[taker].kind in IN_LOOPS
+        overwritten = taker is not None and self.starts.get(taker, self.maker[taker].at) == fused >= whole
+        if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
+            end = max(fused, made + 1)
+            if by_loop:
+                self.overwritten[v] = end
+        self.lives.append((v, begin, end))
+
+    # --- equations ----------------------------------------------------------------------------------------------------
+
+    def body(self, body: Jaxpr) -> None:
+        for step in reversed(self.ahead.steps[id(body)]):
+            eqn, kind = step.eqn, step.kind
+            if kind is Kind.CHEAP or kind is Kind.COSTLY:
+                self.computed(step, eqn.outvars[0])
+            elif kind is Kind.VIEW:
+                self.pass_on(eqn.outvars[0], eqn.invars[0])
+            elif kind is Kind.MOVED:
+                self.moved(step, eqn.outvars[0], eqn.invars[0])
+            elif eqn.primitive.name in NESTED:
+                self.nested(step)
+            else:
+                self.made_in_memory(step)
+
+    def computed(self, step: Step, v: Var) -> None:
+        """In each loop that reads it, unless that is too much work; and in memory for the rest.
+
+        What follows from what a step begins with, as a residual that is computed again, may begin with the step.
+        """
+        eqn, costly = step.eqn, step.kind is Kind.COSTLY
+        once = self.loops.get(v, 0) > 1 and (v in self.ahead.joins or (costly and self.is_kept(eqn)))
+        scores = find_scores(step, self.maker) if once and self.habits.writes_scores else None
+        if scores is not None:
+            once = self.keeps(step, v, scores)
+        once |= v in self.written
+        in_place = eqn.primitive.name not in ELSEWHERE
+        if not once and v in self.fused:
+            t, loops = self.fused[v], self.loops[v] - (v in self.whole)
+            taker = self.taker.get(v) if in_place else None
+            for a in step.operands:
+                self.fuse(a, t, taker if taker is not None and _alike(a.aval, v.aval) else None, loops)
+        if once:
+            t, ready = step.at, self.early.at.get(v)
+            self.live(v, ready if ready in self.steps else t, stays=v in self.written)
+        elif v in self.whole:
+            t = self.early.at[v] if self.habits.eager else self.first[v]
+            taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows reads it, in its place
+            self.lives.append((v, t, self.whole[v] + (not taken)))
+        else:
+            return
+        self.starts[v] = t
+        in_place = in_place and (once or v not in self.fused)
+        for a in step.operands:
+            self.fuse(a, t, v if in_place and _alike(a.aval, v.aval) else None)
+
+    def is_kept(self, eqn: Eqn) -> bool:
+        """Whether what is costly is kept for several loops: of many numbers divided by one each loop does it again."""
+        by_one = eqn.primitive.name == "div" and compat.size_of(eqn.invars[1].aval) == 1
+        return not (by_one and self.habits.joins_loops and compat.size_of(eqn.outvars[0].aval) > 1)
+
+    def keeps(self, step: Step, v: Var, scores: Scores) -> bool:
+        """Whether exponentials that several loops read are in memory, what they are computed from noted."""
+        alone = v not in self.whole and self.ahead.readers[scores.kept] == 1
+        if scores.turned and alone and self.loops[v] >= AGAIN:
+            last = self.fused[v]
+            made = (end for x, begin, end in self.lives if begin == last and _alike(x.aval, v.aval))
+            self.again.append(Again(v, scores, step.at, last, max(made, default=last)))
+            if len(scores.products) > 1:
+                self.written.add(scores.kept)
+            return False
+        if scores.written:
+            self.written.add(scores.rows)
+        return True
+
+    def moved(self, step: Step, v: Var, a: Atom) -> None:
+        eqn, t = step.eqn, step.at
+        done = t
+        if v in self.early.together:
+            done = self.early.together[v]
+            self.whole[v] = max(self.whole.get(v, t), done)
+        begin = self.early.at[v] if self.habits.eager else t
+        if self.habits.one_layout and _turns(eqn):
+            if eqn.params["dst"].items() <= eqn.params["src"].items():  # gathered, then copied
+                again = self.ahead.readers.get(v, 0) > 1
+                self.lives.append((v, begin, (self.last(v, t) if again else t) + 1))
+                begin = begin if not again else t
+            elif not compat.is_literal(a):
+                self.lives.append((a, t, t + 1))
+        self.live(v, begin)
+        uses = [at for at in (self.first.get(v), self.fused.get(v)) if at is not None]
+        self.read(a, max(done, min(uses, default=t)))
+
+    def made_in_memory(self, step: Step) -> None:
+        eqn, name, t = step.eqn, step.eqn.primitive.name, step.at
+        for v in eqn.outvars:
+            self.live(v, t, self.habits.pieces_stay and name in UPDATES)
+        for i, a in enumerate(eqn.invars):
+            taker = eqn.outvars[0] if i == 0 and name in UPDATES else None
+            if compat.is_literal(a):
+                continue
+            if step.kind is Kind.REDUCED and self.habits.sums_read_memory:
+                self.summed(a, t)
+            elif step.kind in (Kind.WRITTEN, Kind.REDUCED):
+                self.fuse(a, t, taker)
+            else:
+                self.read(self.straight(a) if name in PRODUCTS else a, t)
+                if taker is not None:
+                    self.fuse(a, t, taker)
+            if name in CONVOLUTIONS and self.habits.one_layout:
+                self.lives.append((a, t, t + 1))
+
+    def straight(self, a: Var) -> Atom:
+        """A product reads a matrix as well by columns as by rows."""
+        eqn = self.maker[a].eqn if a in self.maker else None
+        turned = eqn is not None and eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0)
+        return eqn.invars[0] if eqn is not None and turned else a
+
+    def summed(self, a: Var, t: int) -> None:
+        """The factors of a product stand in memory, each at the product's size."""
+        eqn = self.maker[a].eqn if a in self.maker else None
+        if eqn is None or self.ahead.readers[a] > 1 or eqn.primitive.name not in ("mul", "square"):
+            self.read(a, t)
+            return
+        for x in eqn.invars:
+            if compat.is_literal(x) or x.aval.size == a.aval.size:
+                self.read(x, t)
+            else:
+                begin = self.maker[x].at if x in self.maker else 0
+                self.read(x, begin)
+                _, begin, end = self.spread.get((x, a.aval.shape), (a, begin, t))
+                self.spread[x, a.aval.shape] = a, begin, max(end, t + 1)
+
+    # --- bodies -------------------------------------------------------------------------------------------------------
+
+    def nested(self, step: Step) -> None:
+        eqn, name, start = step.eqn, step.eqn.primitive.name, step.start
+        if name == "optimization_barrier":
+            for v, a in zip(eqn.outvars, eqn.invars, strict=True):
+                self.pass_on(v, a, solid=True)
+        elif name in REMAT:
+            (body,) = bodies_of(eqn)
+            for v, a in zip(eqn.outvars, body.outvars, strict=True):
+                self.pass_on(v, a)
+            self.body(body)
+            solid = compat.is_kept_apart(eqn)
+            for v, a in zip(body.invars, eqn.invars, strict=True):
+                self.pass_on(v, a, solid)
+        elif name == "cond":
+            for v in eqn.outvars:
+                self.live(v, start, self.habits.pieces_stay)
+            for body in bodies_of(eqn):
+                self.returned(body.outvars, start)
+                self.body(body)
+                for v, a in zip(body.invars, eqn.invars[1:], strict=True):
+                    self.pass_on(v, a, solid=True)
+            self.read(eqn.invars[0], start)
+        else:
+            self.loop(step)
+
+    def returned(self, atoms: Iterable[Atom], start: int) -> None:
+        """Written where the equation's result is, as soon as it is made."""
+        for a in atoms:
+            if not compat.is_literal(a):
+                self.fuse(a, self.maker[a].at if a in self.maker else start)
+
+    def loop(self, step: Step) -> None:
+        eqn, start, end = step.eqn, step.start, step.at
+        if eqn.primitive.name == "scan":
+            scan = compat.scan_of(eqn)
+            body, first, consts, carries = scan.body, scan.consts, scan.consts, scan.carries
+            rows = list(zip(body.invars, eqn.invars, strict=True))[scan.rows_at :]
+        else:
+            loop = compat.while_of(eqn)
+            body, first, consts, carries = loop.body, loop.body_consts, loop.carries_at, len(eqn.outvars)
+            rows = []
+        for v in eqn.outvars:
+            self.lives.append((v, start, self.last(v, end) + 1))
+        self.returned(body.outvars, start)
+        for old, new in zip(body.invars[first : first + carries], body.outvars, strict=False):
+            if not compat.is_literal(new) and new in self.maker:
+                made = self.maker[new].at
+                reads = [s.at for s in self.ahead.steps[id(body)] if old in s.operands]
+                if max(reads, default=0) > made:
+                    self.lives.append((new, made, end))
+        if self.habits.eager:
+            self.steps.update(self.early.at[v] for v, _ in rows)
+        for b in reversed(bodies_of(eqn)):
+            self.body(b)
+        for row, stack in rows:
+            self.read(stack, end)
+            if row in self.whole:
+                self.lives.append((row, self.first[row], self.whole[row] + 1))
+        for a in eqn.invars[:consts]:
+            self.read(a, end)
+        for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
+            if not compat.is_literal(a):
+                self.read(a, start)
+                self.fuse(a, start, v)
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Whether values of these avals take as much memory, in the same shape."""
+    return x is y or (x.shape == y.shape and itemsize_of(x) == itemsize_of(y))
+
+
+def _turns(eqn: Eqn) -> bool:
+    """Whether a boxing splits, or joins, another dimension than the first."""
+    src, dst = eqn.params["src"], eqn.params["dst"]
+    return any(src.axes_of(d) != dst.axes_of(d) for d in range(1, len(eqn.outvars[0].aval.shape)))

@@ -1,0 +1,502 @@
+"""What a boxed program costs: its collectives, and where its time goes. Read off the program itself.
+
+Heavy operations and collectives are priced one by one, as where placements are chosen. What light operations read and
+write is priced for all of them together, as XLA fuses them (`traffic`), and late reductions hide behind computing
+(`overlap`): neither adds up over equations, so neither is known to the search.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, cast
+
+from shardc import compat
+from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
+from shardc.ir.box import Boxed, box_p, boxing_of
+from shardc.ir.collective import KINDS, Collective, Kind, Moves
+from shardc.ir.constrain import pin_of
+from shardc.ir.host_callback import runs_once
+from shardc.ir.transfer import is_transfer
+from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
+from shardc.ir.walk import all_eqns, bytes_of, operation_of, setting_of, short_aval, work_dtype
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.combine import Started, combinations
+from shardc.passes.estimate.memory import local_bytes
+from shardc.passes.estimate.overlap import hidden_seconds, late_values
+from shardc.passes.estimate.traffic import fused_bytes
+from shardc.sbp.boxing import Boxing
+from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seconds, memory_seconds
+from shardc.sbp.piece import internal_steps, sent_cost
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
+from shardc.sbp.ring import Ring, ring_of, ring_price
+from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one call, by what they go to. `hidden` of them are covered by computing.
+
+    Attributes:
+      compute: operations that the matrix units bound.
+      memory: reading and writing: operations that the memory bounds, and what is between operations.
+      all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
+      hidden: of the collectives, what runs while the program computes: reductions that only the optimizer and the
+        results read, and pieces that go around while others are multiplied.
+      launch: of a pipeline, by what its shortest tasks take longer than they compute, as the host has to launch them.
+      wait: of a pipeline, for other ranks and for what they send.
+    """
+
+    compute: float = 0.0
+    memory: float = 0.0
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    permute: float = 0.0
+    hidden: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+
+    @property
+    def computing(self) -> float:
+        return self.compute + self.memory
+
+    @property
+    def moving(self) -> float:
+        """All collectives, the hidden part too."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.moving - self.hidden + self.launch + self.wait
+
+    def __add__(self, other: Time) -> Time:
+        return Time(*map(operator.add, self._parts(), other._parts()))
+
+    def __mul__(self, times: float) -> Time:
+        return Time(*(a * times for a in self._parts()))
+
+    def _parts(self) -> tuple[float, ...]:
+        return _PARTS(self)
+
+
+_PARTS: Final = operator.attrgetter(*(f.name for f in fields(Time)))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Of one call: the collectives in the order of the program, where its time goes, and `added`: the seconds of its
+    equations one by one, as the search adds them up."""
+
+    collectives: tuple[Collective, ...]
+    time: Time
+    added: float
+
+
+
+
+def tally(boxed: Boxed, mesh: MeshView) -> Tally:
+    """The cost of a boxed program."""
+    found = _Tallier(boxed, mesh)
+    time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
+    return Tally(tuple(found.collectives), time, found.added)
+
+
+def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
+    """The number of instructions that the compiler makes of the boxings, of the kinds that it combines; those of
+    a loop's body count once."""
+    tallier, kinds = _Tallier(boxed, mesh), dict(mesh.topology.combined)
+    found: Counter[Kind] = Counter()
+    waiting = [boxed.jaxpr]
+    while waiting:
+        jaxpr = waiting.pop()
+        found.update(some[0].kind for some in combinations(jaxpr, tallier.started(jaxpr.eqns), kinds))
+        waiting += [body for eqn in jaxpr.eqns for body in bodies_of(eqn)]
+    return found
+
+
+def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mesh: MeshView) -> float:
+    """What some equations of a boxed program take by themselves.
+
+    Args:
+      results: what others read of what they make.
+    """
+    made = {v for e in eqns for v in e.outvars}
+    given = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
+    alone = compat.new_jaxpr(list(given), list(results), eqns, boxed.jaxpr)
+    return tally(replace(boxed, jaxpr=alone), mesh).time.total
+
+
+class _Held(dict[Var, int]):
+    """Bytes that a device holds of each value; counted once for all that are alike, when they are first asked for."""
+
+    def __init__(self, placements: Mapping[Var, Placement], sizes: AxisSizes) -> None:
+        super().__init__()
+        self._placements, self._sizes = placements, sizes
+        self._alike: dict[tuple[Any, int], int] = {}
+
+    def __missing__(self, var: Var) -> int:
+        placement = self._placements[var]
+        alike = var.aval, id(placement)
+        found = self._alike.get(alike)
+        if found is None:
+            found = self._alike[alike] = local_bytes(var, placement, self._sizes)
+        self[var] = found
+        return found
+
+
+@dataclass(frozen=True)
+class _Price:
+    """What one execution of an equation takes, which is the same for all that are alike.
+
+    Attributes:
+      moves: its collectives, without a source.
+      time: where its time goes, but for what light operations read and write.
+      added: seconds, one after the other as the search adds them up.
+    """
+
+    moves: Sequence[Collective]
+    time: Time
+    added: tuple[float, ...]
+
+    @classmethod
+    def of(cls, moves: Moves) -> _Price:
+        time = Time(**moves.seconds)
+        return cls(moves.collectives, time, (time.moving,))
+
+
+class _Tallier:
+    """Adds up what a program takes.
+
+    Attributes:
+      held: bytes that a device holds of a value.
+      heavy: by id of an equation whether it is heavy.
+      rules: of operations, by id of the equation.
+      boxings: by the value's aval, both placements, and how many share a start.
+      prices: of operations and of boxings, by what they follow from.
+    """
+
+    def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
+        self.boxed, self.mesh, self.placements = boxed, mesh, boxed.placements
+        self.collectives: list[Collective] = []
+        self.added = 0.0
+        self.held = _Held(boxed.placements, mesh.sizes)
+        self.heavy: dict[int, bool] = {}
+        self.rules: dict[int, Rule] = {}
+        self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
+        self.prices: dict[Hashable, _Price] = {}
+
+    def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
+        """The time of one execution of a jaxpr that runs `trips` times."""
+        plain = {id(eqn) for eqn in jaxpr.eqns if self.is_plain(eqn)}
+        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in plain]
+        late = late_values(jaxpr, late_results, {id(eqn) for eqn in others if self.is_heavy(eqn)})
+        times: dict[int, Time] = {}
+        for eqn in jaxpr.eqns:
+            if id(eqn) in plain:
+                self.added += light_seconds(self.touched(eqn), self.mesh) * trips
+            else:
+                times[id(eqn)] = self.equation(eqn, trips, late)
+        together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
+        for s in (s for found in together for s in found[:-1]):
+            time = times[id(s.eqn)]
+            times[id(s.eqn)] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
+        hidden = 0.0
+        if self.mesh.topology.overlaps:
+            reducing = {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)}
+            for *before, last in together:  # all of them wait for the operand that is made last
+                for s in before:
+                    seconds = reducing.pop(id(s.eqn), 0.0)
+                    reducing[id(last.eqn)] = reducing.get(id(last.eqn), 0.0) + seconds
+            computing = {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others}
+            hidden = hidden_seconds(jaxpr, late, reducing, computing)
+        light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
+        moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
+        return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), hidden=hidden))
+
+    def touched(self, eqn: Eqn) -> int:
+        """Bytes that an operation reads and writes."""
+        held = self.held
+        return sum([held[a] for a in eqn.invars if not compat.is_literal(a)]) + sum([held[v] for v in eqn.outvars])
+
+    def rule(self, eqn: Eqn) -> Rule:
+        if id(eqn) not in self.rules:
+            self.rules[id(eqn)] = self.boxed.rules.get(id(eqn)) or _rule_of(eqn)
+        return self.rules[id(eqn)]
+
+    def boxing(self, eqn: Eqn) -> Boxing:
+        params = eqn.params
+        alike = eqn.invars[0].aval, params["src"], params["dst"], params["shared"]
+        if alike not in self.boxings:
+            self.boxings[alike] = boxing_of(eqn, self.mesh)
+        return self.boxings[alike]
+
+    def started(self, eqns: Sequence[Eqn]) -> Iterator[Started]:
+        """The collectives of boxings that the compiler may combine with others."""
+        kinds = dict(self.mesh.topology.combined)
+        for eqn in eqns if kinds else ():
+            if eqn.primitive is not box_p:
+                continue
+            boxing = self.boxing(eqn)
+            size = max(self.held[v] for v in (*compat.variables(eqn.invars[:1]), *eqn.outvars))
+            for step, price in zip(boxing.steps, boxing.prices, strict=True):
+                if step.kind in kinds and price.bytes:
+                    alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op
+                    seconds = group_of(self.mesh, step.axes).latency[step.kind] / FEMTO
+                    yield Started(eqn, cast(Kind, step.kind), alike, size, seconds)
+
+    def is_reducing(self, eqn: Eqn) -> bool:
+        return eqn.primitive is box_p and any(
+            s.is_collective and s.src.partial_axes != s.dst.partial_axes for s in self.boxing(eqn).steps
+        )
+
+    def is_plain(self, eqn: Eqn) -> bool:
+        """Whether it is a light operation that sends nothing: all that it takes is the memory that it touches."""
+        if eqn.primitive.name in _PARTICULAR:
+            return False
+        rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
+        return not (rule.is_heavy or rule.windows or rule.told or rule.terms)
+
+    def is_heavy(self, eqn: Eqn) -> bool:
+        if id(eqn) not in self.heavy:
+            if eqn.primitive.name in NESTED:
+                found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
+            else:
+                own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
+                found = is_unit(eqn) or (not own and self.rule(eqn).is_heavy)
+            self.heavy[id(eqn)] = found
+        return self.heavy[id(eqn)]
+
+    def is_light(self, eqn: Eqn) -> bool:
+        if eqn.primitive is box_p:
+            return not any(s.is_collective for s in self.boxing(eqn).steps)
+        return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not is_transfer(eqn)
+
+    def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
+        """The time of one execution, but for what light operations read and write."""
+        if eqn.primitive.name in NESTED:
+            return self.nested(eqn, trips, [v in late for v in eqn.outvars])
+        if eqn.primitive is box_p:
+            return self.take(self.price(eqn), eqn.params["source"], trips)
+        if is_unit(eqn):
+            return self.unit(unit_body(eqn), trips)
+        if _is_same(eqn) or is_transfer(eqn):
+            return Time()
+        return self.take(self.price(eqn), compat.source_line(eqn), trips)
+
+    def take(self, price: _Price, source: str, trips: int) -> Time:
+        """Adds up what an equation takes that runs `trips` times."""
+        self.collectives += [
+            replace(m, bytes=m.bytes * trips, count=m.count * trips, source=source) for m in price.moves
+        ]
+        for seconds in price.added:
+            self.added += seconds * trips
+        return price.time
+
+    def price(self, eqn: Eqn) -> _Price:
+        """Of an operation or a boxing."""
+        rule = None if eqn.primitive is box_p else id(self.rule(eqn))
+        atoms = (*eqn.invars, *eqn.outvars)
+        lie = tuple(None if compat.is_literal(a) else self.placements[a] for a in atoms)
+        alike = rule, eqn.primitive, tuple(a.aval for a in atoms), lie, eqn.params["shared"] if rule is None else 1
+        if alike not in self.prices:
+            self.prices[alike] = self.box(eqn) if rule is None else self.operation(eqn)
+        return self.prices[alike]
+
+    def box(self, eqn: Eqn) -> _Price:
+        boxing = self.boxing(eqn)
+        return replace(_Price.of(_moves(eqn, boxing, self.mesh)), added=(boxing.seconds,))
+
+    def operation(self, eqn: Eqn) -> _Price:
+        rule, inside = self.rule(eqn), _Price((), Time(), ())
+        if rule.terms is not None or rule.crossing:
+            setting = setting_of(eqn, self.placements, self.mesh.sizes)
+            if (ring := ring_of(rule, setting)) is not None:
+                return self.around(eqn, ring, setting)
+            inside = _Price.of(_inside(rule, setting, self.mesh))
+        memory = self.touched(eqn)
+        seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
+        inside = replace(inside, added=(*inside.added, seconds))
+        if not rule.is_heavy:
+            return inside
+        bound = seconds <= max(rule.passes, 1.0) * memory_seconds(memory, self.mesh)
+        return replace(inside, time=inside.time + (Time(memory=seconds) if bound else Time(compute=seconds)))
+
+    def around(self, eqn: Eqn, ring: Ring, setting: Setting) -> _Price:
+        """Of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
+        rule = self.rule(eqn)
+        port, steps = ring.port(rule), internal_steps(rule, setting)
+        each = sent_cost(steps[0], self.mesh).bytes
+        src, dst = str(setting.port(port)[1]), f"{eqn.primitive.name}'s ring"
+        if ring.operand is None:
+            src, dst = dst, src
+        value, count = short_aval(setting.port(port)[0]), len(steps)
+        moves = Collective("permute", (ring.axis,), each * count, count, "", value, src, dst)
+        time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
+        hidden = time.computing + time.moving - time.total
+        return _Price((moves,), Time(compute=time.computing, permute=time.moving, hidden=hidden), (time.total,))
+
+    def unit(self, body: Jaxpr, trips: int) -> Time:
+        begin = len(self.collectives)
+        time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
+        if loops := [e for e in all_eqns(body) if e.primitive.name == "while"]:
+            self.per_iteration(begin, 1, not all(map(compat.rounds_of, loops)))
+        return time
+
+    def per_iteration(self, begin: int, trips: int, one_round: bool) -> None:
+        """Says of the collectives from number `begin` on that they are in a `while`.
+
+        Args:
+          trips: that are expected of it.
+          one_round: nothing says how many.
+        """
+        self.collectives[begin:] = [
+            replace(c, per_iteration=True, trips=c.trips * trips, one_round=c.one_round or one_round)
+            for c in self.collectives[begin:]
+        ]
+
+    def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
+        moves = unit_moves(eqn, trips * times, self.mesh)
+        seconds = 0.0 if moves.collectives else whole_seconds(eqn, self.mesh)
+        self.added += seconds * times * trips
+        return (self.add(moves, times * trips) + Time(compute=seconds)) * times
+
+    def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
+        """A loop's body as often as it runs, of a `while` as often as is expected; of a `cond` the branch that takes
+        longest."""
+        length = compat.trips_of(eqn)
+        results = late
+        if eqn.primitive.name == "scan":  # what is carried is read by the next step
+            carries = compat.scan_of(eqn).carries
+            results = [False] * carries + late[carries:]
+        found: list[Time] = []
+        begin = len(self.collectives)
+        for body in bodies_of(eqn):
+            fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
+            found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
+        if eqn.primitive.name == "while":
+            self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
+        if eqn.primitive.name == "cond":
+            return max(found, key=lambda t: t.total)
+        return sum(found, Time()) * length
+
+    def add(self, moves: Moves, trips: int) -> Time:
+        self.collectives += moves.collectives
+        time = Time(**moves.seconds)
+        self.added += time.moving * trips
+        return time
+
+
+def _own_computing(eqn: Eqn, time: Time) -> float:
+    """Seconds of an equation's computing behind which something else can hide: of a ring its permutes do."""
+    return time.computing - (0.0 if eqn.primitive.name in NESTED else time.hidden)
+
+
+_PARTICULAR: Final = frozenset((
+    "box", "constrain", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
+))  # fmt: skip
+"""Primitives of which there is more to say than what a rule does."""
+
+
+def _is_same(eqn: Eqn) -> bool:
+    return pin_of(eqn) is not None
+
+
+def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
+    """Equations with how often they run; a nested one stands for its bodies."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in NESTED:
+            for body in bodies_of(eqn):
+                yield from _weighted(body, trips * compat.trips_of(eqn))
+        else:
+            yield eqn, trips
+
+
+def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
+    """The collectives of one boxing, and the seconds of one execution, each with a start of its own."""
+    aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
+    seconds: dict[Kind, float] = {}
+    found: list[Collective] = []
+    for step, price in zip(boxing.steps, boxing.prices, strict=True):
+        if step.is_collective and price.bytes:  # an empty value is not sent
+            kind = cast(Kind, step.kind)
+            alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
+            seconds[kind] = seconds.get(kind, 0.0) + alone
+            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
+    return Moves(found, seconds)
+
+
+def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
+    """The collectives that an operation needs itself, and the seconds of one execution."""
+    op, operands = setting.op, setting.operands
+    found: list[Collective] = []
+    seconds: dict[Kind, float] = {}
+    for s in internal_steps(rule, setting):
+        cost = sent_cost(s, mesh)
+        if cost.bytes:
+            seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds
+            found.append(
+                Collective(
+                    s.kind, s.axes, cost.bytes, 1, "", compat.short_text(s.shape, s.dtype),
+                    f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
+                    "one another" if s.operand is None else f"{op.name}'s window",
+                )
+            )
+    return Moves(found, seconds)  # fmt: skip
+
+
+def _ring_seconds(
+    eqn: Eqn, ring: Ring, rule: Rule, setting: Setting, placements: Mapping[Var, Placement], mesh: MeshView
+) -> RingTime:
+    """What one execution of it takes."""
+    counts = _counts(rule, eqn, placements, mesh, ring)
+    flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
+    atoms = (*eqn.invars, *eqn.outvars)
+    held = [
+        local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)
+    ]
+    return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
+
+
+def _rule_of(eqn: Eqn) -> Rule:
+    op = operation_of(eqn)
+    return gathered(op) if runs_once(eqn) else find_rule(op)
+
+
+def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
+    """Seconds that a device computes in one execution of an operation that reads and writes so many bytes."""
+    if not rule.is_heavy:
+        return light_seconds(memory, mesh)
+    shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
+    return float(heavy_seconds(rule.flops / shared, memory, mesh, work_dtype(eqn), rule.passes))
+
+
+def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
+    """Seconds that one device alone computes in one execution of an equation, its bodies included."""
+    if is_transfer(eqn) or pin_of(eqn) is not None:
+        return 0.0
+    if eqn.primitive.name not in NESTED:
+        atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
+        whole = dict.fromkeys(atoms, REPLICATED)
+        return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
+    trips = compat.trips_of(eqn)
+    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips))
+
+
+def _counts(
+    rule: Rule, eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView, ring: Ring | None = None
+) -> dict[str, int]:
+    """The number of devices that share the work along each factor of an operation: all that split it, but those that
+    its pieces go around."""
+    counts: dict[str, int] = {}
+    for factors, atom in zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True):
+        splits = {} if compat.is_literal(atom) else placements[atom].splits
+        for dim, axes in splits.items():
+            if factor := factors[dim]:
+                around = ring.axis if ring is not None and factor == ring.factor else None
+                counts[factor] = math.prod(mesh.sizes[a] for a in axes if a != around)
+    return counts

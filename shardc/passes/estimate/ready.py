@@ -1,0 +1,106 @@
+"""When values could be there at the earliest, on devices that begin early what they can (`Habits.eager`).
+
+All collectives, and what is computed in loops, begin as soon as what they read is there. But reductions over the mesh
+wait for each other: those of which none waits for another's result are one operation, which begins with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardc import compat
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.passes.estimate.backend import IN_LOOPS, PRODUCTS, Kind, kind_of
+
+
+@dataclass
+class Ready:
+    """What is known of a program, its points of time being those of `lifetimes`.
+
+    Attributes:
+      at: the first point at which a value could be there.
+      operands: of a product, by id of the equation, that at which each of its operands could be.
+      together: of the result of a reduction over the mesh, the point at which the last of those is made that wait for
+        none of their results.
+    """
+
+    at: dict[Var, int] = field(default_factory=dict[Var, int])
+    operands: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    together: dict[Var, int] = field(default_factory=dict[Var, int])
+
+
+def find_ready(jaxpr: Jaxpr) -> Ready:
+    """When each value of a program could be there, nested bodies included."""
+    walk = _Walk()
+    walk.body(jaxpr, 0)
+    walk.found.together = {v: walk.last[group] for v, group in walk.group.items()}
+    return walk.found
+
+
+class _Walk:
+    """From the first equation to the last.
+
+    Attributes:
+      round: how many groups of reductions over the mesh are behind a value.
+      group: the group that a reduction is of: the loop or branch in which it is, and the round; `last`: the point of
+        the last one of a group; `latest`: the last round in a loop or branch.
+    """
+
+    def __init__(self) -> None:
+        self.found, self.now = Ready(), 0
+        self.round: dict[Var, int] = {}
+        self.group: dict[Var, tuple[int, int]] = {}
+        self.last: dict[tuple[int, int], int] = {}
+        self.latest: dict[int, int] = {}
+
+    def body(self, body: Jaxpr, scope: int) -> None:
+        """`scope`: the loop or branch in which it is."""
+        at = self.found.at
+        for eqn in body.eqns:
+            kind = kind_of(eqn)
+            ready = [0 if compat.is_literal(a) else at.get(a, 0) for a in eqn.invars]
+            for inner in bodies_of(eqn):
+                self.now += 1
+                at.update(zip(inner.invars, self.entered(eqn, inner, ready), strict=True))
+                if eqn.primitive.name in REMAT:
+                    self.round |= {v: self.round_of(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
+                self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
+            early = kind in IN_LOOPS or kind is Kind.MOVED
+            if eqn.primitive.name in PRODUCTS:
+                self.found.operands[id(eqn)] = tuple(ready)
+            at.update(dict.fromkeys(eqn.outvars, max(ready, default=0) if early else self.now + 1))
+            self.rounds(eqn, scope)
+            self.now += 1
+
+    def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
+        """When the inputs of a body are there: what a loop does not change is there before it."""
+        match eqn.primitive.name:
+            case "scan":
+                consts = compat.scan_of(eqn).consts
+                return [*ready[:consts], *[self.now] * (len(ready) - consts)]
+            case "while":
+                loop = compat.while_of(eqn)
+                nc, first = loop.cond_consts, loop.carries_at
+                consts = ready[:nc] if body is loop.cond else ready[nc:first]
+                return [*consts, *[self.now] * (len(ready) - first)]
+            case "cond":
+                return ready[1:]
+            case _:
+                return ready
+
+    def round_of(self, a: Atom) -> int:
+        return 0 if compat.is_literal(a) else self.round.get(a, 0)
+
+    def rounds(self, eqn: Eqn, scope: int) -> None:
+        """How many groups of reductions over the mesh are behind each result."""
+        if eqn.primitive.name in REMAT:
+            self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, bodies_of(eqn)[0].outvars, strict=True)}
+            return
+        turn = max(map(self.round_of, eqn.invars), default=0)
+        if eqn.primitive.name == "box" and eqn.params["src"].partial_axes:
+            turn = self.latest[scope] = max(self.latest.get(scope, 0), turn)
+            self.group[eqn.outvars[0]] = scope, turn
+            self.last[scope, turn] = self.now
+            turn += 1
+        self.round |= dict.fromkeys(eqn.outvars, turn)

@@ -1,0 +1,165 @@
+"""Lowers a boxed program to what one device computes on its pieces, inside shard_map.
+
+Each equation runs its rule's local piece; each `box` the steps of its path. Nothing else moves data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax import lax
+
+from shardc import compat
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.ir.box import Boxed, box_p, boxing_of
+from shardc.ir.constrain import pin_of
+from shardc.ir.host_callback import run_once, runs_once
+from shardc.ir.transfer import send_p
+from shardc.ir.user_shard_map import is_unit, run_unit
+from shardc.ir.walk import operation_of
+from shardc.machine.mesh import MeshView
+from shardc.passes.lower.lower_boxing import MeshWire, emit_step
+from shardc.sbp.piece import run_piece
+from shardc.sbp.placement import REPLICATED, Placement, is_even
+from shardc.sbp.signature import Site, extent, find_rule
+
+
+class Lowering:
+    """Interprets a boxed jaxpr on local pieces. `raised` is what callbacks raise while it runs."""
+
+    def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
+        self.boxed, self.mesh = boxed, mesh
+        self.raised: list[BaseException] = []
+        self.sizes = {a: n for a, n in mesh.axes if n > 1}
+        self.wire = MeshWire(self.sizes)
+
+    def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+        """The local results of a jaxpr from its local arguments."""
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.val if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            with compat.with_source(eqn):
+                results = self.equation(eqn, [read(a) for a in eqn.invars])
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is box_p:
+            return [self.box(eqn, lax.optimization_barrier(operands)[0] if operands[1:] else operands[0])]
+        if pin_of(eqn) is not None or eqn.primitive is send_p:
+            return operands
+        nested = _NESTED.get(eqn.primitive.name)
+        return nested(self, eqn, operands) if nested else self.operation(eqn, operands)
+
+    def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+        if runs_once(eqn):
+            return run_once(eqn, operands, self.sizes, self.raised)
+        if is_unit(eqn):
+            return run_unit(eqn, operands)
+        op = operation_of(eqn)
+        rule = find_rule(op)
+        site = Site(
+            op,
+            tuple(map(self.placement, eqn.invars)),
+            tuple(map(self.placement, eqn.outvars)),
+            self.sizes,
+            lax.axis_index,
+            compat.bind_with(eqn.primitive, eqn.params),
+            self.wire,
+        )
+        return run_piece(site, rule, operands)
+
+    def placement(self, atom: Atom) -> Placement:
+        return REPLICATED if compat.is_literal(atom) else self.boxed.placements[atom]
+
+    def box(self, eqn: Eqn, x: Any) -> Any:
+        aval = eqn.invars[0].aval
+        shape = tuple(aval.shape)
+        if compat.is_literal(eqn.invars[0]):
+            x = jax.numpy.asarray(x, aval.dtype)
+        steps = boxing_of(eqn, self.mesh).steps
+        keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
+        if keys is not None:  # their words move: one more dimension
+            x = jax.random.key_data(keys)
+            shape = (*shape, *x.shape[keys.ndim :])
+        for step in steps:
+            x = emit_step(step, x, shape, self.sizes, lax.axis_index)
+        return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
+
+    def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
+        """Zero in the padding of a result that leaves unevenly split."""
+        if is_even(shape, placement, self.sizes):
+            return x
+        for dim, size in enumerate(shape):
+            axes = placement.axes_of(dim)
+            if axes:
+                _, valid = extent(size, axes, self.sizes, lax.axis_index)
+                at = lax.broadcasted_iota(np.int32, x.shape, dim)
+                x = lax.select(at < valid, x, lax.full_like(x, 0))
+        return x
+
+
+def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    scan = compat.scan_of(eqn)
+    body, split = scan.body, scan.carries
+    consts, carry, xs = operands[: scan.consts], operands[scan.consts : scan.rows_at], operands[scan.rows_at :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = low.run(body, [*consts, *carry, *x])
+        return [_typed(o, v) for o, v in zip(out[:split], body.outvars[:split], strict=True)], out[split:]
+
+    carry = [_typed(c, v) for c, v in zip(carry, body.outvars, strict=False)]
+    carry, ys = lax.scan(step, carry, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    return [*carry, *ys]
+
+
+def _typed(x: Any, var: Var) -> Any:
+    """A carry with the logical dtype and weak type, so that it leaves the body as it came in."""
+    return compat.as_aval(x, var.aval)
+
+
+def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    loop = compat.while_of(eqn)
+    cond, body, nc, first = loop.cond, loop.body, loop.cond_consts, loop.carries_at
+    cond_consts, body_consts, init = operands[:nc], operands[nc:first], operands[first:]
+    init = [_typed(c, v) for c, v in zip(init, body.outvars, strict=True)]
+    return lax.while_loop(
+        lambda carry: low.run(cond, [*cond_consts, *carry])[0],
+        lambda carry: [_typed(o, v) for o, v in zip(low.run(body, [*body_consts, *carry]), body.outvars, strict=True)],
+        init,
+    )
+
+
+def _cond(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    index, *rest = operands
+
+    def branch(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+        return lambda *xs: [_typed(o, v) for o, v in zip(low.run(jaxpr, xs), jaxpr.outvars, strict=True)]
+
+    return lax.switch(index, list(map(branch, bodies_of(eqn))), *rest)
+
+
+def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    """A remat in the backward pass recomputes; the barrier keeps XLA from sharing that with the forward pass."""
+    if compat.is_kept_apart(eqn):
+        operands = list(lax.optimization_barrier(tuple(operands)))
+    return low.run(bodies_of(eqn)[0], operands)
+
+
+def _barrier(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    return lax.optimization_barrier(operands)
+
+
+_NESTED: Final[Mapping[str, Callable[[Lowering, Eqn, list[Any]], Sequence[Any]]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "optimization_barrier": _barrier,
+    **dict.fromkeys(REMAT, _remat),
+}

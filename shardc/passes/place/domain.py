@@ -1,0 +1,377 @@
+"""What each node of a placement problem may choose on all axes of the mesh at once, and what that costs.
+
+A choice is one of the node's one-axis signatures for each axis. All costs are those of `shardc.sbp.cost`: of an
+operation its compute time and its own collectives, of an edge the boxing between the placements of its two ends. Nodes
+that are alike share one domain, so that the repeated layers of a model are priced once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.ir.transfer import is_transfer
+from shardc.ir.walk import itemsize_of, operation_of, work_dtype
+from shardc.machine.mesh import MeshView
+from shardc.passes.place.problem import Node, Problem, Reader, Value, digit_of, digits, first_of_alike
+from shardc.passes.place.rings import Rings, offer_rings
+from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
+from shardc.sbp.cost import LIGHT, heavy_seconds
+from shardc.sbp.piece import internal_steps, sent_cost
+from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
+from shardc.sbp.signature import Setting, Signature
+from shardc.solver.cost_tables import Given, Lookup, whole
+
+GROWTH_PENALTY: Final = 1e3
+"""Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
+PLACES: Final = 192
+"""Choices of a hold, at most: where all pairs of places would be more, it keeps its value in one."""
+CARRIED: Final = 1e-3
+"""Share of the memory traffic of a value that a node only carries: it decides between placements that move the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The choices of a node.
+
+    Attributes:
+      options: matrix (choice, axis) of one-axis signatures, by their number; those of rings count on behind the node's.
+      orders: for each choice the order in which the axes cut a dimension that several of them split, by its number in
+        `Domains.all_orders`.
+      seconds: cost of each choice.
+      tables: the boxing table of the value at each port; None for a literal.
+      rows: for each port the row of its table at each choice.
+      also: of a hold that keeps its value in two places, the row of the second; that of the first where there is none.
+    """
+
+    options: NDArray[np.int64]
+    orders: NDArray[np.intp]
+    seconds: NDArray[np.float64]
+    tables: tuple[BoxingTable | None, ...]
+    rows: tuple[NDArray[np.int64] | None, ...]
+    also: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """The choices of nodes of the same signatures and ranks, whatever their sizes: as in `Domain`, and for each factor
+    the number of devices that split it."""
+
+    options: NDArray[np.int64]
+    orders: NDArray[np.intp]
+    rows: tuple[NDArray[np.int64] | None, ...]
+    splits: dict[str, NDArray[np.int64]]
+
+    def of(self, some: NDArray[np.intp]) -> _Form:
+        """These choices of it."""
+        rows = tuple(None if r is None else r[some] for r in self.rows)
+        return _Form(self.options[some], self.orders[some], rows, {f: c[some] for f, c in self.splits.items()})
+
+
+@lru_cache(maxsize=4096)
+def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64]:
+    """The row in a boxing table of each placement, by the order of its axes, in that of `itertools.permutations`, and
+    by its code: sum over axes of digit·(rank+2)^position.
+
+    The order is that in which the axes cut a dimension that several of them split.
+    """
+    every = all_placements(rank, axes, op)
+    shape = len(every), len(axes)
+    digit = np.asarray([digit_of(p[a]) for p in every for a in axes], np.int64).reshape(shape)
+    place = np.asarray([[*p, *axes].index(a) for p in every for a in axes], np.int64).reshape(shape)
+    orders = _permutations(len(axes))
+    rows = np.empty((len(orders), (rank + 2) ** len(axes)), np.int64)
+    codes = digit @ (rank + 2) ** np.arange(len(axes))
+    for found, order in zip(rows, orders, strict=True):
+        fits = np.ones(len(every), np.bool_)
+        for a, b in itertools.combinations(order, 2):
+            fits &= (digit[:, a] != digit[:, b]) | (digit[:, a] < 2) | (place[:, a] < place[:, b])
+        found[codes[fits]] = np.flatnonzero(fits)
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _permutations(count: int) -> NDArray[np.int64]:
+    """All orders of so many axes."""
+    every = list(itertools.permutations(range(count)))
+    return np.asarray(every, np.int64).reshape(len(every), count)
+
+
+def _partial_by(p: Placement, op: ReduceOp) -> Placement:
+    """The same placement, partial by another op: what it costs to become partial is the same for all."""
+    return Placement([(axis, P(op) if isinstance(sbp, P) else sbp) for axis, sbp in p.items_])
+
+
+class Domains:
+    """The domains of all nodes of a problem on a mesh, and the costs of its edges.
+
+    Attributes:
+      all_orders: of the axes, in lines.
+    """
+
+    def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
+        self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
+        self.sizes = [mesh.sizes[a] for a in self.axes]
+        self.all_orders = _permutations(len(self.axes))
+        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
+        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by identity of avals, and these
+        self._known: dict[Hashable, tuple[Domain, Node]] = {}
+        self._forms: dict[Hashable, tuple[_Form, Any]] = {}
+        self._matrices: dict[Hashable, NDArray[np.float64]] = {}
+        self._edges: dict[Hashable, Given] = {}
+        self.of = [self._domain(n) for n in problem.nodes]
+
+    def table(self, value: Value) -> BoxingTable:
+        key = (id(value.aval), value.op, value.late)
+        found = self._tables.get(key)
+        if found is None:
+            view = self.problem.view_for(value, self.view)
+            table = boxing_table(value.shape, itemsize_of(value.aval), view, value.op)
+            found = self._tables[key] = table, value.aval
+        return found[0]
+
+    def _domain(self, n: Node) -> Domain:
+        tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
+        said = (n.pin, id(n.fixed) if n.fixed is not None else None)
+        several = n.kind == "hold" and len(n.results[0].readers) > 2
+        key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
+        if key not in self._known:
+            made = self._make(n, tables)
+            self._known[key] = _in_pairs(made) if several else made, n  # the node is kept: its parts go by identity
+        return self._known[key][0]
+
+    def _make(self, n: Node, tables: tuple[BoxingTable | None, ...]) -> Domain:
+        form = self._form(n, tables)
+        allowed = np.ones(len(form.options), np.bool_)
+        for factor, granule in (n.rule.granule if n.rule else {}).items():
+            if granule and factor in form.splits:
+                allowed &= granule % form.splits[factor] == 0
+        if n.plain:
+            for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
+                if value is not None and table is not None and row is not None:
+                    allowed &= self._plain(value, table)[row]
+        if not allowed.all():
+            form = form.of(np.flatnonzero(allowed))
+        options, orders, rows = form.options, form.orders, form.rows
+        seconds = self._seconds(n, options, orders, form.splits, tables, rows)
+        cheapest = np.lexsort((np.arange(len(seconds)), seconds))
+        best = np.sort(_first(cheapest, [r for r in rows if r is not None]))
+        rows = tuple(None if r is None else r[best] for r in rows)
+        plain = Domain(options[best], orders[best], seconds[best], tables, rows)
+        rings = offer_rings(self, n)
+        return plain if rings is None else _with_rings(plain, rings)
+
+    def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
+        """All that a node could choose, were all sizes divisible; of choices that are alike the first."""
+        columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
+        ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
+        key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
+        if key not in self._forms:
+            options, orders = self._options(n, columns)
+            rows = self._rows(n, columns, options, orders, tables)
+            form = _Form(options, orders, rows, self.splits(n.options, options))
+            keep = _first(np.arange(len(options)), [*options.T, *(r for r in rows if r is not None)])
+            self._forms[key] = form.of(keep), n.fixed  # which is kept: it goes by identity
+        return self._forms[key][0]
+
+    def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """All one-axis signatures on all axes, in all orders of these, that agree with what is said of the node."""
+        if n.fixed is not None:
+            options = [[n.fixed[0].get(a, 0) for a in self.axes]]
+            return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros(1, np.intp)
+        choices: list[Sequence[int] | range] = []
+        for axis in self.axes:
+            if n.pin is not None and (n.pin.fixed is None or axis in n.pin.fixed):
+                sbp = n.pin.placement[axis]
+                want = sbp.dim + 2 if isinstance(sbp, S) else 1 if isinstance(sbp, P) else 0
+                hits = np.flatnonzero(columns[:, 0] == want)
+                assert hits.size, (n.path, n.pin, axis)
+                choices.append([int(hits[0])])
+            else:
+                choices.append(range(len(n.options)))
+        return self.in_all_orders(choices)
+
+    def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """All combinations of choices on each axis, and all orders of the axes, each with each."""
+        products = list(itertools.product(*choices))
+        options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
+        orders = np.arange(len(self.all_orders))
+        return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
+
+    def _rows(
+        self, n: Node, columns: NDArray[np.int64], options: NDArray[np.int64], orders: NDArray[np.intp],
+        tables: Sequence[BoxingTable | None],
+    ) -> tuple[NDArray[np.int64] | None, ...]:  # fmt: skip
+        found: list[NDArray[np.int64] | None] = []
+        for i, (value, table) in enumerate(zip((*n.operands, *n.results), tables, strict=True)):
+            if value is None or table is None:
+                found.append(None)
+            elif n.pin is not None and n.pin.fixed is None:
+                found.append(np.full(len(options), table.index[_partial_by(n.pin.placement, value.op)], np.int64))
+            elif n.fixed is not None:
+                found.append(np.asarray([table.index[self._without_idle(n.fixed[1][i])]], np.int64))
+            else:
+                found.append(self.rows_of(value, columns[options, i], orders))
+        return tuple(found)
+
+    def rows_of(
+        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]
+    ) -> NDArray[np.int64]:
+        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them, and the number of the
+        order of these."""
+        codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
+        return _by_code(value.rank, self.axes, value.op)[orders, codes]
+
+    def _without_idle(self, p: Placement) -> Placement:
+        return p.without([a for a in self.mesh.sizes if a not in self.axes])
+
+    def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """For each factor the number of devices that split it at each choice."""
+        numbers = {factor: k for k, factor in enumerate(dict.fromkeys(s.split for s in signatures))}
+        by = np.asarray([numbers[s.split] for s in signatures])[options]
+        return {
+            factor: np.where(by == k, self.sizes, 1).prod(-1, dtype=np.int64) for factor, k in numbers.items() if factor
+        }
+
+    def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
+        """For each row of a value's table: whether a jax.Array can be placed so."""
+        fits = [not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index]
+        return np.asarray(fits, np.bool_)
+
+    def _seconds(
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp], splits: dict[str, NDArray[np.int64]],
+        tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        held = [t.local_bytes[r] for t, r in zip(tables, rows, strict=True) if t is not None and r is not None]
+        memory = np.zeros(len(options))
+        for some in held:
+            memory += some
+        if n.kind != "operation":
+            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
+            if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
+                cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
+            return cost
+        if n.rule is not None and n.rule.is_heavy:
+            flops = np.full(len(options), n.rule.flops)
+            for factor, size in n.rule.sizes(operation_of(n.eqn)).items():
+                if factor in splits and size:
+                    flops = flops / (size / -(-size // splits[factor]))
+            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn), n.rule.passes)
+        else:
+            cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
+            for port, share in () if self.mesh.topology.cached else n.traffic:
+                table, row = tables[port], rows[port]
+                if table is not None and row is not None:
+                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_bandwidth
+        if n.rule is not None and n.rule.crossing:
+            cost = cost + self._inside(n, options, orders, tables, rows)
+        return n.weight * cost
+
+    def _inside(
+        self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],
+        tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """For each choice the time of the collectives that the operation needs itself."""
+        assert n.rule is not None
+        op, count = operation_of(n.eqn), len(n.operands)
+        crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
+        cost = np.zeros(len(options))
+        for i in np.flatnonzero(crosses):
+            ports = tuple(
+                self.literal(n, k, options[i], orders[i]) if t is None or r is None else t.placements[r[i]]
+                for k, (t, r) in enumerate(zip(tables, rows, strict=True))
+            )
+            sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
+            cost[i] = sum(sent_cost(s, self.view).seconds * len(list(same)) for s, same in itertools.groupby(sent))
+        return cost
+
+    def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
+        """A literal operand may have to be partial, or split if it is an array."""
+        chosen = [n.options[o] for o in options]
+        order = self.all_orders[number]
+        return Placement([(self.axes[k], (*chosen[k].operands, *chosen[k].results)[port]) for k in order])
+
+    def placements(self, n: Node, choice: int) -> tuple[Placement, ...]:
+        """The placement at each port of a node."""
+        if n.pin is not None and n.pin.fixed is None:
+            return (n.pin.placement,) * (len(n.operands) + len(n.results))
+        if n.fixed is not None:
+            return tuple(map(self._without_idle, n.fixed[1]))
+        d = self.of[n.number]
+        if d.also is not None and d.tables[0] is not None and d.rows[0] is not None:
+            return tuple(d.tables[0].placements[r[choice]] for r in (d.rows[0], d.also))
+        options, order = d.options[choice], d.orders[choice]
+        return tuple(
+            self.literal(n, i, options, order) if t is None or r is None else t.placements[r[choice]]
+            for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
+        )
+
+    def edge(self, value: Value, reader: Reader) -> Given:
+        """Cost of the boxing between maker and reader, for each pair of their choices."""
+        maker, into = self.of[value.maker.number], self.of[reader.node.number]
+        port = len(value.maker.operands) + value.port
+        table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
+        assert table is not None and rows is not None and columns is not None
+        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
+        if key not in self._edges:
+            matrix = self._priced(table, reader, value)
+            found = Lookup(matrix, rows, columns)
+            if into.also is not None:  # a tree to two places
+                one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
+                both = one + other
+                one += matrix[columns, into.also]
+                other += matrix[into.also, columns]
+                found = np.minimum(np.minimum(one, other, out=one), both, out=one)
+            if maker.also is not None:  # from the nearer of two
+                found = np.minimum(whole(found), Lookup(matrix, maker.also, columns).whole())
+            self._edges[key] = found
+        return self._edges[key]
+
+    def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
+        """What a value's boxings cost for a reader, all executions: from one row of its table to another."""
+        key = (id(table), reader.weight, reader.small, value.stacked)
+        if key not in self._matrices:
+            cost = reader.weight * table.seconds
+            if reader.small or value.stacked:
+                before, after = table.local_bytes[:, None], table.local_bytes
+                wrong = (after > before) if reader.small else (after < before)
+                cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
+            self._matrices[key] = cost
+        return self._matrices[key]
+
+
+def _with_rings(d: Domain, r: Rings) -> Domain:
+    """The choices of a node, and those of its rings behind them."""
+    rows = tuple(
+        None if mine is None else np.concatenate([mine, theirs]) for mine, theirs in zip(d.rows, r.rows, strict=True)
+    )
+    return Domain(
+        np.concatenate([d.options, r.options]), np.concatenate([d.orders, r.orders]),
+        np.concatenate([d.seconds, r.seconds]), d.tables, rows,
+    )  # fmt: skip
+
+
+def _in_pairs(d: Domain) -> Domain:
+    """The domain of a hold that may keep its value in two places at once, none of which is had from the other for
+    nothing: a value of three readers may want two boxings, a second one for two of them."""
+    table, rows = d.tables[0], d.rows[0]
+    assert table is not None and rows is not None
+    cost = table.seconds[rows[:, None], rows[None, :]]
+    one, two = np.nonzero(np.triu(np.minimum(cost, cost.T) > 0, 1))
+    if len(rows) + len(one) > PLACES:
+        return d
+    first = np.concatenate([np.arange(len(rows)), one])
+    second = np.concatenate([np.arange(len(rows)), two])
+    held = rows[first]
+    return Domain(d.options[first], d.orders[first], d.seconds[first], d.tables, (held, held), rows[second])
+
+
+def _first(choices: NDArray[np.intp], columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
+    """Of the choices that are alike in all columns only the first, in the order that they come in."""
+    return choices[first_of_alike([c[choices] for c in columns])] if columns else choices[:1]

@@ -1,0 +1,211 @@
+"""Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
+
+The domains say what each node may choose on all axes at once (`shardc.passes.domain`), the solver minimises the sum of
+their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be next to the best is then
+looked at along one axis after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.machine.mesh import MeshView
+from shardc.passes.place.domain import Domain, Domains
+from shardc.passes.place.problem import Node, Problem
+from shardc.sbp.placement import Placement
+from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
+from shardc.solver.assignment_cost import Costs
+from shardc.solver.cost_tables import Given, Index, Table, whole
+from shardc.solver.kernels import Kernels, kernels_for
+from shardc.solver.search import ROUNDING, SETTLED
+
+log = logging.getLogger("shardc")
+
+SWEEPS: Final = 4
+"""Sweeps over the axes from one start, at most; they end when nothing improves."""
+WORK_PER_CHOICE: Final = 5e4
+"""Table entries that the solver may touch for each choice of each node: a few seconds at most for a small model."""
+LEAST_WORK: Final = 8e9
+MOST_WORK: Final = 2e10
+PATIENCE: Final = 3.0
+"""So many times this work may be done while cost and bound are far from each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A solution: the placement at each port of each node, its cost, and by what part of the least it may exceed it."""
+
+    ports: Mapping[Node, tuple[Placement, ...]]
+    seconds: float
+    gap: float
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """A problem as arrays: what the solver sees.
+
+    Attributes:
+      domains: what each node may choose.
+      unary, pairwise: seconds of choices, and of those of two nodes.
+      memo: of what was computed from tables.
+      kernels: the implementation of the solver's loops, chosen by the size of the whole problem.
+      offered: for each node the numbers of the choices that these tables have of it; None: all.
+      unpriced: the tables that these are with prices on memory; None: these are without.
+    """
+
+    domains: Domains
+    unary: Sequence[Table]
+    pairwise: Mapping[tuple[int, int], Given]
+    memo: Memo
+    kernels: Kernels
+    offered: Sequence[Index] | None = None
+    unpriced: Tables | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, domains: Domains) -> Tables:
+        unary, memo = [d.seconds for d in domains.of], Memo()
+        pairwise: dict[tuple[int, int], Given] = {}
+        for value in (v for n in problem.nodes for v in n.results):
+            for reader in value.readers:
+                i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
+                if i == j:  # a loop that reads what it carries
+                    alone = unary[i]
+                    unary[i] = memo.do(
+                        ("loop", id(alone), id(cost)), (alone, cost), lambda u=alone, c=cost: u + np.diagonal(whole(c))
+                    )
+                    continue
+                if i > j:
+                    i, j = j, i
+                    cost = memo.do(("T", id(cost)), cost, lambda c=cost: c.T)
+                if (present := pairwise.get((i, j))) is not None:
+                    both, key = (present, cost), ("sum", id(present), id(cost))
+                    cost = memo.do(key, both, lambda both=both: whole(both[0]) + whole(both[1]))
+                pairwise[i, j] = cost
+        return cls(domains, unary, pairwise, memo, kernels_for(pairwise.values()))
+
+    @property
+    def work(self) -> float:
+        """What the solver may spend on them."""
+        return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
+
+    @cached_property
+    def together(self) -> list[list[int]] | None:
+        """Classes of nodes that are alike in repeated layers, whatever prices there are; None: few are."""
+        if self.unpriced is not None:
+            return self.unpriced.together
+        return alike(self.unary, self.pairwise, self.memo)
+
+    @property
+    def labels(self) -> list[NDArray[np.int64]]:
+        """Of each choice the way on each axis."""
+        if self.offered is None:
+            return [d.options for d in self.domains.of]
+        return [d.options[f] for d, f in zip(self.domains.of, self.offered, strict=True)]
+
+    def among(self, offered: Sequence[Index]) -> Tables:
+        """The same with only some choices offered to each node, by number. What nodes of one choice cost each other is
+        left out."""
+        do, one = self.memo.do, self.memo.one
+        offered = [one(f) for f in offered]
+        unary = [
+            do(("u", id(u), id(f)), (u, f), lambda u=u, f=f: one(u[f]))
+            for u, f in zip(self.unary, offered, strict=True)
+        ]
+        pairwise = {
+            (i, j): do(
+                ("ix", id(c), id(offered[i]), id(offered[j])), (c, offered[i], offered[j]),
+                lambda c=c, i=i, j=j: one(c[offered[i][:, None], offered[j]]),
+            )
+            for (i, j), c in self.pairwise.items() if offered[i].size > 1 or offered[j].size > 1
+        }  # fmt: skip
+        return replace(self, unary=unary, pairwise=pairwise, offered=offered)
+
+    def minimize(
+        self, start: Sequence[int] | None = None, work: float | None = None, close: float = ROUNDING,
+        together: Sequence[Sequence[int]] | None = None,
+    ) -> Assignment:  # fmt: skip
+        """The best choices that the search finds and proves, none worse than those of `start`, until cost and bound are
+        as close as that, relatively. Choices have the domains' numbers. Those of nodes `together` are the same."""
+        if start is not None and self.offered is not None:
+            start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
+        patience = PATIENCE if work is None else 1.0
+        found = minimize(
+            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience, together,
+            kernels=self.kernels,
+        )  # fmt: skip
+        if self.offered is None:
+            return found
+        return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
+
+    def best(self, start: Sequence[int] | None = None, proved: bool = True) -> Assignment:
+        """What the search finds; unless it is proved to be next to the best, also along one axis after the other.
+
+        Args:
+          start: choices that the result is not to be worse than.
+          proved: with a bound. Without, repeated layers are placed alike, which takes the time of one of them.
+        """
+        together = None if proved else self.together
+        found = self.minimize(start, together=together)
+        if found.gap > SETTLED:  # a move that gains no more counts as none
+            values = self.move(found.values)
+            cost = Costs(self.unary, self.pairwise).cost(values)
+            found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
+        return found if together is None else replace(found, bound=-math.inf)
+
+    def move(
+        self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
+    ) -> list[int]:
+        """The best choices that are found by moves along one axis at a time, from a start on, of all repeated layers at
+        once.
+
+        Args:
+          start: choices to begin with.
+          sweeps: over all axes, at most.
+          among: these tables of some choices, at prices on memory; None: without prices.
+        """
+        assert self.offered is None
+        tables_of = among or self.among
+
+        def some(offered: Sequence[Index]) -> tuple[Sequence[Table], Mapping[tuple[int, int], Given]]:
+            tables = tables_of(offered)
+            return tables.unary, tables.pairwise
+
+        return move(some, start, self.labels, sweeps, self.memo, self.together, self.kernels)
+
+    def fuse(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
+        """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.
+        2010, "Fusion Moves for Markov Random Field Optimization")."""
+        return self.among(choices_of(pool)).minimize(start, work, close).values
+
+
+class Placer:
+    """Places one problem: as it is, or at prices on memory."""
+
+    def __init__(self, problem: Problem, mesh: MeshView) -> None:
+        self.problem, self.mesh = problem, mesh
+        self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
+        self.tables = Tables.of(problem, self.domains)
+
+    def placed(self, found: Assignment) -> Placed:
+        """The placements that choices mean; nodes that share a domain and a choice share these, too."""
+        ports: dict[Node, tuple[Placement, ...]] = {}
+        known: dict[tuple[Domain, int], tuple[Placement, ...]] = {}
+        for n, domain, choice in zip(self.problem.nodes, self.domains.of, found.values, strict=True):
+            if (key := (domain, choice)) not in known:
+                known[key] = self.domains.placements(n, choice)
+            ports[n] = known[key]
+        return Placed(ports, found.cost, found.gap)
+
+
+def place(problem: Problem, mesh: MeshView) -> Placed:
+    """The best placement found for a problem on a mesh."""
+    placer = Placer(problem, mesh)
+    return placer.placed(placer.tables.best())

@@ -1,0 +1,609 @@
+"""The placement problem of a program: values, nodes with signatures, and who reads what how often.
+
+Every equation becomes a node whose options are its one-axis signatures. What only carries a value (arguments, results,
+loop carries, the borders of scan, while, cond and remat, and a *hold* for each value with several readers) is a node
+whose ports all have the same sbp. The graph is flat: a loop's body stands in it once, weighted by its trip count.
+
+A hold is what makes one boxing serve many readers: the value is boxed once, to where the hold keeps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc import compat
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.ir.constrain import pin_of
+from shardc.ir.host_callback import once_signature, result_op, runs_once
+from shardc.ir.transfer import is_transfer
+from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
+from shardc.ir.walk import itemsize_of, operation_of
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.traffic import PARTLY_READ, UPDATES
+from shardc.sbp import rules as _rules
+from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
+from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
+from shardc.solver.kernels.numpy_kernels import kinds
+
+del _rules  # imported for its registrations
+
+_Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
+
+
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One value of the program. `op` is what P means for it."""
+
+    aval: Any
+    maker: Node
+    port: int
+    op: ReduceOp = "sum"
+    weight: float = 1.0
+    """How often the scope runs in which it is seen: how often a boxing of it would."""
+    stacked: bool = False
+    """Results of a loop's steps: what can make them smaller belongs inside the loop."""
+    late: bool = False
+    """Made once in a call, and no heavy operation waits for it: its collectives can start with those of others."""
+    readers: list[Reader] = field(default_factory=list["Reader"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def rank(self) -> int:
+        return len(self.aval.shape)
+
+
+@dataclass(eq=False, slots=True)
+class Reader:
+    """One use of a value. `weight`: how often a boxing for it would run. `small`: it may not make the value larger."""
+
+    node: Node
+    port: int
+    weight: float
+    small: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """Something that relates the placements of values.
+
+    Attributes:
+      kind: operation, source (argument), sink (result), carrier or hold.
+      operands, results: values at its ports; None is a literal.
+      options: its one-axis signatures, for any axis on its own.
+      weight: how often it runs.
+      rule: of an operation.
+      pin: what the user said of it; for a carrier, source or sink.
+      fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
+      plain: only what a jax.Array can be: no P, no uneven split.
+      eqn: the equation.
+      traffic: of a light operation: ports whose values it reads from memory or writes there, and what share of them.
+    """
+
+    kind: str
+    operands: list[Value | None]
+    results: list[Value]
+    options: tuple[Signature, ...]
+    weight: float = 1.0
+    rule: Rule | None = None
+    pin: Pin | None = None
+    fixed: tuple[Mapping[str, int], tuple[Placement, ...]] | None = None
+    plain: bool = False
+    eqn: Eqn | None = None
+    path: str = ""
+    number: int = -1
+    traffic: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it is bound by memory, and XLA fuses it with others that are."""
+        return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
+
+    @property
+    def avals(self) -> list[Any]:
+        return [v.aval if v is not None else None for v in (*self.operands, *self.results)]
+
+
+@dataclass(eq=False)
+class Nested:
+    """A scan, while, cond or remat: carriers on its border and a scope for each body.
+
+    `entries[i]` is the carrier that operand i of the equation enters by (None: read as B), `exits[j]` the one that
+    result j leaves by. `returns[s][k]` is the (node, port) that output k of scope s is read by.
+    """
+
+    entries: list[Node]
+    scopes: list[Scope]
+    exits: list[Node]
+    returns: list[list[tuple[Node, int]]]
+    trips: list[float]
+
+
+@dataclass(eq=False)
+class Scope:
+    """One jaxpr with the node of each of its equations."""
+
+    jaxpr: Jaxpr
+    inputs: list[Value]
+    nodes: list[Node | Nested] = field(default_factory=list["Node | Nested"])
+    outputs: list[Value | None] = field(default_factory=list["Value | None"])
+
+
+@dataclass(eq=False)
+class Problem:
+    """The whole: top scope, all nodes, those of the arguments and of the results.
+
+    Attributes:
+      holds: by id of the value that is held.
+      values: of every variable, those of nested bodies included.
+      late: of values that are late and made of none that is, as gradients are, how many there are and their bytes.
+    """
+
+    scope: Scope
+    nodes: list[Node]
+    sources: list[Node]
+    sinks: list[Node]
+    holds: dict[int, Node]
+    values: dict[Var, Value]
+    late: tuple[int, int] = (0, 0)
+
+    def view_for(self, value: Value | None, mesh: MeshView) -> MeshView:
+        """The mesh as the boxings of a value see it. Those of a late one count as combined with those of the others,
+        in as few collectives as hold them all: together these pay as many starts."""
+        if value is None or not value.late or not mesh.topology.combined:
+            return mesh
+        count, size = self.late
+        most = min(most for _, most in mesh.topology.combined)
+        return mesh.where_start_is_shared(max(1, count // max(1, math.ceil(size / most))))
+
+
+@lru_cache(maxsize=4096)
+def _same(
+    operands: tuple[int, ...], results: tuple[int, ...], shape: tuple[int, ...], partial: bool, op: ReduceOp,
+    pinned: tuple[int, ...],
+) -> tuple[Signature, ...]:  # fmt: skip
+    """Options of a node that only carries a value of `shape`: B, P(op) if it may be, and each split.
+
+    `operands` and `results` say by how much the dimensions of a port are shifted. Nothing is won by splitting one
+    element, so that dimensions of size 1 are only split where they are `pinned`.
+    """
+
+    def all_ports(sbp: SBP, split: str | None = None) -> Signature:
+        def shifted(by: int) -> SBP:
+            return S(sbp.dim + by) if isinstance(sbp, S) else sbp
+
+        return Signature(tuple(map(shifted, operands)), tuple(map(shifted, results)), split)
+
+    found = [all_ports(B)]
+    if partial:
+        found.append(all_ports(P(op)))
+    found += [all_ports(S(d), f"d{d}") for d, n in enumerate(shape) if n != 1 or d in pinned]
+    return tuple(found)
+
+
+def _summable(dtype: Any, op: ReduceOp) -> bool:
+    """Whether values of `dtype` can be partial by `op`."""
+    return not _is_key(dtype) and (dtype != np.bool_ or op != "sum")
+
+
+def _is_key(dtype: Any) -> bool:
+    return not isinstance(dtype, np.dtype)
+
+
+class Builder:
+    """Walks a canonical program and makes its problem."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.values: dict[Var, Value] = {}
+        self._offered: dict[Hashable, _Offered] = {}
+        self._known: dict[Hashable, _Offered] = {}
+
+    def add(self, node: Node) -> Node:
+        node.number = len(self.nodes)
+        self.nodes.append(node)
+        return node
+
+    def read(self, value: Value | None, node: Node, port: int, weight: float, small: bool = False) -> None:
+        if value is not None:
+            value.readers.append(Reader(node, port, weight, small))
+
+    def carrier(
+        self, kind: str, aval: Any, operands: list[Value | None], outs: Sequence[tuple[Any, float]],
+        shift_in: int = 0, shift_out: int = 0, pin: Pin | None = None, op: ReduceOp = "sum",
+    ) -> Node:  # fmt: skip
+        """A node with one sbp for all ports and no cost of its own.
+
+        `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension; `op`:
+        what P means for it.
+        """
+        pinned = tuple(pin.placement.splits) if pin is not None else ()
+        ports = ((shift_in,) * len(operands), (shift_out,) * len(outs))
+        options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
+        node = self.add(Node(kind, operands, [], options, 0.0, pin=pin))
+        node.results = [Value(a, node, i, op, w) for i, (a, w) in enumerate(outs)]
+        return node
+
+    def build(self, jaxpr: Jaxpr, env: dict[Var, Value], weight: float) -> Scope:
+        scope = Scope(jaxpr, [env[v] for v in jaxpr.invars])
+
+        def find(atom: Atom) -> Value | None:
+            return None if compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [find(a) for a in eqn.invars]
+            if eqn.primitive.name in NESTED:
+                made = _NESTED_BUILDERS[eqn.primitive.name](self, eqn, operands, weight)
+                results = [node.results[-1] for node in made.exits]
+            else:
+                made = self.operation(eqn, operands, weight)
+                results = made.results
+            scope.nodes.append(made)
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        scope.outputs = [find(a) for a in jaxpr.outvars]
+        self.values |= env
+        return scope
+
+    def operation(self, eqn: Eqn, operands: list[Value | None], weight: float) -> Node:
+        pin = pin_of(eqn)
+        if is_transfer(eqn):
+            aval = eqn.outvars[0].aval
+            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=eqn.params["pin"])
+            node.options = tuple(s for s in node.options if not isinstance(s.results[0], P))
+            node.eqn, node.path, node.weight = eqn, eqn.primitive.name, weight
+        elif pin is not None:
+            aval = eqn.outvars[0].aval
+            op = pin.placement.partial_op or "sum"
+            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)
+            node.eqn, node.path = eqn, "constrain"
+        elif runs_once(eqn):
+            rule = gathered(operation_of(eqn))
+            node = self.add(Node("operation", operands, [], (once_signature(eqn),), weight, rule, eqn=eqn))
+            node.results = [Value(v.aval, node, i, result_op(v.aval), weight) for i, v in enumerate(eqn.outvars)]
+        elif is_unit(eqn):
+            along = unit_signatures(eqn)
+            options = (whole_signature(eqn), *along.values())
+            node = self.add(Node("operation", operands, [], options, weight, gathered(operation_of(eqn)), eqn=eqn))
+            node.fixed = ({a: i for i, a in enumerate(along, 1)}, unit_placements(eqn))
+            node.results = [Value(v.aval, node, i, weight=weight) for i, v in enumerate(eqn.outvars)]
+        else:
+            rule, options, ops = self.offered(eqn, operands)
+            node = self.add(Node("operation", operands, [], options, weight, rule, eqn=eqn))
+            node.results = [Value(v.aval, node, i, ops[i], weight) for i, v in enumerate(eqn.outvars)]
+        for i, value in enumerate(operands):
+            self.read(value, node, i, weight)
+        return node
+
+    def offered(self, eqn: Eqn, operands: Sequence[Value | None]) -> _Offered:
+        """The rule of an operation, its options and what P means for its results; alike operations share them. A
+        program has few avals, so most are known by the identity of theirs."""
+        avals = [id(a.aval) for a in eqn.invars], [id(v.aval) for v in eqn.outvars]
+        partly = tuple([v and v.op for v in operands])
+        key = (eqn.primitive, *map(tuple, avals), tuple(eqn.params.items()), partly)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # parameters that do not hash
+            return _offer(operation_of(eqn), operands)
+        if known is None:
+            op = operation_of(eqn)
+            sides = tuple((a.shape, a.dtype) for a in (*op.operands, *op.results))
+            said = (op.name, sides, *key[3:])
+            if said not in self._offered:
+                self._offered[said] = _offer(op, operands)
+            known = self._known[key] = self._offered[said]
+        return known
+
+    def enter(
+        self, value: Value | None, aval: Any, weight: float, inside: float, small: bool = False, shift: int = 0
+    ) -> Node:
+        """The carrier of one operand of a nested equation; `aval` is what the body sees."""
+        node = self.carrier("carrier", aval, [value], [(aval, inside)], shift_in=shift)
+        self.read(value, node, 0, weight, small)
+        return node
+
+    def leave(
+        self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float, shift: int = 0
+    ) -> Node:
+        """The carrier of one result of a nested equation; `aval` is what the body made."""
+        node = self.carrier("carrier", aval, list(inner), [(out, weight)], shift_out=shift)
+        for port, value in enumerate(inner):
+            self.read(value, node, port, inside)
+        node.results[0].stacked = shift > 0
+        return node
+
+    def whole(self, value: Value | None, weight: float) -> None:
+        """`value` decides control flow: every device needs all of it."""
+        if value is not None:
+            node = self.add(Node("sink", [value], [], (Signature((B,), ()),), weight))
+            self.read(value, node, 0, weight)
+
+
+
+
+
+
+
+
+def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
+    rule = find_rule(op)
+    return rule, *_with_ops(signatures(rule, op), operands, len(op.results))
+
+
+def _with_ops(
+    options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
+) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
+    """The options whose partial operands are what the values can be, and what P means for each result."""
+    def fits(sbp: object, value: Value | None) -> bool:
+        return not isinstance(sbp, P) or value is None or value.op == sbp.op
+
+    fit = [s for s in options if all(map(fits, s.operands, operands))]
+    ops: list[ReduceOp] = []
+    for i in range(results):
+        found: list[ReduceOp] = [sbp.op for s in fit if isinstance(sbp := s.results[i], P) and _of_values(s, operands)]
+        other: list[ReduceOp] = [op for op in found if op != "sum"]
+        ops.append(other[0] if other else "sum")
+    fit = [
+        s for s in fit
+        if all(not isinstance(sbp, P) or sbp.op == op for sbp, op in zip(s.results, ops, strict=True))
+    ]  # fmt: skip
+    return tuple(fit), ops
+
+
+def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
+    """Whether what a signature says follows from where an operand lives that is no literal."""
+    return any(sbp is not B and v is not None for sbp, v in zip(s.operands, operands, strict=True))
+
+
+def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    scan = compat.scan_of(eqn)
+    body, consts, carries, trips = scan.body, scan.consts, scan.carries, float(scan.length)
+    inner = weight * trips
+    entries: list[Node] = []
+    for i, (value, var) in enumerate(zip(operands, body.invars, strict=True)):
+        if consts <= i < consts + carries:
+            node = b.carrier("carrier", var.aval, [value, None], [(var.aval, inner), (var.aval, weight)])
+            b.read(value, node, 0, weight)
+        else:
+            xs = i >= consts + carries
+            node = b.enter(value, var.aval, weight, inner, small=xs, shift=int(xs))
+        entries.append(node)
+    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, inner)
+    exits: list[Node] = []
+    returns: list[tuple[Node, int]] = []
+    for j, (value, out) in enumerate(zip(scope.outputs, eqn.outvars, strict=True)):
+        if j < carries:
+            node = entries[consts + j]
+            node.operands[1] = value
+            b.read(value, node, 1, inner)
+            returns.append((node, 1))
+        else:
+            node = b.leave([value], body.outvars[j].aval, out.aval, weight, inner, shift=1)
+            returns.append((node, 0))
+        exits.append(node)
+    return Nested(entries, [scope], exits, [returns], [trips])
+
+
+def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    (body,) = bodies_of(eqn)
+    entries = [b.enter(v, var.aval, weight, weight, small=True) for v, var in zip(operands, body.invars, strict=True)]
+    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, weight)
+    results = zip(scope.outputs, eqn.outvars, strict=True)
+    exits = [b.leave([v], out.aval, out.aval, weight, weight) for v, out in results]
+    return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
+
+
+def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    nodes = [b.enter(v, out.aval, weight, weight) for v, out in zip(operands, eqn.outvars, strict=True)]
+    return Nested(nodes, [], nodes, [], [])
+
+
+def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    loop = compat.while_of(eqn)
+    cond, body, nc, nb = loop.cond, loop.body, loop.cond_consts, loop.body_consts
+    trips = float(compat.trips_of(eqn))
+    inner = weight * trips
+    consts = [
+        b.enter(v, var.aval, weight, inner)
+        for v, var in zip(operands[: nc + nb], [*cond.invars[:nc], *body.invars[:nb]], strict=True)
+    ]
+    carries: list[Node] = []
+    for value, var in zip(operands[nc + nb :], body.invars[nb:], strict=True):
+        node = b.carrier("carrier", var.aval, [value, None], [*[(var.aval, inner)] * 2, (var.aval, weight)])
+        b.read(value, node, 0, weight)
+        carries.append(node)
+    cond_env = [n.results[0] for n in (*consts[:nc], *carries)]
+    cond_scope = b.build(cond, dict(zip(cond.invars, cond_env, strict=True)), inner)
+    b.whole(cond_scope.outputs[0], inner)
+    body_env = [*(n.results[0] for n in consts[nc:]), *(n.results[1] for n in carries)]
+    body_scope = b.build(body, dict(zip(body.invars, body_env, strict=True)), inner)
+    for value, node in zip(body_scope.outputs, carries, strict=True):
+        node.operands[1] = value
+        b.read(value, node, 1, inner)
+    returns = [[(n, 1) for n in carries]]
+    return Nested([*consts, *carries], [cond_scope, body_scope], carries, [[], *returns], [trips, trips])
+
+
+def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+    branches = bodies_of(eqn)
+    index = b.add(Node("carrier", [operands[0]], [], (Signature((B,), ()),), weight))
+    b.read(operands[0], index, 0, weight)
+    entries: list[Node] = []
+    for value, *variables in zip(operands[1:], *(br.invars for br in branches), strict=True):
+        node = b.carrier("carrier", variables[0].aval, [value], [(v.aval, weight) for v in variables])
+        b.read(value, node, 0, weight)
+        entries.append(node)
+    scopes = [
+        b.build(br, {v: n.results[k] for v, n in zip(br.invars, entries, strict=True)}, weight)
+        for k, br in enumerate(branches)
+    ]
+    exits = [
+        b.leave([s.outputs[j] for s in scopes], out.aval, out.aval, weight, weight) for j, out in enumerate(eqn.outvars)
+    ]
+    returns = [[(n, k) for n in exits] for k in range(len(scopes))]
+    return Nested([index, *entries], scopes, exits, returns, [1.0] * len(scopes))
+
+
+_NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None], float], Nested]]] = {
+    "scan": _build_scan,
+    "while": _build_while,
+    "cond": _build_cond,
+    "optimization_barrier": _build_barrier,
+    **dict.fromkeys(REMAT, _build_remat),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What is said of one argument or result of the function.
+
+    `pin`: the placement that was asked for; None: free. `tie`: for a result, the number of the donated argument whose
+    placement it takes.
+    """
+
+    pin: Pin | None = None
+    tie: int | None = None
+
+
+def build_problem(
+    jaxpr: Jaxpr, inputs: Sequence[Border], outputs: Sequence[Border], in_paths: Sequence[str], out_paths: Sequence[str]
+) -> Problem:
+    """The problem of a canonical jaxpr whose arguments and results are bound as said."""
+    b = Builder()
+    sources: list[Node] = []
+    for var, border, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
+        node = b.carrier("source", var.aval, [None], [(var.aval, 1.0)], pin=border.pin)
+        node.plain, node.path = border.pin is None, path
+        sources.append(node)
+    scope = b.build(jaxpr, {v: n.results[0] for v, n in zip(jaxpr.invars, sources, strict=True)}, 1.0)
+    sinks: list[Node] = []
+    for value, var, border, path in zip(scope.outputs, jaxpr.outvars, outputs, out_paths, strict=True):
+        if border.tie is not None and border.pin is None:
+            node = sources[border.tie]  # it leaves where it came in: the argument reads the result, as a loop's carry
+            node.operands[0] = value
+        else:
+            node = b.carrier("sink", var.aval, [value], [], pin=border.pin)
+            node.plain, node.path = border.pin is None, path
+        b.read(value, node, 0, 1.0)
+        sinks.append(node)
+    _keep_sums_apart(b)
+    for value in [v for n in b.nodes for v in n.results]:
+        _add_traffic(value)
+    late = _find_late(b)
+    return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values, late)
+
+
+def _find_late(b: Builder) -> tuple[int, int]:
+    """Says of each value whether it is late; what a step's result is to the next step does not count. Gives
+    `Problem.late`."""
+    waited = [n for n in b.nodes if n.kind == "operation" and not n.is_light]
+    busy = set(waited)
+    early: set[int] = set()
+    while waited:
+        node = waited.pop()
+        for v in () if node.kind == "source" else node.operands:
+            if v is not None:
+                early.add(id(v))
+                if v.maker not in busy:
+                    busy.add(v.maker)
+                    waited.append(v.maker)
+    first: list[Value] = []
+    for node in b.nodes:
+        for v in node.results:
+            v.late = v.weight == 1 and id(v) not in early
+            if v.late and node.kind != "source" and not any(o is not None and o.late for o in node.operands):
+                first.append(v)
+    return len(first), sum(math.prod(v.shape) * itemsize_of(v.aval) for v in first)
+
+
+def _keep_sums_apart(b: Builder) -> None:
+    """What is partial by max or min passes a node that is not partial before it enters a carrier where P is a sum."""
+    for value in [v for n in b.nodes for v in n.results if v.op != "sum"]:
+        for k, reader in enumerate(value.readers):
+            same = any(s.operands[reader.port] == P(value.op) for s in reader.node.options)
+            if reader.node.kind != "operation" and not same:
+                between = b.carrier("carrier", value.aval, [value], [(value.aval, reader.weight)])
+                between.options = tuple(s for s in between.options if not isinstance(s.operands[0], P))
+                value.readers[k] = Reader(between, 0, reader.weight, reader.small)
+                b.read(between.results[0], reader.node, reader.port, reader.weight, reader.small)
+                reader.node.operands[reader.port] = between.results[0]
+
+
+def _add_traffic(value: Value) -> None:
+    """Has light operations pay for what they move of a value, once fused (`fused_bytes` counts it later): its maker
+    writes it if another reader wants it; if another made it, all light readers together read it once."""
+    maker = value.maker
+    if _says_where(maker):
+        return
+    readers = list(_readers(value)) if any(r.node.kind == "carrier" for r in value.readers) else value.readers
+    light = [r for r in readers if r.node.is_light]
+    if not maker.is_light:
+        for r in light:
+            name, port = _name(r.node), r.port
+            if port == 0 and name in PARTLY_READ:
+                port = len(r.node.operands)
+            if port or name not in UPDATES:
+                r.node.traffic += ((port, 1 / len(light)),)
+    elif len(light) < len(readers):
+        port = UPDATES.get(_name(maker), len(maker.operands) + value.port)
+        maker.traffic += ((port, 1.0),)
+
+
+def _readers(value: Value) -> Iterator[Reader]:
+    """The readers of a value; what only says where it lives does not read it."""
+    for r in value.readers:
+        if _says_where(r.node):
+            yield from _readers(r.node.results[0])
+        else:
+            yield r
+
+
+def _says_where(n: Node) -> bool:
+    return n.kind == "carrier" and n.eqn is not None and pin_of(n.eqn) is not None
+
+
+def _name(n: Node) -> str:
+    assert n.eqn is not None
+    return n.eqn.primitive.name
+
+
+def _add_holds(b: Builder) -> dict[int, Node]:
+    holds: dict[int, Node] = {}
+    for node, port in [(n, i) for n in b.nodes for i in range(len(n.results))]:
+        value = node.results[port]
+        free = [r for r in value.readers if not r.small]
+        if node.kind == "hold" or len(free) < 2:
+            continue
+        hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)], op=value.op)
+        held = hold.results[0]
+        held.stacked, held.late, held.readers = value.stacked, value.late, free
+        value.readers = [r for r in value.readers if r.small]
+        value.readers.append(Reader(hold, 0, value.weight))
+        holds[id(value)] = hold
+    return holds
+
+
+def digits(options: Sequence[Signature], ports: int) -> NDArray[np.int64]:
+    """Options as a matrix (option, port) of small numbers: 0 is B, 1 is P, 2 + d is S(d)."""
+    rows = [[digit_of(s) for s in itertools.chain(o.operands, o.results)] for o in options]
+    return np.asarray(rows, np.int64).reshape(len(options), ports)
+
+
+def digit_of(sbp: object) -> int:
+    return sbp.dim + 2 if isinstance(sbp, S) else 1 if isinstance(sbp, P) else 0
+
+
+def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
+    """Of rows of numbers that are alike in all columns the first, in the order that they come in."""
+    return kinds(np.ascontiguousarray(np.asarray(columns, np.int64).T).view(np.uint64))[0]

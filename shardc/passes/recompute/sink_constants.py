@@ -1,0 +1,165 @@
+"""What is broadcast from little enters the loops that read it as that little, and is computed in their bodies.
+
+    c = broadcast x; y = scan f c z    -->    y = scan f' x z, where f' x z = (c = broadcast x; f c z)
+
+When JAX differentiates a loop it takes out of it what is the same in every step: a causal mask stands in front of the
+loop then, at full size, and every step reads it whole. A mask of the user's own stands there as well. Light operations
+take no time but what they read, so they sink into each body that reads their result, if that follows from less than it
+takes, and if nothing there has it in memory: for a product it would have to be written in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
+
+from shardc import compat
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.ir.walk import bytes_of
+from shardc.passes.estimate.backend import Kind, kind_of
+from shardc.passes.estimate.traffic import PARTLY_READ
+from shardc.passes.recompute.choose_residuals import FUSED
+from shardc.passes.recompute.recompute_residuals import may_repeat
+
+LIGHT: Final = frozenset((Kind.CHEAP, Kind.VIEW))
+"""Operations that sink: XLA computes them in every loop that reads their result."""
+
+
+def sink_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr whose nested bodies compute what follows from less than it takes.
+
+    Args:
+      jaxpr: canonical.
+    """
+    follows = _what_follows(jaxpr)
+    eqns = [_sunk_into(e, follows) if e.primitive.name in NESTED else e for e in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    read = set(compat.variables(jaxpr.outvars))
+    kept: list[Eqn] = []
+    for eqn in reversed(eqns):
+        if eqn.outvars and eqn.outvars[0] in follows and eqn.outvars[0] not in read:
+            continue
+        read.update(compat.variables(eqn.invars))
+        kept.append(eqn)
+    return compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, kept[::-1], jaxpr)
+
+
+def _what_follows(jaxpr: Jaxpr) -> dict[Var, Eqn]:
+    """What nested bodies are given, and what that is made of, as far as light operations make it of less than it takes;
+    and these, in the order of the program."""
+    wanted, light = set[Var](), list[Eqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name in NESTED:
+            wanted.update(v for _, given in _entries(eqn) for v in compat.variables(given))
+        elif wanted and not wanted.isdisjoint(eqn.outvars) and kind_of(eqn) in LIGHT and may_repeat(eqn):
+            light.append(eqn)
+            wanted.update(compat.variables(eqn.invars))
+    least, found = dict[Var, int](), dict[Var, Eqn]()
+    for eqn in reversed(light):
+        (v,) = eqn.outvars
+        whole, less = bytes_of(v), sum(least.get(a, bytes_of(a)) for a in compat.variables(eqn.invars))
+        least[v] = min(whole, less)
+        if less < whole:
+            found[v] = eqn
+    return found
+
+
+def _entries(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
+    """The bodies of an equation, and what each is given that is the same in every step: their first inputs."""
+    match eqn.primitive.name:
+        case "scan":
+            counts = [compat.scan_of(eqn).consts]
+        case "while":
+            loop = compat.while_of(eqn)
+            counts = [loop.cond_consts, loop.body_consts]
+        case name:
+            counts = [len(eqn.invars)] if name in REMAT else [0] * len(bodies_of(eqn))
+    begin = 0
+    for body, count in zip(bodies_of(eqn), counts, strict=True):
+        yield body, eqn.invars[begin : begin + count]
+        begin += count
+
+
+def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
+    """A nested equation whose bodies compute what they can of what they are given."""
+    entries = list(_entries(eqn))
+    sunk = [_sunk(body, given, follows) for body, given in entries]
+    bodies = [sink_constants(body) for body, _ in sunk]
+    if all(new is old for new, (old, _) in zip(bodies, entries, strict=True)):
+        return eqn
+    counts = [len(given) for _, given in sunk]
+    rest = eqn.invars[sum(len(given) for _, given in entries) :]
+    match eqn.primitive.name:
+        case "scan":
+            params = compat.scan_params(eqn, bodies[0], counts[0], compat.scan_of(eqn).carries)
+        case "while":
+            params = compat.while_params(eqn, compat.While(*bodies, *counts))
+        case _:
+            params = with_bodies(eqn, bodies)
+    return eqn.replace(invars=[*(a for _, given in sunk for a in given), *rest], params=params)
+
+
+def _sunk(body: Jaxpr, given: Sequence[Atom], follows: Mapping[Var, Eqn]) -> tuple[Jaxpr, Sequence[Atom]]:
+    """A body that computes what it can of what it is `given` as its first inputs, and what it is given then."""
+    inputs = list(zip(body.invars, given, strict=False))
+    fused = set(_fused(body, [v for v, a in inputs if not compat.is_literal(a) and a in follows]))
+    names = {a: v for v, a in inputs if v not in fused and not compat.is_literal(a)}
+    less = {v: a for v, a in inputs if v in fused and a not in names}
+    if not less:
+        return body, given
+    kept = [(v, a) for v, a in inputs if v not in less]
+    needed, pending = set[Var](), list(less.values())
+    while pending:
+        a = pending.pop()
+        if a in follows and a not in names and a not in needed:
+            needed.add(a)
+            pending += compat.variables(follows[a].invars)
+    eqns: list[Eqn] = []
+    for made, eqn in follows.items():
+        if made not in needed:
+            continue
+        for a in compat.variables(eqn.invars):
+            if a not in names:
+                names[a] = compat.fresh_var(a.aval)
+                kept.append((names[a], a))
+        outvars = [v for v, a in less.items() if a is made] or [compat.fresh_var(made.aval)]
+        names[made] = outvars[0]
+        invars = [a if compat.is_literal(a) else names[a] for a in eqn.invars]
+        eqns += [eqn.replace(invars=invars, outvars=[v]) for v in outvars]
+    invars = [*(v for v, _ in kept), *body.invars[len(given) :]]
+    return compat.new_jaxpr(invars, body.outvars, [*eqns, *body.eqns], body), [a for _, a in kept]
+
+
+def _fused(body: Jaxpr, values: Collection[Var]) -> list[Var]:
+    """Those of some inputs of a body that operations read there which fuse, and nothing else."""
+    if not values:
+        return []
+    source, read = {v: v for v in values}, set[Var]()
+    whole = set(compat.variables(body.outvars))
+    for eqn in body.eqns:
+        mine = [a for a in compat.variables(eqn.invars) if a in source]
+        if not mine:
+            continue
+        read.update(source[a] for a in mine)
+        if eqn.primitive.name in NESTED:
+            whole.update(set(mine) - _fused_inside(eqn, mine))
+        elif not may_repeat(eqn) or kind_of(eqn) not in FUSED or eqn.primitive.name in PARTLY_READ:
+            whole.update(mine)
+        elif kind_of(eqn) is Kind.VIEW:
+            source |= dict.fromkeys(eqn.outvars, source[mine[0]])
+    whole = {source[a] for a in whole if a in source}
+    return [v for v in values if v in read and v not in whole]
+
+
+def _fused_inside(eqn: Eqn, values: Collection[Var]) -> set[Var]:
+    """Those of some operands of a nested equation that operations read in its bodies which fuse, and nothing else."""
+    entries = list(_entries(eqn))
+    whole = set(compat.variables(eqn.invars[sum(len(given) for _, given in entries) :]))
+    found = set[Var]()
+    for body, given in entries:
+        inside = {v: a for v, a in zip(body.invars, given, strict=False) if not compat.is_literal(a) and a in values}
+        fused = set(_fused(body, inside))
+        found.update(inside[v] for v in fused)
+        whole.update(inside[v] for v in inside.keys() - fused)
+    return found - whole

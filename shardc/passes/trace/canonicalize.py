@@ -1,0 +1,280 @@
+"""Calls inlined, dead equations removed, every variable unique: `jit[...] f x --> the body of f`.
+
+What is left nested is what must stay: scan, while, cond and remat, which are planned where they stand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import jax
+from jax import lax
+from jax.extend import core as jex
+from jax.extend.core.primitives import sharding_constraint_p
+from jax.sharding import NamedSharding
+
+from shardc import compat
+from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.ir.boundary import MARKS
+from shardc.ir.host_callback import ONCE
+from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
+from shardc.passes.trace.batch_lookups import batch_lookups
+from shardc.passes.trace.find_signatures import Found, find_signatures
+from shardc.sbp.signature import has_rule, is_extended
+
+INLINED: Final = {
+    **dict.fromkeys(
+        ("closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit",
+         "program_order"),
+        ("call_jaxpr", "jaxpr"),
+    ),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+    "custom_vmap_call": ("call",),
+    "linear_call": ("callee",),
+}  # fmt: skip
+"""Calls that only name their body, and the parameters that hold it, of which a release of JAX has one.
+
+Differentiation and batching are over, so rules for these have done their work."""
+
+IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
+"""Hints about how one device stores a value. A plan decides where values live, so these are dropped."""
+EVERY: Final = "*"
+"""In `replicate`: all primitives that have no rule."""
+_PLANNED: Final = frozenset((
+    "box", "constrain", "device_put", "microbatches", "receive", "send", "shard_map", "sharding_constraint", "split",
+    "stage_boundary", *NESTED, *INLINED, *ONCE,
+))  # fmt: skip
+"""Primitives that passes take care of: they need no rule."""
+
+
+class _Inliner:
+    """`marks`: those of pipelines stay. `replicate`: primitives for which no signatures are looked for. `untyped`: the
+    body of a unit, without the types of what differs; it is bound as it is."""
+
+    def __init__(self, marks: bool, untyped: bool = False, replicate: Collection[str] = (EVERY,)) -> None:
+        self.eqns: list[Eqn] = []
+        self.marks, self.untyped, self.replicate = marks, untyped, replicate
+
+    def fresh(self, aval: Any) -> Var:
+        typed = self.untyped or compat.has_sharding(aval)
+        return compat.fresh_var(compat.without_sharding(aval) if typed else aval)
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Atom], args: Sequence[Atom], caller: Eqn | None, inlined: bool = False
+    ) -> list[Atom]:
+        env: dict[Var, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if compat.is_literal(atom) else env[atom]
+
+        for inner in jaxpr.eqns:
+            eqn = inner if caller is None else compat.with_line_of(inner, caller)
+            eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
+            if caller is not None and caller.primitive.name != "while" and eqn.primitive.name in NESTED:
+                eqn = compat.with_rounds_of(eqn, caller)
+            invars = [read(a) for a in eqn.invars]
+            if eqn.primitive.name == "split":
+                slices = _slices_of(eqn, invars[0])
+                env |= zip(eqn.outvars, [e.outvars[0] for e in slices], strict=True)
+                self.eqns += slices
+                continue
+            if eqn.primitive.name in IDENTITIES or (eqn.primitive in MARKS and not self.marks):
+                env[eqn.outvars[0]] = invars[0]
+                continue
+            call = _inlined(eqn, invars)
+            if call is None and self.has_no_rule(eqn):
+                found = find_signatures(eqn.replace(invars=invars))
+                if isinstance(found, Found):
+                    eqn = found.put_into(eqn)
+                elif found is not None:
+                    call = found, invars
+            if call is not None:
+                closed, args = call
+                results = self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
+                env |= dict(zip(eqn.outvars, results, strict=True))
+                continue
+            if eqn.primitive.name == "device_put":
+                env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
+                continue
+            if eqn.primitive.name == "reshard":
+                eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
+            if eqn.primitive.name == CAST and self.untyped:
+                env[eqn.outvars[0]] = invars[0]
+                continue
+            if eqn.primitive.name in UNTYPED and self.untyped:
+                params = {**eqn.params, "axis_index_groups": None}
+                eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
+            outvars = [self.fresh(v.aval) for v in eqn.outvars]
+            env |= dict(zip(eqn.outvars, outvars, strict=True))
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
+        return [read(a) for a in jaxpr.outvars]
+
+    def has_no_rule(self, eqn: Eqn) -> bool:
+        """Whether signatures are to be looked for."""
+        name = eqn.primitive.name
+        if self.untyped or EVERY in self.replicate or name in self.replicate:
+            return False
+        return not has_rule(name) and name not in _PLANNED
+
+    def put(self, eqn: Eqn, invars: Sequence[Atom]) -> list[Atom]:
+        """`device_put x --> x`, or `sharding_constraint x` if it names a sharding; other targets stay."""
+        found: list[Atom] = []
+        for x, old, device, *rest in zip(invars, eqn.outvars, *(eqn.params[k] for k in _OF_PUTS), strict=True):
+            if device is None:
+                found.append(x)
+                continue
+            params: dict[str, Any] = {k: (v,) for k, v in zip(_OF_PUTS, (device, *rest), strict=True)}
+            primitive = eqn.primitive
+            if isinstance(device, NamedSharding) and old.aval.memory_space == x.aval.memory_space:
+                primitive = sharding_constraint_p
+                params = _constraint(device)
+            found.append(compat.fresh_var(old.aval))
+            self.eqns.append(compat.new_eqn([x], [found[-1]], primitive, params, eqn))
+        return found
+
+    def params(self, eqn: Eqn) -> dict[str, Any]:
+        params = _without_shardings(eqn)
+        if is_unit(eqn):
+            params["jaxpr"] = self._body(params["jaxpr"], eqn, untyped=True)
+        for key in NESTED.get(eqn.primitive.name, ()):
+            body = params[key]
+            bodies = [self._body(b, eqn) for b in (body if isinstance(body, tuple) else (body,))]
+            params[key] = tuple(bodies) if isinstance(body, tuple) else bodies[0]
+        return params
+
+    def _body(self, body: Any, caller: Eqn, untyped: bool | None = None) -> Any:
+        untyped = self.untyped if untyped is None else untyped
+        if hasattr(body, "consts"):
+            consts = _as_literals(body)
+            return compat.close(canonical_jaxpr(body.jaxpr, consts, caller, self.marks, untyped, self.replicate))
+        return canonical_jaxpr(body, (), caller, self.marks, untyped, self.replicate)
+
+
+def _constraint(sharding: NamedSharding) -> dict[str, Any]:
+    """The parameters of a `sharding_constraint`."""
+    return {"sharding": sharding, "layout": None, "context_mesh": None, "unconstrained_dims": frozenset()}
+
+
+def _without_shardings(eqn: Eqn) -> dict[str, Any]:
+    """The parameters without what a unit's results had JAX write into the equations after it: it says nothing."""
+    if eqn.primitive is sharding_constraint_p:
+        return dict(eqn.params)
+    return {k: None if isinstance(v, NamedSharding) else v for k, v in compat.params_of(eqn).items()}
+
+
+_OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
+
+
+def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[Atom]] | None:
+    """The body that an equation only names, and what it is called with; None if it is no call."""
+    if eqn.primitive.name == "custom_linear_solve":
+        consts, ends = eqn.params["const_lengths"], itertools.accumulate(eqn.params["const_lengths"])
+        *_, end, all_consts = ends  # of matvec, vecmat, solve and transpose_solve
+        return eqn.params["jaxprs"].solve, [*invars[end - consts.solve : end], *invars[all_consts:]]
+    body = next((eqn.params[k] for k in INLINED.get(eqn.primitive.name, ()) if k in eqn.params), None)
+    return None if body is None else (body, invars)
+
+
+def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
+    return [compat.literal(c, compat.aval_of(c)) for c in closed.consts]
+
+
+def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
+    """The parts of a `split`, each by its own slice, so that each may be placed for itself."""
+    axis, begin, found = eqn.params["axis"], 0, list[Eqn]()
+    for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        starts, limits = [0] * len(x.aval.shape), list(x.aval.shape)
+        starts[axis], limits[axis] = begin, begin + size
+        begin += size
+        params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+        found.append(
+            eqn.replace(primitive=lax.slice_p, invars=[x], outvars=[compat.fresh_var(out.aval)], params=params)
+        )
+    return found
+
+
+def _with_one_condition(eqn: Eqn) -> Eqn:
+    """A `while` that vmap gave a condition for each row: `while any(cond c): c = where(cond c, body c, c)`."""
+    if eqn.primitive.name != "while" or not compat.while_of(eqn).cond.outvars[0].aval.shape:
+        return eqn
+    loop = compat.while_of(eqn)
+    nc, (cond, body) = loop.cond_consts, (eqn.params[k] for k in NESTED["while"])
+    carries = len(body.out_avals)
+
+    def any_row(*args: Any) -> Any:
+        return jex.jaxpr_as_fun(cond)(*args)[0].any()
+
+    def body_where(*args: Any) -> list[Any]:
+        consts, old = args[nc:-carries], args[-carries:]
+        (going,) = jex.jaxpr_as_fun(cond)(*args[:nc], *old)
+        new = jex.jaxpr_as_fun(body)(*consts, *old)
+        lead = range(going.ndim)
+        return [lax.select(lax.broadcast_in_dim(going, n.shape, lead), n, o) for n, o in zip(new, old, strict=True)]
+
+    params = {
+        **eqn.params,
+        "cond_jaxpr": jax.make_jaxpr(any_row)(*cond.in_avals),
+        "body_jaxpr": jax.make_jaxpr(body_where)(*cond.in_avals[:nc], *body.in_avals),
+        "body_nconsts": nc + loop.body_consts,
+    }
+    return eqn.replace(invars=[*eqn.invars[:nc], *eqn.invars], params=params)
+
+
+def canonical_jaxpr(
+    jaxpr: Jaxpr, consts: Sequence[Atom], caller: Eqn | None = None, marks: bool = False, untyped: bool = False,
+    replicate: Collection[str] = (EVERY,),
+) -> Jaxpr:  # fmt: skip
+    """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
+
+    Equations without a line of the user's get that of `caller`, the equation whose body this is.
+    """
+    inliner = _Inliner(marks, untyped, replicate)
+    invars = [inliner.fresh(v.aval) for v in jaxpr.invars]
+    outvars = inliner.run(jaxpr, consts, invars, caller)
+    return compat.new_jaxpr(invars, outvars, inliner.eqns, jaxpr)
+
+
+def inlined_eqns(
+    closed: ClosedJaxpr, args: Sequence[Atom], caller: Eqn, replicate: Collection[str]
+) -> tuple[list[Eqn], list[Atom]]:
+    """The canonical equations of a closed jaxpr that stands for `caller`, and its results; marks stay."""
+    inliner = _Inliner(marks=True, replicate=replicate)
+    results = inliner.run(closed.jaxpr, _as_literals(closed), args, caller)
+    return inliner.eqns, results
+
+
+def with_own_bodies(eqn: Eqn) -> Eqn:
+    """A second copy of an equation: the variables of its nested bodies are its own."""
+    if eqn.primitive.name not in NESTED:
+        return eqn
+    return eqn.replace(params=_Inliner(marks=True).params(eqn))
+
+
+def canonicalize(
+    closed: ClosedJaxpr, marks: bool = False, replicate: Collection[str] = ()
+) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
+
+    Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
+    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names. Lookups by row
+    numbers are batched (`batch_lookups`).
+    """
+    invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
+    captured: list[Any] = []
+    consts: list[Atom] = []
+    extra: list[Var] = []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if not var.aval.shape and not is_extended(var.aval.dtype) and not compat.is_tracer(value):
+            consts.append(compat.literal(value, var.aval))
+        else:
+            extra.append(compat.fresh_var(compat.without_sharding(var.aval)))
+            consts.append(extra[-1])
+            captured.append(value)
+    inliner = _Inliner(marks, replicate=replicate)
+    outvars = inliner.run(closed.jaxpr, consts, invars, None)
+    jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
+    jaxpr = batch_lookups(jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not compat.is_tracer(x)})
+    return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

@@ -1,0 +1,300 @@
+"""Calls of a function over microbatches, taken apart: what is a row of a batch, a key, the same for all, or state.
+
+    args -> rows [m, ...], keys [m], whole, state
+
+Objects that functions write to, such as modules of flax.nnx, are taken apart by the openers of `OPENERS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardc.compat import short_text
+from shardc.errors import ArgumentError, all_offenders, did_you_mean
+from shardc.ir.boundary import microbatches_p
+from shardc.passes.trace.trace import (
+    held_by_nnx,
+    is_array,
+    is_nnx,
+    leaves_by_path,
+    path_text,
+    refuse_lost_writes,
+    where_of,
+)
+
+CARRY: Final = "carry:"
+"""Prefix of a reduction that names an argument: the result is that argument in the next microbatch."""
+
+
+class Opened(Protocol):
+    """Objects among the arguments of a call that functions write to, taken apart into arrays."""
+
+    leaves: Sequence[Any]
+    paths: Sequence[str]
+
+    def build(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The arguments that hold objects, by name, with objects of their own that hold `leaves`."""
+        ...
+
+    def read(self, built: Mapping[str, Any]) -> Sequence[Any]:
+        """The arrays that such objects hold now."""
+        ...
+
+    def write(self, leaves: Mapping[int, Any]) -> None:
+        """Writes arrays to the objects of the call, by their number."""
+        ...
+
+
+OPENERS: Final[list[Callable[[str, Mapping[str, Any]], Opened | None]]] = []
+"""Functions that take the objects of a call apart; None: it has none of their kind."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function over microbatches.
+
+    Attributes:
+      fn: the function.
+      where: it and its line, for errors.
+      names: of each argument, the positional ones first.
+      positional: how many are.
+      trees: of each argument its structure; None: it holds objects.
+      roles: of each leaf of those arguments the pool that it comes from: "row", "whole", "state" or "static".
+      pools: the leaves of each pool; a row has the microbatches in its first dimension.
+      carried: the names whose leaves are state, in their order, and how many each has.
+      sizes: rows of one microbatch in the batches.
+      opened: the objects.
+    """
+
+    fn: Callable[..., Any]
+    where: str
+    names: tuple[str, ...]
+    positional: int
+    trees: tuple[Any, ...]
+    roles: tuple[str, ...]
+    pools: Mapping[str, list[Any]]
+    carried: Mapping[str, int]
+    sizes: frozenset[int]
+    opened: Opened | None
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """Names in JAX's words of the rows, then of the leaves that are whole, then of the state: `batch['x']`."""
+        trees = [(n, t) for n, t in zip(self.names, self.trees, strict=True) if t is not None]
+        numbered = [(n, jax.tree.unflatten(t, range(t.num_leaves))) for n, t in trees]
+        named = [n + jax.tree_util.keystr(path) for n, tree in numbered for path, _ in leaves_by_path(tree)]
+        pairs = list(zip(named, self.roles, strict=True))
+        return [n for role in ("row", "whole", "state") for n, r in pairs if r == role]
+
+    def __call__(self, rows: Sequence[Any], whole: Sequence[Any], state: Sequence[Any], held: Sequence[Any]) -> Any:
+        """The function's result, and what its objects hold after it."""
+        pools = {"row": iter(rows), "whole": iter(whole), "state": iter(state), "static": iter(self.pools["static"])}
+        leaves = (next(pools[role]) for role in self.roles)
+        built = self.opened.build(held) if self.opened is not None else {}
+        values = [
+            built[name] if tree is None else jax.tree.unflatten(tree, [next(leaves) for _ in range(tree.num_leaves)])
+            for name, tree in zip(self.names, self.trees, strict=True)
+        ]
+        plain = [v for v, tree in zip(values, self.trees, strict=True) if tree is not None]
+        before = held_by_nnx(plain)
+        at = self.positional
+        out = self.fn(*values[:at], **dict(zip(self.names[at:], values[at:], strict=True)))
+        refuse_lost_writes(self.where, before, held_by_nnx(plain), (), _NOT_OPENED)
+        return out, ([] if self.opened is None else list(self.opened.read(built)))
+
+
+_NOT_OPENED: Final = "Import shardc.flax: shardc.accumulate then carries what is written from microbatch to microbatch."
+
+
+def take_apart(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], m: int, in_axes: Any, reduce: Any,
+    keys: Sequence[str],
+) -> Call:  # fmt: skip
+    where, known = where_of(fn), _parameters(fn)
+    spread = len(args) - sum(1 for n in known if not n.startswith("*"))
+    star = next((n[1:] for n in known if n.startswith("*") and not n.startswith("**")), "args")
+    names = [n for n in known if not n.startswith("*")][: len(args)] + [f"{star}/{i}" for i in range(max(spread, 0))]
+    names += kwargs
+    values = dict(zip(names, [*args, *kwargs.values()], strict=True))
+    carried = [k[len(CARRY) :] for k in jax.tree.leaves(reduce) if isinstance(k, str) and k.startswith(CARRY)]
+    _check_names(where, carried, keys, names, known)
+    opened = _open(where, {n: v for n, v in values.items() if _holds_nnx(v)})
+    objects = [n for n, v in values.items() if opened is not None and _holds_nnx(v)]
+    without = {*keys, *carried, *objects}
+    axes = _axes_for(where, in_axes, values, len(args), without)
+    pools: dict[str, list[Any]] = {"row": [], "whole": [], "state": [], "static": []}
+    roles: list[str] = []
+    trees: list[Any] = []
+    sizes: set[int] = set()
+    wrong: list[str] = []
+    for name, value in values.items():
+        if name in objects:
+            trees.append(None)
+            continue
+        leaves = leaves_by_path(value)
+        trees.append(jax.tree.structure(value))
+        for (path, x), axis in zip(leaves, _spread(where, name, axes[name], value), strict=True):
+            at = "/".join(filter(None, (name, path_text(path))))
+            role, leaf = "whole", x
+            if not is_array(x) or (isinstance(x, _NUMBERS) and (axis is None or isinstance(x, bool))):
+                role = "static"
+            if name in carried and is_array(x):
+                role = "state"
+            elif name in keys and is_array(x):
+                role, leaf = "row", _split_key(where, at, x, m)
+            elif axis is not None and role != "static":
+                role, problem = "row", _why_no_rows(at, x, axis, m)
+                if problem:
+                    wrong.append(problem)
+                    continue
+                leaf = _rows(x, axis, m)
+                sizes.add(jnp.shape(x)[axis] // m)
+            roles.append(role)
+            pools[role].append(leaf)
+    if wrong:
+        raise ArgumentError(all_offenders(f"accumulate: {where}: batches that make no microbatches", wrong))
+    if in_axes is None and values and not pools["row"]:
+        raise ArgumentError(
+            f"accumulate: {where}: no argument has a batch, by default; say in in_axes which has, such as "
+            f'in_axes={{"{names[-1]}": 0}}, or in_axes={{}} if none has.'
+        )
+    # the state of several arguments stands in the order of the arguments
+    counts = {n: sum(map(is_array, jax.tree.leaves(values[n]))) for n in names if n in carried}
+    return Call(
+        fn, where, tuple(names), len(args), tuple(trees), tuple(roles), pools, counts, frozenset(sizes), opened
+    )
+
+
+_NUMBERS: Final = (int, float, complex)
+
+
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters, `*args` and `**kwargs` among them; of one without a signature none."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return [stars.get(p.kind, "") + p.name for p in parameters]
+
+
+def _check_names(
+    where: str, carried: Sequence[str], keys: Sequence[str], names: Sequence[str], known: Sequence[str]
+) -> None:
+    every = list(dict.fromkeys([*names, *known]))
+    wrong = [
+        f"{what} names {n!r}, which is no argument.{did_you_mean(n, every)}"
+        for what, said in (("reduce", carried), ("keys", keys))
+        for n in said
+        if n not in every
+    ]
+    wrong += [f"reduce names {n!r}, which is not passed." for n in carried if n in every and n not in names]
+    wrong += [f"reduce carries {n!r} {c} times; one result replaces it." for n, c in Counter(carried).items() if c > 1]
+    wrong += [f"{n!r} is both carried and split; say one of the two." for n in set(carried) & set(keys)]
+    if wrong:
+        raise ArgumentError(all_offenders(f"accumulate: {where}({', '.join(known or names)})", wrong))
+
+
+def _holds_nnx(value: Any) -> bool:
+    return any(map(is_nnx, jax.tree.leaves(value, is_leaf=is_nnx)))
+
+
+def _open(where: str, objects: Mapping[str, Any]) -> Opened | None:
+    found = (opener(where, objects) for opener in OPENERS) if objects else iter(())
+    return next((opened for opened in found if opened is not None), None)
+
+
+def _is_flag(x: Any) -> bool:
+    """Whether an argument is a flag, a number or an option, which has no batch unless `in_axes` says so."""
+    return x is None or isinstance(x, _NUMBERS) or (not is_array(x) and jax.tree.structure(x).num_nodes == 1)
+
+
+def _axes_for(
+    where: str, in_axes: Any, values: Mapping[str, Any], positional: int, without: set[str]
+) -> dict[str, Any]:
+    """What is said of the batch dimensions of each argument, a pytree prefix of it."""
+    names = list(values)
+    if in_axes is None:
+        arrays = [n for n in names if not _is_flag(values[n])]
+        batched = {*arrays} - {names[0]} if len(arrays) > 1 else {*arrays}
+        return {n: 0 if n in batched and n not in without else None for n in names}
+    if isinstance(in_axes, int):
+        return {n: None if n in without else in_axes for n in names}
+    if isinstance(in_axes, Mapping):
+        said = dict(in_axes)
+        wrong = [f"{n!r}.{did_you_mean(str(n), names)}" for n in said if n not in names]
+        if wrong:
+            raise ArgumentError(
+                f"accumulate: in_axes names what is no argument of {where} in this call: {', '.join(wrong)}"
+            )
+    else:
+        if len(in_axes) not in (positional, len(names)):
+            raise ArgumentError(
+                f"accumulate: in_axes has {len(in_axes)} entries, {where} is called with {len(names)}."
+            )
+        said = dict(zip(names, in_axes, strict=False))
+        said |= {n: 0 for n in names[len(in_axes) :] if not _is_flag(values[n]) and n not in without}
+    wrong = [n for n in without if jax.tree.leaves(said.get(n))]
+    if wrong:
+        raise ArgumentError(
+            f"accumulate: {where}: in_axes says a batch dimension for {', '.join(sorted(wrong))}; keys, carried "
+            "arguments and modules have none: write None."
+        )
+    return {n: said.get(n) for n in names}
+
+
+def _spread(where: str, name: str, axes: Any, value: Any) -> list[int | None]:
+    """The batch dimension of each leaf of an argument."""
+    entries, prefix = jax.tree.flatten(axes, is_leaf=lambda x: x is None)
+    try:
+        parts = prefix.flatten_up_to(value)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(f"accumulate: {where}: in_axes of {name} is no prefix of it: {error}") from None
+    return [a for a, part in zip(entries, parts, strict=True) for _ in jax.tree.leaves(part)]
+
+
+def _why_no_rows(at: str, x: Any, axis: int, m: int) -> str:
+    """Why a leaf cannot be cut into microbatches; empty: it can."""
+    if not -jnp.ndim(x) <= axis < jnp.ndim(x):
+        return (
+            f"argument {at} has {jnp.ndim(x)} dimensions, and no dimension {axis}. Say None in in_axes for what has no "
+            "batch."
+        )
+    if (rows := jnp.shape(x)[axis]) % m:
+        return (
+            f"argument {at}: dimension {axis} has {rows} rows, which {m} microbatches do not divide. Take a divisor, "
+            "or pad the batch."
+        )
+    return ""
+
+
+def _rows(x: Any, axis: int, m: int) -> jax.Array:
+    """[m, ...]: the strided microbatches."""
+    x = jnp.moveaxis(jnp.asarray(x), axis, 0)
+    x = x.reshape(x.shape[0] // m, m, *x.shape[1:]).swapaxes(0, 1)
+    return microbatches_p.bind(jnp.moveaxis(x, 1, axis % (x.ndim - 1) + 1))
+
+
+def _split_key(where: str, at: str, key: Any, m: int) -> jax.Array:
+    """[m, ...]: a key, or an array of keys, split for each microbatch."""
+    aval = jax.typeof(key)
+    typed = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    if not typed and not (aval.dtype == np.uint32 and aval.ndim):
+        raise ArgumentError(
+            f"accumulate: {where}: keys names {at}, {short_text(aval.shape, aval.dtype)}, which is no random key; pass "
+            "jax.random.key(seed)."
+        )
+    shape = key.shape if typed else key.shape[:-1]
+    split = functools.partial(jax.random.split, num=m)
+    for _ in shape:
+        split = jax.vmap(split, out_axes=1)
+    return microbatches_p.bind(split(key))

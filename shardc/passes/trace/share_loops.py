@@ -1,0 +1,326 @@
+"""Shares the rounds of a loop among the devices that hold its rows.
+
+    c, ys = scan f c0 xs[n·m]    -->    cs, ys = scan (vmap f) zeros[n] xs[m, n]; c = c0 + sum cs
+
+A loop over examples saves memory. A scan takes its rows one after the other: where they are split over n devices, they
+would be exchanged for something else to split. Where no round reads what another made, each device can go through its
+own rows. The loop then has m rounds of n rows each, one of each device; the rows of a round are a dimension like any
+other, which the planner splits as the rows were. Of a carry that rounds only add to, or take the maximum or minimum
+with, each device has a part. Rows that fill up the last devices add nothing, and what they give is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from shardc import compat
+from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Scan, Var, bodies_of
+from shardc.ir.constrain import pin_of
+from shardc.ir.host_callback import runs_once
+from shardc.ir.program import Program
+from shardc.ir.transfer import is_transfer
+from shardc.ir.user_shard_map import is_unit
+from shardc.ir.walk import operation_of
+from shardc.machine.mesh import MeshView
+from shardc.passes.trace.canonicalize import inlined_eqns
+from shardc.sbp.placement import Pin
+from shardc.sbp.signature import Neutral, find_rule, is_extended, neutral_value
+
+COUNTS: Final = "threefry"
+"""Generators whose bits for many keys at once are those for each key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How a carry is combined with what a round gives: its neutral element, and the reduction over devices."""
+
+    neutral: Neutral
+    reduce: Callable[[Any], Any]
+    both: Callable[[Any, Any], Any]
+
+
+_SUM: Final = Combination("zero", lambda x: lax.reduce(x, neutral_value("zero", x.dtype), lax.add, (0,)), lax.add)
+_COMBINATIONS: Final[Mapping[str, Combination]] = {
+    "add": _SUM, "add_any": _SUM, "sub": _SUM,
+    "max": Combination("lowest", lambda x: lax.reduce(x, neutral_value("lowest", x.dtype), lax.max, (0,)), lax.max),
+    "min": Combination("highest", lambda x: lax.reduce(x, neutral_value("highest", x.dtype), lax.min, (0,)), lax.min),
+}  # fmt: skip
+
+
+def share_loops(
+    program: Program, pins: Sequence[Pin | None], mesh: MeshView, replicate: Collection[str] = (),
+    known: Sequence[int] | None = None,
+) -> Program:  # fmt: skip
+    """The program whose loops over split rows run on the devices that hold these.
+
+    Args:
+      pins: of its arguments.
+      replicate: primitives for which no signatures are looked for.
+      known: how many devices share each loop (`Program.shared`), as a saved plan has it; None: as the pins say.
+    """
+    sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, replicate, known)
+    jaxpr = sharer.run(program.jaxpr)
+    if jaxpr is program.jaxpr:
+        return program
+    jaxpr = compat.remove_dead(jaxpr, [True] * len(jaxpr.outvars))
+    return replace(program, jaxpr=jaxpr, shared=tuple(sharer.found))
+
+
+class _Sharer:
+    """Attributes:
+    pins: of arguments.
+    made: of variables seen so far the equation that makes them, and which of its results they are.
+    outer: of variables of bodies the value outside, and how many dimensions that has in front.
+    found: of loops that can be shared how many devices share each.
+    """
+
+    def __init__(
+        self, pins: Mapping[Var, Pin | None], mesh: MeshView, replicate: Collection[str], known: Sequence[int] | None
+    ) -> None:
+        self.pins, self.sizes, self.replicate, self.known = pins, mesh.sizes, replicate, known
+        self.found: list[int] = []
+        self.made: dict[Var, tuple[Eqn, int]] = {}
+        self.outer: dict[Var, tuple[Atom, int]] = {}
+
+    def run(self, jaxpr: Jaxpr) -> Jaxpr:
+        eqns: list[Eqn] = []
+        renamed: dict[Var, Atom] = {}
+        changed = False
+        for old in jaxpr.eqns:
+            eqn = old
+            if renamed:
+                eqn = eqn.replace(invars=[a if compat.is_literal(a) else renamed.get(a, a) for a in eqn.invars])
+            if bodies := bodies_of(eqn):
+                for body in bodies:
+                    self.outer |= _seen_inside(eqn, body)
+                new = [self.run(b) for b in bodies]
+                if any(a is not b for a, b in zip(new, bodies, strict=True)):
+                    eqn = eqn.replace(params=compat.with_bodies(eqn, new))
+                    changed = True
+            shared = self.shared(eqn)
+            if shared is None:
+                self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
+                eqns.append(eqn)
+                continue
+            changed = True
+            found, results = shared
+            self.note(found)
+            renamed |= dict(zip(eqn.outvars, results, strict=True))
+            eqns += found
+        if not changed:
+            return jaxpr
+        outvars = [a if compat.is_literal(a) else renamed.get(a, a) for a in jaxpr.outvars]
+        return compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
+
+    def note(self, eqns: Sequence[Eqn]) -> None:
+        """Notes what new equations and their bodies make."""
+        for eqn in eqns:
+            self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
+            for body in bodies_of(eqn):
+                self.outer |= _seen_inside(eqn, body)
+                self.note(body.eqns)
+
+    def shared(self, eqn: Eqn) -> tuple[list[Eqn], list[Atom]] | None:
+        """A loop shared among those that hold its rows: its equations, and its results; None if it is to stay."""
+        if eqn.primitive.name != "scan" or eqn.effects:
+            return None
+        scan = compat.scan_of(eqn)
+        rows = eqn.invars[scan.rows_at :]
+        if scan.length < 2 or not rows or not all(map(_may_be_batched, scan.body.eqns)):
+            return None
+        if (carries := _carries(scan)) is None:
+            return None
+        if self.known is None:
+            n = max([self.devices_of(a) for a in rows if not compat.is_literal(a)], default=1)
+        else:
+            n = self.known[len(self.found)] if len(self.found) < len(self.known) else 1
+        self.found.append(n)
+        return None if n == 1 else inlined_eqns(_shared(eqn, scan, carries, n), eqn.invars, eqn, self.replicate)
+
+    def devices_of(self, rows: Var) -> int:
+        """How many devices split the first dimension of a value, as the pins of what it is made of say."""
+        todo, seen = [(rows, 0)], {(rows, 0)}
+
+        def look(atom: Atom, dim: int) -> None:
+            if not compat.is_literal(atom) and (atom, dim) not in seen:
+                seen.add((atom, dim))
+                todo.append((atom, dim))
+
+        while todo:
+            v, dim = todo.pop()
+            if v in self.outer:
+                atom, more = self.outer[v]
+                look(atom, dim + more)
+                continue
+            eqn, port = self.made.get(v, (None, 0))
+            pin = self.pins.get(v) if eqn is None else pin_of(eqn)
+            if pin is not None:
+                n = math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
+                if n > 1:
+                    return n
+            if eqn is None or pin is not None:
+                continue
+            if eqn.primitive.name in NESTED:
+                self.look_inside(eqn, port, dim, look)
+                continue
+            if is_unit(eqn) or is_transfer(eqn) or runs_once(eqn):
+                continue
+            rule = find_rule(operation_of(eqn))
+            factor = rule.results[port][dim]
+            for a, factors in zip(eqn.invars, rule.operands, strict=True):
+                if factor and factor in factors:
+                    look(a, factors.index(factor))
+        return 1
+
+    def look_inside(self, eqn: Eqn, port: int, dim: int, look: Callable[[Atom, int], None]) -> None:
+        """Looks at what bodies give for a dimension of a result; of stacked rows at all that are taken in step."""
+        if eqn.primitive.name == "scan" and port >= (scan := compat.scan_of(eqn)).carries:
+            if dim == 0:
+                for a in eqn.invars[scan.rows_at :]:
+                    look(a, 0)
+                return
+            dim -= 1
+        for body in bodies_of(eqn):
+            if len(body.outvars) == len(eqn.outvars):
+                look(body.outvars[port], dim)
+
+
+def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
+    """For the variables that a body is given the value outside, and its dimensions in front."""
+    name = eqn.primitive.name
+    if name == "scan":
+        first = compat.scan_of(eqn).rows_at
+        return {v: (a, int(i >= first)) for i, (v, a) in enumerate(zip(body.invars, eqn.invars, strict=True))}
+    operands = list(eqn.invars)
+    if name == "while":
+        loop = compat.while_of(eqn)
+        start = 0 if body is loop.cond else loop.cond_consts
+        count = loop.cond_consts if body is loop.cond else loop.body_consts
+        operands = [*operands[start : start + count], *operands[loop.carries_at :]]
+    elif name == "cond":
+        operands = operands[1:]
+    else:
+        assert name in REMAT
+    return {v: (a, 0) for v, a in zip(body.invars, operands, strict=True)}
+
+
+def _may_be_batched(eqn: Eqn) -> bool:
+    """Whether many rows at once give what they give one by one, with no row waiting for another."""
+    if eqn.effects or eqn.primitive.name == "while" or is_unit(eqn) or runs_once(eqn):
+        return False
+    for atom in eqn.invars:
+        if is_extended(atom.aval.dtype) and not compat.generator_of(atom.aval.dtype).startswith(COUNTS):
+            return False
+    return all(_may_be_batched(e) for body in bodies_of(eqn) for e in body.eqns)
+
+
+def _carries(scan: Scan) -> list[Combination | None] | None:
+    """For each carry how rounds are combined (None: it stays as it is); None if a round reads what another made."""
+    body = scan.body
+    inside = body.invars[scan.consts : scan.rows_at]
+    reads: dict[Var, int] = {}
+    for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
+        if not compat.is_literal(a):
+            reads[a] = reads.get(a, 0) + 1
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    found: list[Combination | None] = []
+    for before, after in zip(inside, body.outvars, strict=False):
+        if after is before:
+            found.append(None)
+            continue
+        names = _way(before, after, maker, reads)
+        kinds = {_COMBINATIONS[n] for n in names or ()}
+        if len(kinds) != 1:
+            return None
+        found += kinds
+    return found
+
+
+def _way(before: Var, after: Atom, maker: Mapping[Var, Eqn], reads: Mapping[Var, int]) -> list[str] | None:
+    """The names of the operations that lead from a carry to its next value, if nothing else reads what is between."""
+    if reads.get(before) != 1:
+        return None
+    now, names, step = before, list[str](), _readers(maker)
+    while now is not after:
+        eqn = step.get(now)
+        if eqn is None or eqn.primitive.name not in _COMBINATIONS or reads.get(eqn.outvars[0]) != 1:
+            return None
+        if eqn.primitive.name == "sub" and eqn.invars[0] is not now:
+            return None
+        names.append(eqn.primitive.name)
+        (now,) = eqn.outvars
+    return names
+
+
+def _readers(maker: Mapping[Var, Eqn]) -> dict[Var, Eqn]:
+    """An equation that reads each value."""
+    return {a: e for e in maker.values() for a in e.invars if not compat.is_literal(a)}
+
+
+def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int) -> Any:
+    """The closed jaxpr of a scan whose rounds take a row of each of `n` devices."""
+    body, first = compat.close(scan.body), scan.consts
+    rounds = -(-scan.length // n)
+    missing = n * rounds - scan.length
+
+    def filled(x: Any) -> Any:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, missing, 0), *[(0, 0, 0)] * (x.ndim - 1)])
+
+    def by_round(x: Any) -> Any:
+        if missing and is_extended(x.dtype):
+            x = jax.random.wrap_key_data(filled(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        elif missing:
+            x = filled(x)
+        return jnp.swapaxes(lax.reshape(x, (n, rounds, *x.shape[1:])), 0, 1)
+
+    def by_row(y: Any) -> Any:
+        y = jnp.swapaxes(y, 0, 1)
+        y = lax.reshape(y, (n * rounds, *y.shape[2:]))
+        return lax.slice_in_dim(y, 0, scan.length) if missing else y
+
+    def run(*operands: Any) -> list[Any]:
+        consts, starts, rows = operands[:first], operands[first : scan.rows_at], operands[scan.rows_at :]
+
+        def neutral(start: Any, c: Combination) -> Any:
+            return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
+
+        def once(*row: Any) -> list[Any]:
+            given = [s if c is None else neutral(s, c) for s, c in zip(starts, carries, strict=True)]
+            given = [compat.as_aval(g, v.aval) for g, v in zip(given, scan.body.invars[first:], strict=False)]
+            return jex.jaxpr_as_fun(body)(*consts, *given, *row)
+
+        def step(sums: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            valid, row = given
+            out = jax.vmap(once)(*row)
+            terms = [x for x, c in zip(out, carries, strict=False) if c is not None]
+            after: list[Any] = []
+            for s, x, c in zip(sums, terms, kinds, strict=True):
+                if missing:
+                    real = lax.broadcast_in_dim(valid, x.shape, (0,))
+                    x = lax.select(real, x, lax.full_like(x, neutral_value(c.neutral, x.dtype)))
+                after.append(c.both(s, x))
+            return after, out[scan.carries :]
+
+        kinds = [c for c in carries if c is not None]
+        zeros = [neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
+        zeros = [lax.broadcast(z, (n,)) for z in zeros]
+        at = lax.broadcasted_iota(jnp.int32, (rounds, n), 1) * rounds + lax.broadcasted_iota(jnp.int32, (rounds, n), 0)
+        sums, ys = lax.scan(
+            step, zeros, (at < scan.length, list(map(by_round, rows))),
+            length=rounds, reverse=scan.reverse, unroll=scan.unroll,
+        )  # fmt: skip
+        parts = iter(sums)
+        ends = [s if c is None else c.both(s, c.reduce(next(parts))) for s, c in zip(starts, carries, strict=True)]
+        results = [*ends, *map(by_row, ys)]
+        return [compat.as_aval(x, v.aval) for x, v in zip(results, eqn.outvars, strict=True)]
+
+    avals = (a.aval for a in eqn.invars)
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))

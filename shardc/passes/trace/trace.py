@@ -1,0 +1,333 @@
+"""From a call of a Python function to a program: arguments to leaves with paths, the function to a canonical jaxpr."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.arrays.placed import as_jax, leaf_aval
+from shardc.compat import NESTED
+from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
+from shardc.ir.program import Program
+from shardc.ir.walk import all_eqns
+from shardc.machine.mesh import automatic, explicit_axes, without_mesh
+from shardc.passes.recompute.sink_constants import sink_constants
+from shardc.passes.trace.canonicalize import canonicalize
+from shardc.passes.trace.drop_zero_sums import drop_zero_sums
+
+
+def path_text(path: Iterable[Any]) -> str:
+    """`layers/0/kernel`: keys, attribute names and indices joined by `/`."""
+    return "/".join(_entry(k) for k in path)
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a pytree with their paths. What a box of flax's holds goes by the box's: `kernel`, no `value`."""
+    pairs: list[tuple[tuple[Any, ...], Any]] = []
+    stop = lambda x: _is_box(type(x)) or (is_leaf is not None and is_leaf(x))  # noqa: E731
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
+        if not _is_box(type(x)):
+            pairs.append((path, x))
+            continue
+        pairs += [((*path, *inner[1:]), leaf) for inner, leaf in jax.tree_util.tree_flatten_with_path(x, is_leaf)[0]]
+    return pairs
+
+
+def _entry(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function, taken apart.
+
+    Attributes:
+      names: the argument that each leaf belongs to.
+      inner: path of each leaf inside its argument.
+      leaves: arrays, and what is no array (static).
+      tree: structure of the arguments by name.
+      static: values of the static arguments, by name.
+    """
+
+    names: tuple[str, ...]
+    inner: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    tree: Any
+    static: tuple[tuple[str, Any], ...]
+
+    @property
+    def paths(self) -> list[str]:
+        return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced; what is not is a constant of the trace."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
+        isinstance(x, _NUMBERS) or compat.is_tracer(x)
+    )
+
+
+_NUMBERS: Final = (int, float, complex)
+
+
+@lru_cache(maxsize=256)
+def _is_flax(kind: type, names: tuple[str, ...]) -> bool:
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in kind.__mro__)
+
+
+def _is_box(kind: type) -> bool:
+    """Of a variable of nnx, or of a linen array's partitioning metadata."""
+    return _is_flax(kind, ("Variable", "AxisMetadata"))
+
+
+def is_nnx(x: object) -> bool:
+    """Whether `x` is a module, an optimizer or a variable of flax.nnx: an object that functions write to."""
+    return _is_flax(type(x), ("Pytree", "Variable"))
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # a partial's func
+
+
+def where_of(fn: Callable[..., Any]) -> str:
+    """`step (train.py:12)`: a function and its line, for errors."""
+    code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+    name = _name_of(fn)
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+
+
+class Arguments:
+    """How a function's arguments are named: its signature, its static ones."""
+
+    def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
+        self.fn = fn
+        self.name = _name_of(fn)
+        self.signature = inspect.signature(fn)
+        self.static = frozenset(static)
+        self.names = tuple(self.signature.parameters)
+        kinds = inspect.Parameter
+        parameters = self.signature.parameters.items()
+        self.var_positional = next((n for n, p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
+        self.var_keyword = next((n for n, p in parameters if p.kind is kinds.VAR_KEYWORD), None)
+
+    @property
+    def where(self) -> str:
+        return where_of(self.fn)
+
+    def check(self, names: Iterable[str], what: str) -> list[str]:
+        """A line for each of `names` that is no argument of the function."""
+        if self.var_keyword is not None:
+            return []
+        return [
+            f"{what} names {n!r}, which is no argument of {self.name}({', '.join(self.names)})."
+            f"{did_you_mean(n, self.names)}"
+            for n in names
+            if n not in self.names
+        ]
+
+    def nest_keywords(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """What is said of keywords that `**kwargs` takes, under the name of that argument."""
+        if self.var_keyword is None:
+            return dict(by_name)
+        rest = {n: s for n, s in by_name.items() if n not in self.names}
+        return {**{n: s for n, s in by_name.items() if n in self.names}, **({self.var_keyword: rest} if rest else {})}
+
+    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            near = "".join(did_you_mean(k, self.names) for k in kwargs if k not in self.names)
+            raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        # as in jax.jit, a number that nobody passes is no argument: `if train:` reads it
+        fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and isinstance(v, _NUMBERS)}
+        # a pytree's dict is sorted by key, an OrderedDict is not: leaves come in the order of the signature
+        dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
+        static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
+        flat, tree = leaves_by_path(dynamic), jax.tree.structure(dynamic)
+        names = tuple(_entry(path[0]) for path, _ in flat)
+        inner = tuple(path_text(path[1:]) for path, _ in flat)
+        call = Call(names, inner, tuple(x for _, x in flat), tree, static)
+        wrong = [
+            f"{n}: a static argument wants a hash, and a {type(v).__name__} has none; pass a tuple, or another "
+            "immutable value."
+            for n, v in static
+            if not _has_hash(v)
+        ]
+        wrong += [
+            f"{path}: a {type(x).__name__} is neither an array nor a constant with a hash; pass an array."
+            for path, x in zip(call.paths, call.leaves, strict=True)
+            if not is_array(x) and not _has_hash(x)
+        ]
+        if wrong:
+            raise ArgumentError(all_offenders(f"{self.where}: arguments that cannot be taken", wrong))
+        return call
+
+    def call(self, values: Mapping[str, Any]) -> Any:
+        """Calls the function with values by name."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self.signature.parameters.items():
+            if name not in values:
+                continue
+            match parameter.kind:
+                case inspect.Parameter.VAR_POSITIONAL:
+                    args.extend(values[name])
+                case inspect.Parameter.VAR_KEYWORD:
+                    kwargs.update(values[name])
+                case inspect.Parameter.KEYWORD_ONLY:
+                    kwargs[name] = values[name]
+                case _:
+                    args.append(values[name])
+        return self.fn(*args, **kwargs)
+
+
+def _is_ordered(eqn: compat.Eqn, pipeline: bool) -> bool:
+    """Whether an equation has an effect whose order is not kept: JAX keeps that of io_callbacks on one mesh."""
+    kinds = [type(e).__name__ for e in eqn.effects]
+    return any("Ordered" in kind and (pipeline or "IO" not in kind) for kind in kinds)
+
+
+def held_by_nnx(values: Any) -> dict[str, Any]:
+    """What nnx modules among the arguments hold, by path."""
+    pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
+    modules = [(path, x) for path, x in pairs if is_nnx(x)]
+    return {
+        path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)
+    }
+
+
+_IMPORT_FLAX: Final = (
+    "Import shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
+    "is written to them. Or return the modules."
+)
+
+
+def refuse_lost_writes(
+    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any], fix: str = _IMPORT_FLAX
+) -> None:
+    """Raises if a function has written to an nnx module among its arguments, and does not return what it wrote."""
+    returned = set(map(id, results))
+    lost = [path for path, x in after.items() if before.get(path) is not x and id(x) not in returned]
+    if lost:
+        some = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        raise TracingError(
+            f"{where} writes to nnx modules among its arguments, and what it writes would be lost: {some}. {fix}"
+        )
+
+
+def _has_hash(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+
+
+def settings() -> tuple[Any, ...]:
+    """What changes the meaning of a trace."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+_SETTINGS: Final = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+)
+
+
+def _names_for_jax(call: Call) -> list[str]:
+    """Of each leaf what JAX calls it: `model['off']`."""
+    numbered = jax.tree.unflatten(call.tree, range(len(call.leaves)))
+    pairs = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    return [_entry(path[0]) + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+
+
+def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """Traces with the mesh that the user has set, its axes automatic; as they are, if the function wants them so: it
+    names shardings of results, or closes over arrays whose types have shardings."""
+    if explicit_axes():
+        with suppress(ValueError), automatic():
+            return make(*avals)
+    return make(*avals)
+
+
+def trace(
+    arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()
+) -> Program:
+    """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
+
+    `replicate` names primitives without a rule for which no signatures are looked for (`canonicalize`).
+    """
+    dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
+    avals = [leaf_aval(call.leaves[i]) for i in dynamic]
+    out_info: list[Any] = []
+
+    def flat(*values: Any) -> list[Any]:
+        leaves = list(call.leaves)
+        for i, value in zip(dynamic, values, strict=True):
+            leaves[i] = value
+        inputs = jax.tree.unflatten(call.tree, leaves)
+        before = held_by_nnx(inputs)
+        out = arguments.call({**inputs, **dict(call.static)})
+        pairs, tree = leaves_by_path(out), jax.tree.structure(out)
+        refuse_lost_writes(arguments.where, before, held_by_nnx(inputs), [x for _, x in pairs])
+        bad = [
+            f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
+            for p, x in pairs
+            if not is_array(x)
+        ]
+        if bad:
+            raise ArgumentError(all_offenders(f"{arguments.where}: results that are no arrays", bad))
+        out_info[:] = [[path_text(p) for p, _ in pairs], tree]
+        return [x for _, x in pairs]
+
+    names = _names_for_jax(call)
+    compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
+    closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+    with without_mesh():
+        jaxpr, captured = canonicalize(closed, marks, replicate)
+    ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
+    if ordered:
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where} has ordered effects, which several devices cannot keep; write ordered=False",
+                [f"{e.primitive.name} at {compat.source_line(e)}" for e in ordered],
+            )
+        )
+    moved = [e for e in all_eqns(jaxpr) if e.primitive.name == "device_put"]
+    if moved:
+        lines = [f"device_put to {e.params['devices'][0]} at {compat.source_line(e)}" for e in moved]
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where}: the values of a shardc function live on its mesh; leave the device_put out, or "
+                "give it a NamedSharding over the mesh",
+                list(dict.fromkeys(lines)),
+            )
+        )
+    every = call.paths
+    paths = [every[i] for i in dynamic]
+    paths += [f"closure/{i}" for i in range(len(captured))]
+    captured = tuple(map(as_jax, captured))
+    jaxpr = sink_constants(drop_zero_sums(jaxpr))
+    return Program(
+        arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+    )

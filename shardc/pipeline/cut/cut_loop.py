@@ -1,0 +1,525 @@
+"""Finds the microbatch loop of a program and says which stage computes each equation of its body, and in which task.
+
+With P stages an equation's *position* is its place in the order in which a microbatch passes the stages: F_s is s, B_s
+is 2P-1-s. What depends on the output of cut k stands behind it; what depends on nothing but the loop's inputs stands
+where it is first used, or at every use if it is cheap. A mark inside a rematerialised block is recompute: its value is
+the one that crossed the cut in the forward pass, so the block is opened and each stage recomputes its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from shardc import compat
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.errors import PipelineError, all_offenders
+from shardc.ir.boundary import END, microbatches_p, stage_boundary_p
+from shardc.ir.program import Program
+from shardc.ir.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
+from shardc.pipeline.cut.find_homes import is_large
+from shardc.pipeline.cut.reassociate import reassociate
+
+CHEAP: Final = LINEAR | frozenset(
+    (
+        "iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "add", "sub", "mul",
+        "div", "max", "min", "abs", "sign", "exp", "log", "cos", "sin", "sqrt", "rsqrt", "pow", "integer_pow",
+        "rem", "slice", "dynamic_slice", "concatenate", "rev", "floor", "round", "clamp", "is_finite",
+        "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_seed", "random_split",
+        "random_bits", "threefry2x32", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+    )
+)  # fmt: skip
+"""Operations that are repeated rather than sent or kept, where they depend on nothing but the loop's inputs."""
+CHEAP_DEPTH: Final = 24
+"""Equations of such a computation, at most."""
+_TRACED_ONCE: Final = (
+    "a boundary in a function that JAX traces once and that is called several times (jax.jit, jax.checkpoint) is one "
+    "boundary. Call shardc.stage_boundary outside of that function, on what it gives."
+)
+
+
+def forward_position(stage: int) -> int:
+    return stage
+
+
+def backward_position(stage: int, stages: int) -> int:
+    return 2 * stages - 1 - stage
+
+
+def weight_position(stage: int, stages: int) -> int:
+    """Of the task that computes what the gradient of the stage's input does not need."""
+    return 3 * stages - 1 - stage
+
+
+def stage_of(position: int, stages: int) -> int:
+    return position if position < stages else stages - 1 - (position % stages)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The scan over microbatches, and its place among the equations of the program."""
+
+    eqn: Eqn
+    index: int
+
+    @property
+    def microbatches(self) -> int:
+        return compat.trips_of(self.eqn)
+
+    @property
+    def body(self) -> Jaxpr:
+        return compat.scan_of(self.eqn).body
+
+    @property
+    def consts(self) -> int:
+        return compat.scan_of(self.eqn).consts
+
+    @property
+    def carries(self) -> int:
+        return compat.scan_of(self.eqn).carries
+
+
+@dataclass(frozen=True)
+class CarryPart:
+    """A sum over microbatches, or the part of one that a stage makes: `total --> total + ...`. Or state.
+
+    Attributes:
+      number: of the carry.
+      before, after: the value as a microbatch finds it, and as it leaves it.
+      position: where `after` is made.
+      state: it is no sum: a microbatch may read what the one before it has left.
+    """
+
+    number: int
+    before: Var
+    after: Atom
+    position: int
+    state: bool = False
+
+
+@dataclass(frozen=True)
+class PlacedBody:
+    """The body of the loop, placed.
+
+    Attributes:
+      stages: P.
+      fused: the last stage's forward lies inside its backward task.
+      backward: there is a backward pass at all.
+      eqns: (position, equation) in an order in which each stage can compute its own; a cheap one may stand several
+        times.
+      carries: for each carry its parts, in the order of stages.
+      ys: of each stacked result the variable and its position.
+    """
+
+    stages: int
+    fused: bool
+    backward: bool
+    eqns: tuple[tuple[int, Eqn], ...]
+    carries: tuple[CarryPart, ...]
+    ys: tuple[tuple[Atom, int], ...]
+
+
+def find_loop(program: Program, where: str) -> Loop:
+    """The one loop over microbatches of a program.
+
+    Raises:
+      PipelineError: there is none, or more than one, or a stage boundary stands where none can be cut.
+    """
+    loops = find_loops(program.jaxpr)
+    if len(loops) != 1:
+        raise PipelineError(f"{where}: a pipeline runs over one loop of microbatches, {_not_one(program, loops)}")
+    (loop,) = loops
+    outside = [e for i, e in enumerate(program.jaxpr.eqns) if i != loop.index for e in (e, *_inside(e))]
+    wrong = [
+        f"{compat.source_line(e)}: outside of the loop over microbatches; move it into the function that "
+        "shardc.accumulate takes."
+        for e in outside
+        if e.primitive is stage_boundary_p
+    ]
+    for eqn in loop.body.eqns:
+        wrong += _in_loops(eqn)
+    if wrong:
+        raise PipelineError(all_offenders(f"{where}: stage boundaries that nothing can be cut at", _unique(wrong)))
+    return loop
+
+
+def find_loops(jaxpr: Jaxpr) -> list[Loop]:
+    """The scans over microbatches among the equations of a program."""
+    marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is microbatches_p}
+    return [
+        Loop(e, i)
+        for i, e in enumerate(jaxpr.eqns)
+        if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
+    ]
+
+
+def _not_one(program: Program, loops: Sequence[Loop]) -> str:
+    """What was found instead of one loop, and what to do."""
+    if not loops:
+        for eqn in program.jaxpr.eqns:
+            if any(e.primitive is microbatches_p for e in _inside(eqn)):
+                return (
+                    f"found it inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}). Take it out: let "
+                    "the function be one step, and call it again and again."
+                )
+        return (
+            "found none. Write the gradient as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, "
+            "batch), or jax.grad of an accumulate of the loss."
+        )
+    lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
+    if any(compat.scan_of(x.eqn).reverse for x in loops):
+        return (
+            f"and the gradient is taken of that loop as a whole ({lines}), which is a second one. Take it inside, "
+            "as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
+            "accumulate of a function that gives one float."
+        )
+    return f"found {len(loops)} ({lines}). Make each a function of its own, or put what they compute into one loop."
+
+
+def _inside(eqn: Eqn) -> list[Eqn]:
+    return [e for body in bodies_of(eqn) for e in all_eqns(body)]
+
+
+def _in_loops(eqn: Eqn) -> list[str]:
+    if eqn.primitive.name in REMAT:
+        return [line for inner in bodies_of(eqn)[0].eqns for line in _in_loops(inner)]
+    return [
+        f"{compat.source_line(e)}: inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}), which runs "
+        "as a whole on one stage; unroll the loop over layers at the boundaries, or let stages=\"auto\" cut it."
+        for e in _inside(eqn)
+        if e.primitive is stage_boundary_p
+    ]
+
+
+def _unique(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def boundary_lines(loop: Loop) -> list[str]:
+    """Of each boundary of the loop's forward pass the line that it stands in, in their order."""
+    found: dict[int, str] = {}
+    for eqn in all_eqns(loop.body):
+        if eqn.primitive is stage_boundary_p and not eqn.params["backward"] and eqn.params["cut"] != END:
+            found.setdefault(eqn.params["cut"], compat.source_line(eqn))
+    return list(found.values())
+
+
+def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
+    """Says where each equation of the loop's body is computed.
+
+    Raises:
+      PipelineError: the boundaries are too many or too few, out of order, or a stage has no work.
+    """
+    return _Placer(loop, stages, where).run()
+
+
+class _Placer:
+    def __init__(self, loop: Loop, stages: int, where: str) -> None:
+        self.loop, self.stages, self.where = loop, stages, where
+        self.alias: dict[Var, Atom] = {}
+        self.floor: dict[Var, int] = {}
+        self.low: dict[Var, int | None] = {}
+        self.late: set[int] = set()  # ids of equations of recompute: as late as their readers allow
+        self.limit: dict[Var, int] = {}  # the position in front of the first cut that a value crosses
+        self.depth: dict[Var, int] = {}  # equations in a cheap computation; absent: not cheap
+
+    def run(self) -> PlacedBody:
+        eqns = self._open(self.loop.body.eqns, recompute=False)
+        self._number_cuts(eqns)
+        kept = self._lows(eqns)
+        ys = self._ys(kept)
+        carries, extra = self._carries(kept, ys)
+        kept += extra
+        for eqn in extra:
+            self._low_of(eqn)
+        return self._resolve(kept, carries, ys)
+
+    # -- aliases: a boundary is the value that it is given, seen from behind the cut
+
+    def base(self, atom: Atom) -> Atom:
+        while not compat.is_literal(atom) and atom in self.alias:
+            atom = self.alias[atom]
+        return atom
+
+    def at(self, atom: Atom) -> int | None:
+        """The first position at which a value, read by this name, can be had; None: everywhere."""
+        found: int | None = None
+        while not compat.is_literal(atom):
+            if atom not in self.alias:
+                return _latest(found, self.low.get(atom))
+            found = _latest(found, self.floor.get(atom))
+            atom = self.alias[atom]
+        return found
+
+    def _open(self, eqns: Sequence[Eqn], recompute: bool) -> list[Eqn]:
+        """Rematerialised blocks with boundaries in them, opened."""
+        found: list[Eqn] = []
+        for eqn in eqns:
+            if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
+                (body,) = bodies_of(eqn)
+                self.alias |= dict(zip(body.invars, eqn.invars, strict=True))
+                found += self._open(body.eqns, recompute or compat.is_recompute(eqn))
+                self.alias |= dict(zip(eqn.outvars, body.outvars, strict=True))
+            else:
+                found.append(eqn)
+                if recompute:
+                    self.late.add(id(eqn))
+        return found
+
+    def _number_cuts(self, eqns: Sequence[Eqn]) -> None:
+        marks = [e for e in eqns if e.primitive is stage_boundary_p]
+        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and id(e) not in self.late]
+        self.order = {c: k for k, c in enumerate(dict.fromkeys(e.params["cut"] for e in first))}
+        self.backward = any(e.params["backward"] for e in marks)
+        cuts = len(self.order)
+        if cuts == self.stages and self.stages > 0 and cuts:  # the last one marks where the loss is known
+            last = next(c for c, k in self.order.items() if k == cuts - 1)
+            self.order[last] = END
+            cuts -= 1
+        if cuts != self.stages - 1:
+            raise PipelineError(f"{self.where}: {self._miscount(cuts, first)}")
+        ends = any(self._number(e) == END and e.params["backward"] for e in marks)
+        self.fused = (self.backward or self.stages == 1) and not ends
+
+    def _miscount(self, cuts: int, marks: Sequence[Eqn]) -> str:
+        lines = _unique(compat.source_line(e) for e in marks)
+        has = f"{cuts} ({', '.join(lines)})" if lines else "none"
+        rule = f"{_count(self.stages, 'stage')} want {_count(self.stages - 1, 'stage boundary')}, the loop has {has}"
+        passed = [(e.params["cut"], e.params["leaf"]) for e in marks]
+        if len(set(passed)) < len(passed):
+            return f"{rule}; {_TRACED_ONCE}"
+        if cuts < self.stages - 1:
+            return (
+                f"{rule}. Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write "
+                'stages="auto".'
+            )
+        return (
+            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as parts: a longer pipe axis, "
+            "or more chunks. (One more than stages - 1 may stand where the loss is known.)"
+        )
+
+    def _number(self, eqn: Eqn) -> int:
+        cut = eqn.params["cut"]
+        return cut if cut == END else self.order[cut]
+
+    def _lows(self, eqns: Sequence[Eqn]) -> list[Eqn]:
+        """Takes the boundaries out, and finds the first position of every other equation."""
+        kept: list[Eqn] = []
+        crossed: dict[tuple[int, int], Atom] = {}
+        wrong: list[str] = []
+        for eqn in eqns:
+            if eqn.primitive is not stage_boundary_p:
+                self._low_of(eqn)
+                kept.append(eqn)
+                continue
+            k, key, x, y = self._number(eqn), (eqn.params["cut"], eqn.params["leaf"]), eqn.invars[0], eqn.outvars[0]
+            if id(eqn) in self.late and not eqn.params["backward"] and key in crossed:
+                x = crossed[key]  # what recompute would send again is there already
+            elif not eqn.params["backward"]:
+                if k != END and key in crossed and self.base(crossed[key]) is not self.base(x) and self.late:
+                    wrong.append(
+                        f"{compat.source_line(eqn)}: this boundary was traced once and is passed twice inside "
+                        "rematerialised code; call it outside of the jitted function that is called twice."
+                    )
+                crossed.setdefault(key, x)
+            self.alias[y] = x
+            if id(eqn) not in self.late and not compat.is_literal(b := self.base(x)):
+                front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
+                self.limit[b] = min(front, self.limit.get(b, front))
+            if k == END:
+                self.floor[y] = self.stages if eqn.params["backward"] else (self.at(x) or 0)
+            else:
+                behind = 2 * self.stages - 1 - k if eqn.params["backward"] else k + 1
+                before = self.at(x)
+                if before is not None and before >= behind:
+                    wrong.append(
+                        f"{compat.source_line(eqn)}: boundary {k} takes a value that is made behind it "
+                        f"(by stage {stage_of(before, self.stages)}): {_TRACED_ONCE}"
+                    )
+                self.floor[y] = behind
+        if wrong:
+            raise PipelineError(all_offenders(f"{self.where}: stage boundaries out of order", _unique(wrong)))
+        return kept
+
+    def _low_of(self, eqn: Eqn) -> None:
+        low: int | None = None
+        for atom in eqn.invars:
+            low = _latest(low, self.at(atom))
+        depth: int | None = None
+        if low is None and eqn.primitive.name in CHEAP and not eqn.effects:
+            known = [self.depth.get(b, 0 if b in self._inputs else None) for b in self._vars(eqn)]
+            depth = None if None in known else 1 + sum(d for d in known if d is not None)
+        for v in eqn.outvars:
+            self.low[v] = low
+            if depth is not None and depth <= CHEAP_DEPTH:
+                self.depth[v] = depth
+
+    @property
+    def _inputs(self) -> set[Var]:
+        if not hasattr(self, "_all_inputs"):
+            body, loop = self.loop.body, self.loop
+            carried = body.invars[loop.consts : loop.consts + loop.carries]
+            self._all_inputs = set(body.invars) - set(carried)
+        return self._all_inputs
+
+    def _vars(self, eqn: Eqn) -> list[Var]:
+        return [b for a in eqn.invars if not compat.is_literal(b := self.base(a))]
+
+    # -- sums over microbatches, and state
+
+    def _ys(self, eqns: list[Eqn]) -> list[Atom]:
+        """The stacked results; state is stacked as a copy."""
+        loop = self.loop
+        carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
+        ys = [self.base(a) for a in loop.body.outvars[loop.carries :]]
+        for i, y in enumerate(ys):
+            if not compat.is_literal(y) and y in carried:
+                ys[i] = self._copied(y, eqns)
+        return ys
+
+    def _copied(self, atom: Atom, eqns: list[Eqn]) -> Var:
+        var = compat.fresh_var(atom.aval)
+        eqns.append(compat.copy_eqn(atom, var))
+        self._low_of(eqns[-1])
+        return var
+
+    def _carries(self, eqns: list[Eqn], ys: Sequence[Atom]) -> tuple[list[CarryPart], list[Eqn]]:
+        loop, body = self.loop, self.loop.body
+        made = {v: e for e in eqns for v in e.outvars}
+        readers: dict[Var, int] = {}
+        for e in eqns:
+            for v in self._vars(e):
+                readers[v] = readers.get(v, 0) + 1
+        for a in (*body.outvars[: loop.carries], *ys):
+            if not compat.is_literal(b := self.base(a)):
+                readers[b] = readers.get(b, 0) + 1
+        parts: list[CarryPart] = []
+        extra: list[Eqn] = []
+        for j in range(loop.carries):
+            before, out = body.invars[loop.consts + j], self.base(body.outvars[j])
+            add = None if compat.is_literal(out) else made.get(out)
+            reads = [] if add is None else [self.base(a) for a in add.invars]
+            is_sum = add is not None and add.primitive.name in ADDITIONS and before in reads
+            if add is None or not is_sum or readers.get(before, 0) > 1:
+                after = out if add is not None else self._copied(out, eqns)
+                parts.append(CarryPart(j, before, after, -1, state=True))
+                continue
+            term = add.invars[1 - reads.index(before)]
+            groups = reassociate(term, self.base, made, readers, self._stage_at)
+            if len(groups) < 2:
+                parts.append(CarryPart(j, before, out, -1))
+                continue
+            for i, (_, value, eqns_of) in enumerate(groups):
+                start = before if i == 0 else compat.fresh_var(before.aval)
+                after = compat.fresh_var(out.aval)
+                extra += [*eqns_of, add.replace(invars=[start, value], outvars=[after])]
+                parts.append(CarryPart(j, start, after, -1))
+        return parts, extra
+
+    def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:
+        """For what is made of state alone, and kept, the task that replaces that state: it is made there too."""
+        states = [p for p in parts if p.state]
+        behind: dict[Var, frozenset[Var]] = {p.before: frozenset((p.before,)) for p in states}
+        for eqn in eqns:
+            if all(self.low.get(v) is None for v in eqn.outvars):
+                found = frozenset[Var]().union(*(behind.get(v, ()) for v in self._vars(eqn)))
+                behind |= dict.fromkeys(eqn.outvars, found)
+        lows = {p.before: self.at(p.after) for p in states}
+        at = {v: self._fuse(low) for v, low in lows.items() if low is not None}
+        while True:
+            more = {
+                p.before: max(at[v] for v in behind.get(p.after, ()) if v in at)
+                for p in states
+                if p.before not in at and any(v in at for v in behind.get(p.after, ()))
+            }
+            if not more:
+                break
+            at |= more
+        return {
+            v: {max(at[s] for s in found if s in at)}
+            for v, found in behind.items()
+            if v not in at and any(s in at for s in found)
+        }
+
+    def _stage_at(self, atom: Atom) -> int | None:
+        low = self.at(atom)
+        return None if low is None else stage_of(self._fuse(low), self.stages)
+
+    def _fuse(self, position: int) -> int:
+        return self.stages if self.fused and position == self.stages - 1 else position
+
+    # -- from the readers back to a position for each equation
+
+    def _beside(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
+        """Of what depends on no microbatch the first stage that reads the largest input behind it, where that lives."""
+        at: dict[Var, int] = {}
+        for eqn in reversed(eqns):
+            reads = [at[v] for v in eqn.outvars if v in at]
+            reads += [stage_of(self.limit[v], self.stages) for v in eqn.outvars if v in self.limit]
+            for found in map(self.low.get, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
+                reads += [] if found is None else [stage_of(found, self.stages)]
+            if reads:
+                at |= {v: min(*reads, at.get(v, self.stages)) for v in self._vars(eqn)}
+        for eqn in eqns:
+            known = [v for v in self._vars(eqn) if v in at]
+            if known:
+                top = max(known, key=lambda v: (bytes_of(v), -at[v]))
+                at |= dict.fromkeys(eqn.outvars, at[top])
+        return at
+
+    def _resolve(self, eqns: list[Eqn], parts: list[CarryPart], ys: Sequence[Atom]) -> PlacedBody:
+        roots = {a for a in (*(p.after for p in parts), *ys) if not compat.is_literal(a)}
+        follow = self._follow(eqns, parts)
+        uses: dict[Var, set[int]] = {v: set(follow[v]) for v in roots if v in follow}
+        where: dict[Var, int] = {}
+        placed: list[tuple[int, Eqn]] = []
+        alone, beside = self._fuse(0), self._beside(eqns)
+        for eqn in reversed(eqns):
+            read = set[int]().union(*(uses.get(v, ()) for v in eqn.outvars))
+            root = any(v in roots for v in eqn.outvars)
+            if not read and not root and not eqn.effects:
+                continue
+            low = None
+            for found in map(self.low.__getitem__, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
+                low = _latest(low, found)
+            if low is not None and not (id(eqn) in self.late and read):
+                positions = {self._fuse(low)}
+            elif not read:
+                known = [beside[v] for v in eqn.outvars if v in beside]
+                positions = {self._fuse(low if low is not None else min(known, default=0))}
+            elif low is None and not root and all(v in self.depth for v in eqn.outvars):
+                positions = read
+            else:
+                limits = {self._fuse(self.limit[v]) for v in eqn.outvars if v in self.limit}
+                large = [v for v in (*self._vars(eqn), *eqn.outvars) if is_large(v)]
+                if low is None and large and not any(map(is_large, eqn.outvars)):  # a norm of weights: where they are
+                    limits |= {self._fuse(beside[v]) for v in eqn.outvars if v in beside}
+                positions = {min(read | limits)}
+            for p in sorted(positions, reverse=True):
+                placed.append((p, eqn.replace(invars=[self.base(a) for a in eqn.invars])))
+                for v in self._vars(eqn):
+                    uses.setdefault(v, set()).add(p)
+            where |= {v: min(positions) for v in eqn.outvars}
+        placed.reverse()
+        return PlacedBody(
+            self.stages, self.fused, self.backward, tuple(placed),
+            tuple(
+                replace(p, position=where.get(p.after, alone)) for p in parts
+            ),
+            tuple((y, alone if compat.is_literal(y) else where.get(y, alone)) for y in ys),
+        )  # fmt: skip
+
+
+def _count(n: int, thing: str) -> str:
+    many = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
+    return f"{n} {thing if n == 1 else many}"
+
+
+def _latest(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
+    """`eqn` reading other variables."""
+    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

@@ -1,0 +1,74 @@
+"""State of a microbatch loop that one task of a stage reads and replaces, microbatch after microbatch.
+
+    task p: x' = f(s, x); s' = g(s, x)        task q: ... h(s)
+        -->  task p: seen = copy s; x' = f(s, x); s' = g(s, x)       task q: ... h(seen)
+
+The buffer of the state is the stage's, and the task writes over it: what other tasks of the same microbatch read of it
+is a copy that goes with the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardc import compat
+from shardc.compat import Eqn, Var
+from shardc.errors import PipelineError, all_offenders
+from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of, with_atoms
+
+
+def keep_state(body: PlacedBody, where: str) -> PlacedBody:
+    """The body with each state read and replaced in one task, and copies for others.
+
+    Raises:
+      PipelineError: a task reads a state in front of the one that replaces it: the next microbatch would have to wait.
+    """
+    states = [c for c in body.carries if c.state]
+    if not states:
+        return body
+    eqns, front, back = list(body.eqns), list[tuple[int, Eqn]](), list[tuple[int, Eqn]]()
+    wrong: list[str] = []
+    carries = list(body.carries)
+    results = [y for y, _ in body.ys]
+    for c in states:
+        at = c.position
+        readers = [(p, e) for p, e in eqns if c.before in e.invars]
+        early = [(p, e) for p, e in readers if p < at]
+        if early:
+            made = next(e for _, e in eqns if c.after in e.outvars)
+            wrong.append(_too_early(body, early, at, made))
+            continue
+        if any(p != at for p, _ in readers):
+            seen = compat.fresh_var(c.before.aval)
+            front.append((at, compat.copy_eqn(c.before, seen)))
+            eqns = [(p, e if p == at else with_atoms(e, {c.before: seen})) for p, e in eqns]
+        if c.after in results or any(p != at and c.after in e.invars for p, e in eqns) or _shared(c.after, body):
+            after = compat.fresh_var(c.after.aval)
+            back.append((at, compat.copy_eqn(c.after, after)))
+            carries[carries.index(c)] = replace(c, after=after)
+    if wrong:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: what a microbatch leaves for the next is read and replaced by one task of one stage", wrong
+            )
+        )
+    return replace(body, eqns=(*front, *eqns, *back), carries=tuple(carries))
+
+
+def _shared(after: Var, body: PlacedBody) -> bool:
+    return sum(c.after is after for c in body.carries) > 1
+
+
+def _too_early(body: PlacedBody, early: Sequence[tuple[int, Eqn]], at: int, made: Eqn) -> str:
+    position, reader = min(early, key=lambda pair: pair[0])
+    n = body.stages
+    return (
+        f"{compat.source_line(reader)}, in the {_task(position, n)}, reads what {compat.source_line(made)} replaces in "
+        f"the {_task(at, n)}: each microbatch would wait until the one before it has come that far. Keep state where "
+        "it is used (one for each stage), or sum it over the microbatches and use it after the loop."
+    )
+
+
+def _task(position: int, stages: int) -> str:
+    return f"{'forward' if position < stages else 'backward'} of stage {stage_of(position, stages)}"

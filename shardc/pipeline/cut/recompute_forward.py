@@ -1,0 +1,58 @@
+"""Activation recompute as a choice of the plan: a stage keeps its input only and computes its forward again.
+
+    F: y = f x; z = g y     B: dx = h(y, z, dz)
+        -->   F: y = f x; z = g y     B: y' = f x; z' = g y'; dx = h(y', z', dz)
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". What the backward of the stage reads of its forward
+is made anew there; random bits come from keys, so they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Var
+from shardc.passes.trace.canonicalize import with_own_bodies
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position, with_atoms
+
+
+def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:
+    """The body with the forward of some stages repeated in their backward."""
+    for stage in sorted(stages):
+        if body.backward and not (body.fused and stage == body.stages - 1):
+            body = replace(body, eqns=_repeated(body, stage))
+    return body
+
+
+def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
+    ahead, back = forward_position(stage), backward_position(stage, body.stages)
+    made = {v: i for i, (p, e) in enumerate(body.eqns) if p == ahead for v in e.outvars}
+    own = {v for p, e in body.eqns if p == back for v in e.outvars}
+    wanted = {v for p, e in body.eqns if p == back for v in _vars(e) if v in made and v not in own}
+    again: set[int] = set()
+    pending = list(wanted)
+    while pending:
+        i = made[pending.pop()]
+        if i not in again and not body.eqns[i][1].effects:
+            again.add(i)
+            pending += [v for v in _vars(body.eqns[i][1]) if v in made]
+    names: dict[Var, Atom] = {}
+    found: list[tuple[int, Eqn]] = []
+    begun = False
+    for p, eqn in body.eqns:
+        if p == back and not begun:
+            begun = True
+            for i in sorted(again):
+                copy = with_own_bodies(with_atoms(body.eqns[i][1], names))
+                fresh = [compat.fresh_var(v.aval) for v in copy.outvars]
+                names |= dict(zip(body.eqns[i][1].outvars, fresh, strict=True))
+                found.append((back, copy.replace(outvars=fresh)))
+        mine = {v: a for v, a in names.items() if v not in own} if p == back else {}
+        found.append((p, with_atoms(eqn, mine)))
+    return tuple(found)
+
+
+def _vars(eqn: Eqn) -> list[Var]:
+    return [a for a in eqn.invars if not compat.is_literal(a)]

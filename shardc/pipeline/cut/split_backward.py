@@ -1,0 +1,205 @@
+"""Splits each stage's backward in two: what the stage before waits for, and the rest.
+
+    B: dx = f(dy); dw = g(x, dy); total' = total + dw   -->   I: dx = f(dy)     W: dw = g(x, dy); total' = total + dw
+
+I is what the gradient of the stage's input needs, W all else, above all the gradients of weights (Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism"). A rematerialised block is opened, so that what both need is recomputed once, in I. A scan
+over layers is parted in two scans: the first keeps for the second what that reads of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shardc import compat
+from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.passes.trace.canonicalize import canonical_jaxpr
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
+
+
+def split_backward(body: PlacedBody) -> PlacedBody:
+    """The body with the weight gradients of every stage at positions of their own."""
+    if not body.backward and body.stages > 1:
+        return body
+    n = body.stages
+    made = {v: p for p, e in body.eqns for v in e.outvars}
+    awaited: set[Var] = set()
+    for p, eqn in body.eqns:
+        awaited |= {v for v in _vars(eqn) if v in made and stage_of(made[v], n) != stage_of(p, n)}
+    awaited |= {c.after for c in body.carries if c.state}  # the next microbatch does not wait for weight gradients
+    results = [v for v in (*(c.after for c in body.carries), *(y for y, _ in body.ys)) if not compat.is_literal(v)]
+    found: list[tuple[int, Eqn]] = []
+    done: set[int] = set()
+    for p, eqn in body.eqns:
+        if not n <= p < 2 * n:
+            found.append((p, eqn))
+        elif p not in done:
+            done.add(p)
+            first, second = part([e for q, e in body.eqns if q == p], awaited, results)
+            found += [(p, e) for e in first]
+            found += [(weight_position(stage_of(p, n), n), e) for e in second]
+    found = _in_order(found, n)
+    where = {v: p for p, e in found for v in e.outvars}
+    carries = tuple(replace(c, position=where.get(c.after, c.position)) for c in body.carries)
+    ys = tuple((y, p if compat.is_literal(y) else where.get(y, p)) for y, p in body.ys)
+    return replace(body, eqns=tuple(found), carries=carries, ys=ys)
+
+
+def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int, Eqn]]:
+    """By position: a microbatch passes them in this order, weight gradients of the last stages first."""
+    def key(item: tuple[int, Eqn]) -> tuple[int, int]:
+        p = item[0]
+        return (backward_position(stage_of(p, stages), stages), 1) if p >= 2 * stages else (p, 0)
+
+    return sorted(placed, key=key)
+
+
+def part(
+    eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = ()
+) -> tuple[list[Eqn], list[Eqn]]:
+    """The equations that the awaited values need, and the others; nested ones that are both are taken apart.
+
+    `results` are wanted too, but not by those who wait.
+    """
+    awaited, used = set(awaited), set(results)
+    whole: set[int] = set()  # ids of nested equations that stay as they are
+    while True:
+        needed = _needed(eqns, awaited)
+        open_ = [e for e in eqns if id(e) in needed and id(e) not in whole]
+        mixed = next((e for e in open_ if _mixed(e, eqns, needed, awaited, used)), None)
+        if mixed is None:
+            break
+        opened = _open(mixed) if mixed.primitive.name in REMAT else _fission(mixed, eqns, needed, awaited)
+        if opened is None:
+            whole.add(id(mixed))
+            continue
+        if mixed.primitive.name not in REMAT:
+            whole |= {id(e) for e in opened}
+        at = next(i for i, e in enumerate(eqns) if e is mixed)
+        eqns = [*eqns[:at], *opened, *eqns[at + 1 :]]
+    first = [e for e in eqns if id(e) in needed]
+    there = {v for e in first for v in e.outvars}
+    second: list[Eqn] = []
+    late: set[Var] = set()
+    own = {v for e in eqns for v in e.outvars}
+    for eqn in eqns:
+        if id(eqn) in needed:
+            continue
+        reads = [v for v in _vars(eqn) if v in own]
+        if reads and eqn.primitive.name in ("add", "add_any") and all(v in there and v not in late for v in reads):
+            first.append(eqn)  # a sum of what the first part has: added at once, not kept
+        else:
+            second.append(eqn)
+            late |= set(eqn.outvars)
+    return first, second
+
+
+def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[int]:
+    wanted = set(awaited)
+    found: set[int] = set()
+    for eqn in reversed(eqns):
+        if any(v in wanted for v in eqn.outvars) or eqn.effects:
+            found.add(id(eqn))
+            wanted |= set(_vars(eqn))
+    return found
+
+
+def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[bool]:
+    """Which results of an equation the first part reads."""
+    read = {v for e in eqns if id(e) in needed and e is not eqn for v in _vars(e)} | awaited
+    return [v in read for v in eqn.outvars]
+
+
+def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var], results: set[Var]) -> bool:
+    if eqn.primitive.name not in (*REMAT, "scan"):
+        return False
+    used = {v for e in eqns for v in _vars(e)} | results
+    wanted = _wanted(eqn, eqns, needed, awaited)
+    return any(not w and v in used for v, w in zip(eqn.outvars, wanted, strict=True))
+
+
+def _open(eqn: Eqn) -> list[Eqn]:
+    """The equations of a rematerialised block."""
+    (body,) = bodies_of(eqn)
+    names: dict[Var, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
+    outs = {a: v for a, v in zip(body.outvars, eqn.outvars, strict=True) if not compat.is_literal(a)}
+    found: list[Eqn] = []
+    for inner in body.eqns:
+        made = [outs.get(v) or compat.fresh_var(v.aval) for v in inner.outvars]
+        found.append(with_atoms(inner, names).replace(outvars=made))
+        names |= dict(zip(inner.outvars, made, strict=True))
+    given = {v for e in found for v in e.outvars}
+    for a, v in zip(body.outvars, eqn.outvars, strict=True):  # results that no equation makes, or twice the same
+        if v not in given:
+            source = a if compat.is_literal(a) else names[a]
+            found.append(compat.copy_eqn(source, v))
+    return found
+
+
+def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[Eqn] | None:
+    """A scan as two: the first makes what is wanted, the second the rest. None: all of it is needed for the first."""
+    scan = compat.scan_of(eqn)
+    body, nc, nk = scan.body, scan.consts, scan.carries
+    wanted = _wanted(eqn, eqns, needed, awaited)
+    carried = body.invars[nc : nc + nk]
+    inner = list(body.eqns)
+    early = {i for i in range(len(wanted)) if wanted[i]}
+    while True:  # carries that the first part reads are the first part's
+        roots = {a for i, a in enumerate(body.outvars) if i in early and not compat.is_literal(a)}
+        first, second = part(inner, roots, [a for a in body.outvars if not compat.is_literal(a)])
+        inner = [*first, *second]
+        read = {v for e in first for v in _vars(e)} | roots
+        more = early | {i for i, v in enumerate(carried) if v in read}
+        if more == early:
+            break
+        early = more
+    late = [i for i in range(len(body.outvars)) if i not in early]
+    if not late or not second:
+        return None
+    first_carry = [i for i in range(nk) if i in early]
+    steps = {v for e in second for v in _vars(e)} | {
+        body.outvars[i] for i in late if not compat.is_literal(body.outvars[i])
+    }
+    there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in first_carry)])
+    kept = [v for v in there if v in steps]
+    kept_outer = [compat.fresh_var(_stacked(v.aval, scan.length)) for v in kept]
+    consts, xs = body.invars[:nc], body.invars[nc + nk :]
+    operand = dict(zip(body.invars, eqn.invars, strict=True))
+    a = _scan(
+        eqn, body, first, consts, first_carry, xs, [i for i in range(nk, len(body.outvars)) if i in early],
+        kept, kept_outer, operand, (),
+    )  # fmt: skip
+    late_carry = [i for i in late if i < nk]
+    stacks = dict(zip(kept, kept_outer, strict=True))
+    b = _scan(
+        eqn, body, second, consts, late_carry, xs, [i for i in late if i >= nk], (), (), operand | stacks, kept
+    )
+    return [a, b]
+
+
+def _scan(
+    eqn: Eqn, body: Jaxpr, eqns: Sequence[Eqn], consts: Sequence[Var], carry: Sequence[int], xs: Sequence[Var],
+    ys: Sequence[int], more: Sequence[Var], more_outer: Sequence[Var], operand: dict[Var, Atom], extra: Sequence[Var],
+) -> Eqn:  # fmt: skip
+    """A scan of some equations of another's body: its carries, stacked results and what it keeps besides."""
+    nc = compat.scan_of(eqn).consts
+    befores = [body.invars[nc + i] for i in carry]
+    outs = [*(body.outvars[i] for i in carry), *(body.outvars[i] for i in ys), *more]
+    read = {v for e in eqns for v in _vars(e)} | {a for a in outs if not compat.is_literal(a)}
+    own_consts = [v for v in consts if v in read]
+    own_xs = [*(v for v in xs if v in read), *extra]
+    inner = compat.new_jaxpr([*own_consts, *befores, *own_xs], outs, eqns, body)
+    invars = [operand[v] for v in (*own_consts, *befores, *own_xs)]
+    inner = canonical_jaxpr(inner, ())  # the two scans share no variables
+    params = compat.scan_params(eqn, inner, len(own_consts), len(carry))
+    results = [eqn.outvars[i] for i in (*carry, *ys)]
+    return eqn.replace(invars=invars, outvars=[*results, *more_outer], params=params, effects=inner.effects)
+
+
+def _stacked(aval: object, length: int) -> object:
+    return aval.update(shape=(length, *aval.shape))  # type: ignore[attr-defined]
+
+
+def _vars(eqn: Eqn) -> list[Var]:
+    return [a for a in eqn.invars if not compat.is_literal(a)]

@@ -1,0 +1,419 @@
+"""Takes conditions and loops outside of the loop over microbatches apart, by the stages of what they make.
+
+    a, b = cond p f x y     -->   stage 0: a = cond p f0 x;  stage 1: b = cond p f1 y
+
+An equation is computed on one stage, so an update under a condition (every few steps, if all gradients are finite)
+would draw all weights and gradients to one. The predicate is a scalar, which goes to every stage; each has the branches
+with its own results alone. What one stage's part of a branch makes for another's, as its part of a global norm, is a
+result of an earlier condition, zeros if another branch runs:
+
+    cond p f x y, f sums over x and y   -->   s0 = cond p sum x;  s1 = cond p sum y;  s = cond p add s0 s1;  ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.ir.walk import bytes_of
+from shardc.passes.trace.canonicalize import with_own_bodies
+from shardc.pipeline.cut.find_homes import Loop, is_large, largest
+from shardc.pipeline.cut.regroup import regroup
+from shardc.sbp.signature import is_extended
+
+Group: TypeAlias = tuple[int, int]
+"""A stage and 0; or -1 and a number, of results that follow their readers."""
+
+
+def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
+    """The stage of an equation outside of the loop: that of its largest operands that are made on one; None if it is
+    computed wherever its results are read.
+
+    Args:
+      anchors: the stage of each value that is made on one.
+    """
+    operands = [v for v in eqn.invars if not compat.is_literal(v)]
+    known = [v for v in operands if v in anchors]
+    large = [v for v in known if is_large(v)]
+    if not large and any(map(is_large, operands)):
+        return None  # it follows its readers: its large inputs are arguments, which live there too
+    weights: dict[int, int] = {}
+    for v in large or known:
+        weights[anchors[v]] = weights.get(anchors[v], 0) + (bytes_of(v) if large else 0)
+    return min(weights, key=lambda s: (-weights[s], s), default=None)
+
+
+def take_apart(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+    """The equations, with those that nest others as one for each stage that they make something on.
+
+    Args:
+      eqns: in order, outside of the loop over microbatches.
+      anchors: the stage of each value that is made on one; what these equations make is added.
+      homes: the stages that values belong to. A scalar made of what is made on no stage, as the norm of a parameter, is
+        made where that belongs.
+    """
+    found: list[Eqn] = []
+    for eqn in eqns:
+        for part in _PARTS.get(eqn.primitive.name, _whole)(eqn, anchors, homes):
+            at = None if any(v in anchors for v in part.outvars) else anchor_of(part, anchors)
+            if at is None and not part.effects and not any(v in anchors or is_large(v) for v in part.outvars):
+                at = largest(part.invars, homes)
+            anchors |= {} if at is None else dict.fromkeys(part.outvars, at)
+            found.append(part)
+    return found
+
+
+def _whole(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+    del anchors, homes
+    return [eqn]
+
+
+def _barriers(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+    """An optimization barrier for the values of each stage."""
+    del homes
+    groups: dict[int | None, list[int]] = {}
+    for i, a in enumerate(eqn.invars):
+        groups.setdefault(None if compat.is_literal(a) else anchors.get(a), []).append(i)
+    return [
+        eqn.replace(invars=[eqn.invars[i] for i in some], outvars=[eqn.outvars[i] for i in some])
+        for at, every in groups.items()
+        for some in ([[i] for i in every] if at is None else [every])
+    ]
+
+
+# conditions
+
+
+@dataclass
+class _Branch:
+    """One branch of a condition, its operands named as outside.
+
+    Attributes:
+      eqns, outs: its equations and results.
+      anchors: the stage of each value that is made on one, outside or here.
+      made: the equation of each value.
+      groups: that compute each equation.
+      level: the round in which a group computes an equation.
+    """
+
+    eqns: list[Eqn]
+    outs: list[Atom]
+    anchors: dict[Var, int]
+    made: dict[Var, Eqn] = field(init=False)
+    groups: dict[int, set[Group]] = field(default_factory=dict[int, set[Group]])  # by the equation's identity
+    level: dict[tuple[int, Group], int] = field(default_factory=dict[tuple[int, Group], int])
+
+    def __post_init__(self) -> None:
+        self.made = {v: e for e in self.eqns for v in e.outvars}
+
+    @classmethod
+    def of(
+        cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]
+    ) -> _Branch:
+        names = dict(zip(body.invars, operands, strict=True))
+        read = lambda atoms: [a if compat.is_literal(a) else names.get(a, a) for a in atoms]  # noqa: E731
+        named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
+        anchors = dict(outer)
+        return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
+
+    def home(self, atom: Atom) -> Group | None:
+        """The group that alone makes a value; None: it is from outside, or made wherever it is read."""
+        if compat.is_literal(atom) or atom not in self.made or atom not in self.anchors:
+            return None
+        return self.anchors[atom], 0
+
+    def put(self, of_results: Sequence[Group], first: Group) -> None:
+        """Says which groups compute each equation; effects without a stage of their own happen in the `first`."""
+        wanted: dict[Var, set[Group]] = {}
+        for a, group in zip(self.outs, of_results, strict=True):
+            if not compat.is_literal(a):
+                wanted.setdefault(a, set()).add(group)
+        for eqn in reversed(self.eqns):
+            read = set[Group]().union(*(wanted.get(v, ()) for v in eqn.outvars))
+            at = anchor_of(eqn, self.anchors) if not eqn.outvars else self.anchors.get(eqn.outvars[0])
+            if eqn.effects:
+                groups = {first if at is None else (at, 0)}
+            else:
+                groups = read if at is None or not read else {(at, 0)}
+            self.groups[id(eqn)] = groups
+            for v in compat.variables(eqn.invars):
+                wanted.setdefault(v, set()).update(groups)
+
+    def levels(self, of_results: Sequence[Group]) -> dict[Group, int]:
+        """How many rounds each group needs: a round begins with what others made in those before."""
+        for eqn in self.eqns:
+            for group in self.groups[id(eqn)]:
+                self.level[id(eqn), group] = max((self._there(a, group) for a in eqn.invars), default=0)
+        last: dict[Group, int] = {}
+        for a, group in zip(self.outs, of_results, strict=True):
+            last[group] = max(last.get(group, 0), self._there(a, group))
+        return last
+
+    def _there(self, a: Atom, group: Group) -> int:
+        """The first round of a group that can read a value."""
+        home = self.home(a)
+        if home is None or home == group:
+            return 0 if compat.is_literal(a) or a not in self.made else self.level[id(self.made[a]), group]
+        return self.level[id(self.made[a]), home] + 1
+
+    def delay(self, of_results: Sequence[Group], last: Mapping[Group, int]) -> None:
+        """Puts off what no other group waits for until its first reader's round."""
+        due: dict[tuple[Var, Group], int] = {}
+
+        def read(a: Atom, group: Group, at: int) -> None:
+            if compat.is_literal(a) or a not in self.made:
+                return
+            home = self.home(a) or group
+            at = self.level[id(self.made[a]), home] if home != group else at
+            due[a, home] = min(at, due.get((a, home), at))
+
+        for a, group in zip(self.outs, of_results, strict=True):
+            read(a, group, last[group])
+        for eqn in reversed(self.eqns):
+            for group in self.groups[id(eqn)]:
+                at = min((due[v, group] for v in eqn.outvars if (v, group) in due), default=None)
+                if at is not None:
+                    self.level[id(eqn), group] = at
+                for a in eqn.invars:
+                    read(a, group, self.level[id(eqn), group])
+
+
+def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+    """A condition for each group of results, and round."""
+    branches = [_Branch.of(body, eqn.invars[1:], anchors, homes) for body in bodies_of(eqn)]
+    of_results = _groups_of(eqn, branches)
+    stages = {g for g in of_results if g[0] >= 0}
+    if len(set(of_results)) < 2:
+        return [eqn]
+    for b in branches:
+        b.put(of_results, min(stages, default=of_results[0]))
+    last: dict[Group, int] = {}
+    for b in branches:
+        for group, level in b.levels(of_results).items():
+            last[group] = max(level, last.get(group, 0))
+    for b in branches:
+        b.delay(of_results, last)
+    segments = _Segments(eqn, branches, of_results, last)
+    if any(is_extended(v.aval.dtype) for names in segments.names for v in names.values()):
+        return [eqn]  # keys have no zeros
+    parts = segments.run()
+    for part, (stage, _) in parts:
+        if stage >= 0:
+            anchors |= dict.fromkeys(part.outvars, stage)
+    return [part for part, _ in parts]
+
+
+def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[Group]:
+    """The group of each result: the stage that it is made on; those that are made on none are together if they have a
+    large value in common."""
+    groups: list[Group] = []
+    shared: dict[Var, int] = {}
+    for i in range(len(eqn.outvars)):
+        at = {b.anchors[b.outs[i]] for b in branches if not compat.is_literal(b.outs[i]) and b.outs[i] in b.anchors}
+        if at:
+            groups.append((min(at), 0))
+            continue
+        behind = [v for b in branches for v in _behind(b, b.outs[i])]
+        joined = {shared[v] for v in behind if v in shared}
+        number = min(joined, default=i)
+        shared |= dict.fromkeys(behind, number)
+        shared = {v: number if n in joined else n for v, n in shared.items()}
+        groups = [(-1, number) if s < 0 and n in joined else (s, n) for s, n in groups] + [(-1, number)]
+    return groups
+
+
+def _behind(branch: _Branch, result: Atom) -> list[Var]:
+    """The large values made in a branch that a result without a stage is made of."""
+    found: dict[Var, None] = {}
+    pending = [result]
+    while pending:
+        a = pending.pop()
+        if compat.is_literal(a) or a not in branch.made or a in found or branch.home(a) is not None:
+            continue
+        found[a] = None
+        pending += branch.made[a].invars
+    return [v for v in found if is_large(v)]
+
+
+class _Segments:
+    """The conditions that a condition is taken apart into.
+
+    Attributes:
+      names: for each branch what one of them makes for another, by the group that makes it, and its name outside.
+    """
+
+    def __init__(
+        self, eqn: Eqn, branches: Sequence[_Branch], of_results: Sequence[Group], last: Mapping[Group, int]
+    ) -> None:
+        self.eqn, self.branches, self.of_results, self.last = eqn, branches, of_results, last
+        self.names = [self._crossing(b) for b in branches]
+
+    def run(self) -> list[tuple[Eqn, Group]]:
+        places = {(at, g) for b in self.branches for (_, g), at in b.level.items()}
+        places |= {(at, g) for g, at in self.last.items()}
+        return [(self._segment(at, g), g) for at, g in sorted(places)]
+
+    def _crossing(self, b: _Branch) -> dict[tuple[Group, Var], Var]:
+        reads = [(a, b.level[id(e), g], g) for e in b.eqns for g in b.groups[id(e)] for a in e.invars]
+        reads += [(a, self.last[g], g) for a, g in zip(b.outs, self.of_results, strict=True)]
+        found: dict[tuple[Group, Var], Var] = {}
+        for a, at, group in reads:
+            if not compat.is_literal(a) and a in b.made:
+                home = b.home(a) or group
+                if (home, a) not in found and (home, b.level[id(b.made[a]), home]) != (group, at):
+                    found[home, a] = compat.fresh_var(a.aval)
+        return found
+
+    def _segment(self, at: int, group: Group) -> Eqn:
+        """The condition with what a group computes in one round."""
+        mine = [i for i, g in enumerate(self.of_results) if g == group and at == self.last[group]]
+        parts = [[e for e in b.eqns if b.level.get((id(e), group)) == at] for b in self.branches]
+        made = [{v for e in eqns for v in e.outvars} for eqns in parts]
+        outvars = [self.eqn.outvars[i] for i in mine]
+        outs: list[list[Atom | None]] = [[b.outs[i] for i in mine] for b in self.branches]
+        for k, eqns in enumerate(parts):
+            for v in (v for e in eqns for v in e.outvars if (group, v) in self.names[k]):
+                outvars.append(self.names[k][group, v])
+                for j, found in enumerate(outs):
+                    found.append(v if j == k else None)
+        read = [
+            [self._outside(k, group, a) for a in (*(a for e in eqns for a in e.invars), *outs[k]) if a is not None
+             and not compat.is_literal(a) and a not in made[k]]
+            for k, eqns in enumerate(parts)
+        ]  # fmt: skip
+        operands = list(dict.fromkeys(v for some in read for v in some))
+        bodies: list[Jaxpr] = []
+        for k, eqns in enumerate(parts):
+            inputs = {v: compat.fresh_var(v.aval) for v in operands}
+
+            def named(a: Atom, k: int = k, inputs: Mapping[Var, Var] = inputs) -> Atom:
+                return a if compat.is_literal(a) or a in made[k] else inputs[self._outside(k, group, a)]
+
+            body = [e.replace(invars=[named(a) for a in e.invars]) for e in eqns]
+            results: list[Atom] = []
+            for a, v in zip(outs[k], outvars, strict=True):
+                results.append(compat.fresh_var(v.aval) if a is None else named(a))
+                body += [compat.full_eqn(0, results[-1])] if a is None else []
+            bodies.append(compat.new_jaxpr(list(inputs.values()), results, body, bodies_of(self.eqn)[k]))
+        effects = frozenset[object]().union(*(b.effects for b in bodies))
+        return with_own_bodies(
+            self.eqn.replace(
+                invars=[self.eqn.invars[0], *operands], outvars=outvars, params=with_bodies(self.eqn, bodies),
+                effects=effects,
+            )
+        )  # fmt: skip
+
+    def _outside(self, k: int, group: Group, v: Var) -> Var:
+        """The name outside of what a group reads in a branch."""
+        b = self.branches[k]
+        return self.names[k][b.home(v) or group, v] if v in b.made else v
+
+
+# loops
+
+
+def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+    """A scan or while loop for each stage of results, with those alone that they depend on; the loop as it is where
+    what one stage makes depends in any step on what another has."""
+    del homes
+    if eqn.effects:
+        return [eqn]
+    loop = Loop.of(eqn)
+    needs = _needs(loop)
+    groups: dict[int | None, list[int]] = {}
+    for i, need in enumerate(needs):
+        at = {anchors[v] for v in compat.variables(eqn.invars[n] for n in need) if is_large(v) and v in anchors}
+        if len(at) > 1:
+            return [eqn]
+        groups.setdefault(min(at, default=None), []).append(i)
+    if len(groups) < 2 and (None not in groups or len(_apart(groups[None], needs, eqn)) < 2):
+        return [eqn]
+    found: list[Eqn] = []
+    for at, every in groups.items():
+        for some in [every] if at is not None else _apart(every, needs, eqn):
+            part = _only(loop, some, set[int]().union(*(needs[i] for i in some)))
+            anchors |= {} if at is None else dict.fromkeys(part.outvars, at)
+            found.append(part)
+    return found
+
+
+def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[list[int]]:
+    """Results by what they have in common: those that need the same large carry are together."""
+    found: list[tuple[list[int], set[int]]] = []
+    carries = range(*Loop.of(eqn).carried)
+    for i in results:
+        mine = {n for n in needs[i] if n in carries and not compat.is_literal(a := eqn.invars[n]) and is_large(a)}
+        some = [i]
+        for group in [g for g in found if g[1] & mine]:
+            found.remove(group)
+            some, mine = [*group[0], *some], group[1] | mine
+        found.append((some, mine))
+    return [sorted(some) for some, _ in found]
+
+
+def _needs(loop: Loop) -> list[set[int]]:
+    """For each result the operands that it depends on."""
+    direct = [_needs_of(body, inputs) for body, inputs in zip(loop.bodies, loop.inputs, strict=True)]
+    begin, end = loop.carried
+    always = set[int]().union(*(need for body in direct[:-1] for need in body))
+    found = [need | always | ({begin + i} if begin + i < end else set()) for i, need in enumerate(direct[-1])]
+    changed = True
+    while changed:
+        changed = False
+        for need in found:
+            more = need.union(*(found[n - begin] for n in need if begin <= n < end))
+            if len(more) > len(need):
+                need |= more
+                changed = True
+    return found
+
+
+def _only(loop: Loop, results: Sequence[int], operands: set[int]) -> Eqn:
+    """The loop with these results, and carries without results that they need, of these operands."""
+    begin, end = loop.carried
+    mine = sorted({*(n - begin for n in operands if begin <= n < end), *results})
+    bodies: list[Jaxpr] = []
+    for k, (body, inputs) in enumerate(zip(loop.bodies, loop.inputs, strict=True)):
+        kept = [v for v, n in zip(body.invars, inputs, strict=True) if n in operands]
+        outs = [body.outvars[i] for i in mine] if k == len(loop.bodies) - 1 else body.outvars
+        bodies.append(compat.new_jaxpr(kept, outs, _live(body, outs), body))
+    outvars = [loop.eqn.outvars[i] if i in results else compat.fresh_var(loop.eqn.outvars[i].aval) for i in mine]
+    consts = [sum(n in operands for n in inputs if n < begin) for inputs in loop.inputs]
+    if loop.eqn.primitive.name == "scan":
+        carries = sum(begin <= n < end for n in operands)
+        params = compat.scan_params(loop.eqn, bodies[0], consts[0], carries)
+    else:
+        params = compat.while_params(loop.eqn, compat.While(bodies[0], bodies[1], consts[0], consts[1]))
+    invars = [loop.eqn.invars[n] for n in sorted(operands)]
+    return with_own_bodies(loop.eqn.replace(invars=invars, outvars=outvars, params=params))
+
+
+def _needs_of(body: Jaxpr, inputs: Sequence[int]) -> list[set[int]]:
+    """For each result of a body the numbers of the operands that it is made of."""
+    needs: dict[Var, set[int]] = {v: {n} for v, n in zip(body.invars, inputs, strict=True)}
+    for eqn in body.eqns:
+        need = set[int]().union(*(needs[v] for v in compat.variables(eqn.invars)))
+        needs |= dict.fromkeys(eqn.outvars, need)
+    return [set() if compat.is_literal(a) else set(needs[a]) for a in body.outvars]
+
+
+def _live(body: Jaxpr, outs: Sequence[Atom]) -> list[Eqn]:
+    """The equations of a body that some of its results are made of."""
+    read = set(compat.variables(outs))
+    found: list[Eqn] = []
+    for eqn in reversed(body.eqns):
+        if not read.isdisjoint(eqn.outvars):
+            read.update(compat.variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
+_PARTS: Final[Mapping[str, Callable[[Eqn, dict[Var, int], Mapping[Var, int]], list[Eqn]]]] = {
+    "cond": _conditions,
+    "optimization_barrier": _barriers,
+    "scan": _loops,
+    "while": _loops,
+}

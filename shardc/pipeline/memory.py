@@ -1,0 +1,354 @@
+"""The memory of a pipeline, found by following every rank's steps with the values that they read, make and drop.
+
+A device's memory is taken when a task is launched and given back when the last reference goes, so what a rank holds
+depends on its own steps, whose order is fixed, and on how far the others run ahead of it, which registers bound. The
+account has each message there as early as any timing can bring it (`earliest_arrivals`): it holds for every run, and
+the simulated times only say when. The one thing that follows them is `leaving`: how long a value that was sent stays
+for the link's sake, as long as the link is as fast as the topology says.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardc import compat
+from shardc.compat import Atom, Var
+from shardc.ir.walk import short_aval
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.memory import estimate_memory, local_bytes
+from shardc.pipeline.cut.cut_stages import StageProgram
+from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
+from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
+from shardc.pipeline.schedule.simulate import Link, Timeline
+from shardc.pipeline.stage_network import StageNetwork
+from shardc.pipeline.step_values import Given, StepValues, step_values
+from shardc.plan.plan import donations
+from shardc.runtime.actor import Message
+from shardc.sbp.placement import REPLICATED
+
+_ORDER = list(KINDS)
+
+
+def pipeline_memory(
+    built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks], views: Sequence[MeshView],
+    homes: Sequence[int], capacities: Sequence[int], timeline: Timeline, link: Link,
+    working: Callable[[StageTask], int] | None = None,
+) -> PipelineMemory:  # fmt: skip
+    """The memory of every rank.
+
+    Args:
+      built: the actors, their channels and what these carry.
+      programs, tasks, views: of each stage.
+      homes: the stage on which each argument of the whole program lives.
+      capacities: bytes of a device, for each rank.
+      timeline: the simulated call, of a network with the registers that the call will have.
+      link: as for `simulate`.
+      working: bytes that live inside a task besides its inputs and outputs; not given: `working_bytes`.
+    """
+    account = _Account(built, programs, tasks, views, homes, timeline, link, working or working_bytes)
+    return PipelineMemory(tuple(_Rank(account, r).run(c) for r, c in enumerate(capacities)))
+
+
+def working_bytes(task: StageTask) -> int:
+    """Bytes that live inside a task besides its inputs and outputs: an estimate, in program order (`estimate_memory`).
+
+    The exception are tasks of many independent products, such as W: XLA:CPU begins them all at once, which takes more,
+    and is not counted. `PipelineExecutable.memory` has XLA's own figures.
+    """
+    if task.plan is None:
+        return 0
+    boxed, mesh = task.plan.boxed, task.plan.mesh
+    habits = habits_of(mesh.topology.kind)
+    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), habits=habits).temporaries
+
+
+class _Account:
+    """What the accounts of all ranks share."""
+
+    def __init__(
+        self, built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks],
+        views: Sequence[MeshView], homes: Sequence[int], timeline: Timeline, link: Link,
+        working: Callable[[StageTask], int],
+    ) -> None:  # fmt: skip
+        self.built, self.programs, self.tasks, self.views, self.homes = built, programs, tasks, views, homes
+        self.timeline, self.net = timeline, timeline.network
+        self.values = step_values(built, tasks)
+        self.arrivals = earliest_arrivals(timeline)
+        self.moved = _moved(timeline, link)
+        run = {id(t): t for _, t in built.tasks.values()}
+        self.working = {i: working(t) for i, t in run.items()}
+        self.donated = {i: {} if t.plan is None else donations(t.plan) for i, t in run.items()}
+        self.results = [set(_variables(t.results)) for t in tasks]
+        self._sizes: dict[tuple[int, Var], int] = {}
+
+    def size(self, stage: int, atom: Atom) -> int:
+        if compat.is_literal(atom):
+            return local_bytes(atom, REPLICATED, {})
+        if (stage, atom) not in self._sizes:
+            self._sizes[stage, atom] = local_bytes(atom, self.built.placements[stage][atom], self.views[stage].sizes)
+        return self._sizes[stage, atom]
+
+    def name(self, stage: int, v: Var) -> str:
+        """Where a value comes from: a path, or a line of code."""
+        program, tasks = self.programs[stage], self.tasks[stage]
+        if v in tasks.arguments:
+            return program.program.in_paths[tasks.arguments.index(v)]
+        if v in self.results[stage]:
+            return program.program.out_paths[tasks.results.index(v)] or "result"
+        for route in self.built.routes:
+            if route is not None and route.target == stage != route.source and v in route.taken:
+                return self.name(route.source, route.given[route.taken.index(v)])
+        return self._lines.get((stage, v), "")
+
+    @cached_property
+    def _lines(self) -> dict[tuple[int, Var], str]:
+        return _lines(self.tasks)
+
+
+class _Buffer:
+    """The memory of one value, and how many hold it for each reason."""
+
+    __slots__ = ("bytes", "holds", "kind", "since", "stage", "var")
+
+    def __init__(self, stage: int, var: Var, size: int) -> None:
+        self.stage, self.var, self.bytes = stage, var, size
+        self.holds: dict[str, int] = {}
+        self.kind = ""
+        self.since = 0
+
+
+class _Entry(NamedTuple):
+    buffer: _Buffer
+    kind: str
+    since: int
+    until: int
+
+
+class _Ledger:
+    """When each buffer was there, and for what. Time is counted in half steps: 2k while step k runs, 2k + 1 after."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self._open: dict[int, _Buffer] = {}
+
+    def hold(self, buffer: _Buffer, kind: str, at: int) -> None:
+        buffer.holds[kind] = buffer.holds.get(kind, 0) + 1
+        self._open[id(buffer)] = buffer
+        self._turn(buffer, at)
+
+    def release(self, buffer: _Buffer, kind: str, at: int) -> None:
+        buffer.holds[kind] -= 1
+        if not buffer.holds[kind]:
+            del buffer.holds[kind]
+            self._turn(buffer, at)
+
+    def _turn(self, buffer: _Buffer, at: int) -> None:
+        kind = min(buffer.holds, key=_ORDER.index, default="")
+        if kind == buffer.kind:
+            return
+        if buffer.kind and buffer.since < at:
+            self.entries.append(_Entry(buffer, buffer.kind, buffer.since, at))
+        buffer.kind, buffer.since = kind, at
+        if not kind:
+            del self._open[id(buffer)]
+
+    def end(self, at: int) -> None:
+        self.entries += [_Entry(b, b.kind, b.since, at) for b in self._open.values()]
+        self._open.clear()
+
+
+class _Rank:
+    """The account of one rank."""
+
+    def __init__(self, account: _Account, rank: int) -> None:
+        self.account, self.number = account, rank
+        self.steps = account.net.actors[rank]
+        self.starts, self.ends = account.timeline.starts[rank], account.timeline.ends[rank]
+        self.stages = [s for s, r in enumerate(account.built.rank_of) if r == rank]
+        self.ledger = _Ledger()
+        self.residents: dict[tuple[int, Var], _Buffer] = {}
+        self.inbox: dict[Message, list[tuple[_Buffer, str]]] = {}
+        self.leaving: dict[int, list[_Buffer]] = {}  # by the half step at which they are gone
+
+    def run(self, capacity: int) -> RankMemory:
+        self.enter()
+        for k, step in enumerate(self.steps):
+            self.leave(2 * k)
+            for message in self.account.arrivals[self.number][k]:
+                self.arrive(message, 2 * k)
+            values = self.account.values.get(step.label)
+            if values is not None:
+                self.step(k, values)
+            for message in step.takes:
+                for buffer, kind in self.inbox.pop(message, ()):
+                    self.ledger.release(buffer, kind, 2 * k + 1)
+            self.leave(2 * k + 1)
+        self.ledger.end(2 * len(self.steps))
+        return self.summary(capacity)
+
+    def enter(self) -> None:
+        """The arguments, before the first step; the caller holds those that live here as long as the call runs."""
+        entered: dict[tuple[int, object], _Buffer] = {}
+        for stage in self.stages:
+            for i, v in zip(self.account.programs[stage].arguments, self.account.tasks[stage].arguments, strict=True):
+                key = i, self.account.built.placements[stage][v]
+                if key not in entered:
+                    entered[key] = _Buffer(stage, v, self.account.size(stage, v))
+                if self.account.homes[i] == stage:
+                    self.ledger.hold(entered[key], "arguments", 0)
+                self.ledger.hold(entered[key], "copies", 0)
+                self.residents[stage, v] = entered[key]
+
+    def arrive(self, message: Message, at: int) -> None:
+        """What another rank sends."""
+        route = self.account.built.routes[message[0]]
+        self.inbox[message] = []
+        if route is None:
+            return
+        for v in route.taken:
+            buffer = _Buffer(route.target, v, self.account.size(route.target, v))
+            self.ledger.hold(buffer, "registers", at)
+            self.inbox[message].append((buffer, "registers"))
+
+    def step(self, k: int, values: StepValues) -> None:
+        account, stage, task, step = self.account, values.stage, values.task, self.steps[k]
+        taken = [[b for b, _ in self.inbox.get(m, ())] for m in step.takes]
+
+        def read(v: Var, place: tuple[int, int] | None) -> _Buffer:
+            return self.residents[stage, v] if place is None else taken[place[0]][place[1]]
+
+        for v, place in values.incoming:
+            self.keep(stage, v, read(v, place), 2 * k)
+        donated = account.donated[id(task)]
+        made = [
+            read(*values.inputs[donated[o]]) if o in donated else _Buffer(stage, v, account.size(stage, v))
+            for o, v in enumerate(task.outputs)
+        ]
+        for resident, output, v in values.kept:
+            self.keep(stage, resident, self.residents[stage, v] if output is None else made[output], 2 * k)
+        for message, give in zip(step.gives, values.gives, strict=True):
+            buffers = [read(g.var, g.place) if g.output is None else made[g.output] for g in give]
+            self.give(k, message, give, buffers)
+        for v in values.drops:
+            if (stage, v) in self.residents:
+                self.ledger.release(self.residents.pop((stage, v)), self.word(stage, v), 2 * k + 1)
+
+    def word(self, stage: int, v: Var) -> str:
+        """What a resident is held for."""
+        if v in self.account.results[stage]:
+            return "results"
+        return "copies" if v in self.account.tasks[stage].arguments else "sums"
+
+    def keep(self, stage: int, v: Var, buffer: _Buffer, at: int) -> None:
+        """A resident gets a value; the one that it had is read by the step and goes after it."""
+        word = self.word(stage, v)
+        self.ledger.hold(buffer, word, at)
+        before = self.residents.get((stage, v))
+        if before is not None:
+            self.ledger.release(before, word, at if before is buffer else at + 1)
+        self.residents[stage, v] = buffer
+
+    def give(self, k: int, message: Message, give: Sequence[Given], buffers: Sequence[_Buffer]) -> None:
+        account = self.account
+        route = account.built.routes[message[0]]
+        if route is None:
+            return
+        if account.built.rank_of[route.target] != self.number:
+            gone = max(2 * k + 1, bisect_left(self.times, account.moved[message]))
+            for buffer in buffers:
+                self.ledger.hold(buffer, "leaving", 2 * k)
+                self.leaving.setdefault(gone, []).append(buffer)
+            return
+        word = "stash" if route.source == route.target else "registers"
+        placements = account.built.placements
+        kept: list[tuple[_Buffer, str]] = []
+        for g, v, buffer in zip(give, route.taken, buffers, strict=True):
+            same = placements[route.source][g.var] == placements[route.target][v]
+            mine = buffer if same else _Buffer(route.target, v, account.size(route.target, v))
+            self.ledger.hold(mine, word, 2 * k)
+            kept.append((mine, word))
+        self.inbox[message] = kept
+
+    def leave(self, at: int) -> None:
+        """What has moved by now."""
+        for buffer in self.leaving.pop(at, ()):
+            self.ledger.release(buffer, "leaving", at)
+
+    @cached_property
+    def times(self) -> tuple[float, ...]:
+        return tuple(t for ends in zip(self.starts, self.ends, strict=True) for t in ends)
+
+    def summary(self, capacity: int) -> RankMemory:
+        account, last = self.account, 2 * len(self.steps)
+        changes = {kind: [0] * (last + 1) for kind in KINDS}
+
+        def add(kind: str, size: int, since: int, until: int) -> None:
+            changes[kind][since] += size
+            changes[kind][until] -= size
+
+        for buffer, kind, since, until in self.ledger.entries:
+            add(kind, buffer.bytes, since, until)
+        numbers = {s.label.microbatch for s in self.steps if isinstance(s.label, Action)}
+        add("sums", 4 * len(numbers), 0, last)  # which microbatch: an input of tasks
+        for k, step in enumerate(self.steps):
+            values = account.values.get(step.label)
+            add("working", 0 if values is None else account.working[id(values.task)], 2 * k, 2 * k + 1)
+        results = [(s, a) for s in self.stages for a in account.tasks[s].results]
+        add("results", sum(account.size(s, a) for s, a in results if compat.is_literal(a)), last - 1, last)
+        parts = {kind: tuple(accumulate(row[:-1])) for kind, row in changes.items()}
+        total = [sum(sizes) for sizes in zip(*parts.values(), strict=True)]
+        peak = total.index(max(total))
+        return RankMemory(
+            self.number, capacity, self.times, parts, tuple(s.label for s in self.steps),
+            sum(account.size(s, v) for s in self.stages for v in account.tasks[s].arguments),
+            sum(account.size(s, a) for s, a in results), self.holdings(peak),
+        )  # fmt: skip
+
+    def holdings(self, at: int) -> tuple[Holding, ...]:
+        found: dict[tuple[str, int, Var], list[int]] = {}
+        for buffer, kind, since, until in self.ledger.entries:
+            if since <= at < until:
+                found.setdefault((kind, buffer.stage, buffer.var), []).append(buffer.bytes)
+        rows = [
+            Holding(kind, stage, self.account.name(stage, v), short_aval(v.aval), sum(sizes), len(sizes))
+            for (kind, stage, v), sizes in found.items()
+        ]
+        return tuple(sorted(rows, key=lambda h: -h.bytes))
+
+
+def _moved(timeline: Timeline, link: Link) -> dict[Message, float]:
+    """When each message between actors has left its giver: what two actors exchange goes one after the other."""
+    net = timeline.network
+    seconds = [link(c)[1] if c.source != c.target else 0.0 for c in net.channels]
+    moved: dict[Message, float] = {}
+    for steps, ends in zip(net.actors, timeline.ends, strict=True):
+        free: dict[int, float] = {}
+        for step, end in zip(steps, ends, strict=True):
+            for message in step.gives:
+                target = net.channels[message[0]].target
+                free[target] = moved[message] = max(end, free.get(target, 0.0)) + seconds[message[0]]
+    return moved
+
+
+def _variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [a for a in atoms if not compat.is_literal(a)]
+
+
+def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
+    """Of each value of each stage the line of code that makes it; of a sum that of what is added to it."""
+    found: dict[tuple[int, Var], str] = {}
+    for stage, t in enumerate(tasks):
+        for task in (t.load, *t.loop.values(), *t.updates.values()):
+            for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
+                behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
+                line = compat.source_line(eqn) or next(filter(None, behind), "")
+                found |= {(stage, v): line for v in eqn.outvars}
+            found |= {(stage, resident): found[stage, v] for resident, v in task.kept if (stage, v) in found}
+    return found

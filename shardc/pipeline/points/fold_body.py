@@ -1,0 +1,189 @@
+"""The body of a microbatch loop as a row of work folded at the loss: forward equations, then backward ones.
+
+JAX differentiates backwards: the gradient's equations come in the reverse order of the forward's. So what lies between
+two points of the forward and the same two of the backward is a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of
+from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, Loop
+from shardc.pipeline.cut.reassociate import sum_terms
+
+
+@dataclass(frozen=True)
+class FoldedBody:
+    """The equations of a loop's body in the order of a microbatch.
+
+    Attributes:
+      loop: whose body this is.
+      eqns: all of them; one that depends on inputs alone stands in front of its first reader.
+      fold: how many are forward.
+      sums: ids of equations that only sum what the loop gives back: they are no readers, each stage sums its own.
+      cheap: values that are computed again wherever they are read, and the inputs that each needs for it.
+      terms: for each sum over microbatches what is added to it.
+    """
+
+    loop: Loop
+    eqns: tuple[Eqn, ...]
+    fold: int
+    sums: frozenset[int]
+    cheap: Mapping[Var, frozenset[Var]]
+    terms: tuple[tuple[Var, ...], ...]
+
+    @cached_property
+    def made(self) -> dict[Var, int]:
+        """When each value is made."""
+        return {v: t for t, e in enumerate(self.eqns) for v in e.outvars}
+
+    @cached_property
+    def state(self) -> list[tuple[int, int]]:
+        """For each state, which is no sum, when it is first read and when it is replaced: on one stage."""
+        loop = self.loop
+        befores = loop.body.invars[loop.consts : loop.consts + loop.carries]
+        found: list[tuple[int, int]] = []
+        for before, after in zip(befores, loop.body.outvars, strict=False):
+            times = [t for t, e in enumerate(self.eqns) if id(e) not in self.sums and before in e.invars]
+            if times and not compat.is_literal(after) and after in self.made:
+                found.append((min(times), self.made[after]))
+        return found
+
+    @cached_property
+    def reads(self) -> dict[Var, list[int]]:
+        """When each value is read, in order; of an input also when what is made of it cheaply is."""
+        found: dict[Var, list[int]] = {}
+        for t, eqn in enumerate(self.eqns):
+            if id(eqn) in self.sums or any(v in self.cheap for v in eqn.outvars):
+                continue
+            atoms = {a for a in eqn.invars if not compat.is_literal(a)}
+            for v in atoms | {root for a in atoms for root in self.cheap.get(a, ())}:
+                found.setdefault(v, []).append(t)
+        return found
+
+
+def fold_body(loop: Loop) -> FoldedBody:
+    """The body of a loop, in order."""
+    eqns = loop.body.eqns
+    fold = next((i for i, e in enumerate(eqns) if is_transposed(e)), len(eqns))
+    sums, terms = _sums(loop)
+    cheap = _cheap(loop)
+    forward = _as_late_as_useful(eqns[:fold], cheap)
+    backward = _as_early_as_useful(eqns[fold:], cheap, sums)
+    return FoldedBody(loop, (*forward, *backward), fold, sums, cheap, terms)
+
+
+def is_transposed(eqn: Eqn) -> bool:
+    """Whether an equation belongs to the outermost backward pass: what JAX transposes says so in its name."""
+    return "transpose(" in str(eqn.source_info.name_stack).partition("jvp(")[0]
+
+
+def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
+    """The equations that only add up what is carried, and what they add."""
+    body = loop.body
+    made = {v: e for e in body.eqns for v in e.outvars}
+    readers: dict[Var, int] = {}
+    for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
+        if not compat.is_literal(a):
+            readers[a] = readers.get(a, 0) + 1
+    inner: set[int] = set()
+    terms: list[tuple[Var, ...]] = []
+    for before, out in zip(body.invars[loop.consts :], body.outvars[: loop.carries], strict=False):
+        found: list[Var] = []
+        add = None if compat.is_literal(out) else made.get(out)
+        if add is not None and add.primitive.name in ADDITIONS and before in add.invars and readers[before] == 1:
+            inner.add(id(add))
+            for a in add.invars:
+                if a is not before:
+                    leaves = sum_terms(a, lambda x: x, made, readers)
+                    ends = [_behind_linear(t, made, readers) for t, _ in leaves if not compat.is_literal(t)]
+                    found += ends
+                    inner |= _between(a, set(ends), made)
+        terms.append(tuple(found))
+    return frozenset(inner), tuple(terms)
+
+
+def _behind_linear(v: Var, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> Var:
+    """What a term is a transpose, reshape or conversion of, if nothing else reads that."""
+    while (eqn := made.get(v)) is not None and eqn.primitive.name in LINEAR and len(eqn.invars) == 1:
+        (operand,) = eqn.invars
+        if compat.is_literal(operand) or operand not in made or readers[operand] > 1:
+            break
+        v = operand
+    return v
+
+
+def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[int]:
+    """Ids of the equations from the terms of a sum to the sum."""
+    if compat.is_literal(atom) or atom in leaves or atom not in made:
+        return set()
+    return {id(made[atom])}.union(*(_between(a, leaves, made) for a in made[atom].invars))
+
+
+def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
+    """What is computed again wherever it is read, as `cut_loop` does, and the inputs behind it."""
+    body = loop.body
+    carried = body.invars[loop.consts : loop.consts + loop.carries]
+    roots: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in set(body.invars) - set(carried)}
+    depth = dict.fromkeys(roots, 0)
+    cheap: dict[Var, frozenset[Var]] = {}
+    for eqn in body.eqns:
+        operands = [a for a in eqn.invars if not compat.is_literal(a)]
+        if eqn.primitive.name not in CHEAP or eqn.effects or any(a not in depth for a in operands):
+            continue
+        deep = 1 + sum(depth[a] for a in operands)
+        if deep <= CHEAP_DEPTH:
+            behind = frozenset[Var]().union(*(roots[a] for a in operands))
+            for v in eqn.outvars:
+                depth[v], roots[v], cheap[v] = deep, behind, behind
+    return cheap
+
+
+def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eqn]:
+    """Equations moved to their first reader where no more bytes wait then.
+
+    An embedding of the decoder's input stands by the decoder then, though it was computed beside the encoder's.
+    """
+    first: dict[Var, int] = {}
+    last: dict[Var, int] = {}
+    made = {v: e for e in eqns for v in e.outvars}
+    for t, eqn in enumerate(eqns):
+        last |= {a: t for a in eqn.invars if not compat.is_literal(a)}
+    at = list(range(len(eqns)))
+    for t in range(len(eqns) - 1, -1, -1):
+        eqn = eqns[t]
+        goal = min((first[v] for v in eqn.outvars if v in first), default=None)
+        if goal is not None and not eqn.effects:
+            held = {a for a in eqn.invars if not compat.is_literal(a) and a in made and a not in cheap}
+            longer = sum(bytes_of(a) for a in held if last[a] == t)
+            if longer <= sum(bytes_of(v) for v in eqn.outvars if v in first):
+                at[t] = goal
+        for a in eqn.invars:
+            if not compat.is_literal(a):
+                first[a] = min(at[t], first.get(a, at[t]))
+    return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]
+
+
+def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: frozenset[int]) -> list[Eqn]:
+    """The same for the backward pass: equations moved to the maker of what they read, if they make no more than that.
+
+    All that reads a cotangent stands together: what JAX emits when it transposes the equation that made the value.
+    """
+    maker = {v: t for t, e in enumerate(eqns) for v in e.outvars}
+    read = {a for e in eqns if id(e) not in sums for a in e.invars if not compat.is_literal(a)}
+    at: list[int] = []
+    for t, eqn in enumerate(eqns):
+        held = {a for a in eqn.invars if not compat.is_literal(a) and a in maker and a not in cheap}
+        free = all(v in cheap for v in eqn.outvars)
+        makers = [at[maker[a]] for a in eqn.invars if not compat.is_literal(a) and a in maker]
+        ready = max(makers, default=0 if free else t)
+        smaller = sum(bytes_of(v) for v in eqn.outvars if v in read) <= sum(map(bytes_of, held))
+        useful = (free or smaller) and id(eqn) not in sums and not eqn.effects
+        at.append(ready if useful else t)
+    return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]

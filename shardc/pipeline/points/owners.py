@@ -1,0 +1,69 @@
+"""What belongs together in a training step: a parameter, the sum of its gradients, what the optimizer keeps of it.
+
+They meet after the loop in operations on values of one shape, as in `p + rate * mu / sqrt(nu)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardc import compat
+from shardc.compat import NESTED, Var
+from shardc.ir.program import Program
+from shardc.pipeline.cut.cut_loop import Loop
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What is kept with one input of a loop's body.
+
+    Attributes:
+      arguments: numbers of the program's inputs: the one that it is, or is made of, and those that are updated with it.
+      sums: numbers of the loop's sums over microbatches that it is updated with.
+    """
+
+    arguments: tuple[int, ...]
+    sums: tuple[int, ...]
+
+
+def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
+    """For each input of the loop's body what is kept with it."""
+    group = _groups(program, loop)
+    inputs = {v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)}
+    carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
+    by_group: dict[Var, list[int]] = {}
+    for i, v in enumerate(program.jaxpr.invars):
+        by_group.setdefault(group(v), []).append(i)
+    sums: dict[Var, list[int]] = {}
+    for j, v in enumerate(loop.eqn.outvars[: loop.carries]):
+        sums.setdefault(group(v), []).append(j)
+    own = {i for a in inputs.values() for i, v in enumerate(program.jaxpr.invars) if v is a}
+    found: dict[Var, Owned] = {}
+    taken: set[int] = set()
+    for v, a in inputs.items():
+        if v not in carried:
+            mine = [i for i in by_group.get(group(a), ()) if program.jaxpr.invars[i] is a or i not in own | taken]
+            taken |= set(mine)
+            found[v] = Owned(tuple(mine), tuple(sums.get(group(a), ())))
+    return found
+
+
+def _groups(program: Program, loop: Loop) -> Callable[[Var], Var]:
+    """Outside of the loop, one variable for all that operations on values of one shape connect."""
+    parent: dict[Var, Var] = {}
+
+    def top(v: Var) -> Var:
+        while (up := parent.get(v, v)) is not v:
+            parent[v] = v = parent.get(up, up)
+        return v
+
+    for eqn in program.jaxpr.eqns:
+        if eqn is loop.eqn or eqn.primitive.name in NESTED:
+            continue
+        same: dict[tuple[int, ...], Var] = {}
+        for v in (*eqn.outvars, *eqn.invars):
+            if not compat.is_literal(v) and math.prod(v.aval.shape) > 1:
+                parent[top(v)] = top(same.setdefault(v.aval.shape, v))
+    return top

@@ -1,0 +1,308 @@
+"""Splits scans over layers into scans over fewer layers each, so that stages can be cut between them.
+
+    c, ys = scan[5] c0 xs     -->   c1, ys0 = scan[3] c0 xs[0:3]; c, ys1 = scan[2] c1 xs[3:5]
+
+Nothing is unrolled. What is stacked over the layers lives in pieces from end to end: a parameter, what the optimizer
+keeps of it and its new value become an argument, or result, for each piece, and the equations between are done to each
+piece (`rows`), so that a stage holds and updates its own layers only. What an equation wants as a whole is put
+together in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.program import Program
+from shardc.passes.trace.canonicalize import with_own_bodies
+from shardc.pipeline.cut.cut_loop import Loop
+from shardc.pipeline.points.rows import RowUse, piece_eqn, row_use, rows_of
+
+Ends: TypeAlias = tuple[int, ...]
+"""Where pieces of rows begin, and the end of the last: `(0, 3, 5)`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start:stop` of an input or result, by number; all of it if `rows` is None."""
+
+    number: int
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A dimension that scans run over.
+
+    Attributes:
+      count: how many layers, L.
+      scans: the scans over it, in the loop's body.
+      values: the variables that have it in front, inside and outside of the loop.
+    """
+
+    count: int
+    scans: tuple[Eqn, ...]
+    values: frozenset[Var]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A program whose stacked inputs and results are there in pieces.
+
+    Attributes:
+      program: with an input, or result, for each piece.
+      inputs, outputs: what each is of the program that was split.
+      scans: of each dimension of layers its scans, each the pieces in the order in which they run, with their first
+        rows.
+    """
+
+    program: Program
+    inputs: tuple[Piece, ...]
+    outputs: tuple[Piece, ...]
+    scans: tuple[tuple[tuple[tuple[int, Eqn], ...], ...], ...] = ()
+
+
+def whole_program(program: Program) -> Pieces:
+    """A program in one piece."""
+    inputs, outputs = program.in_paths, program.out_paths
+    return Pieces(program, tuple(map(Piece, range(len(inputs)))), tuple(map(Piece, range(len(outputs)))))
+
+
+def find_layers(program: Program, loop: Loop) -> list[Layers]:
+    """The dimensions of layers: what scans in the loop's body run over, if parameters have it too."""
+    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
+    if not scans:
+        return []
+    group = _Groups()
+    for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
+        if eqn in scans:
+            group.join([*_stacks(eqn), *eqn.outvars[compat.scan_of(eqn).carries :]])
+        elif eqn is not loop.eqn and (use := row_use(eqn)) is not None and use.op is None:
+            group.join([*_stacked(eqn, use), *eqn.outvars])
+    body, ends = loop.body, loop.consts + loop.carries
+    for inner, outer in zip(body.invars[:ends], loop.eqn.invars, strict=False):
+        group.join([inner, outer])
+    for before, after, out in zip(
+        body.invars[loop.consts : ends], body.outvars, loop.eqn.outvars[: loop.carries], strict=False
+    ):
+        group.join([before, after, out])
+    inputs = {group.top(v) for v in program.jaxpr.invars}
+    found: dict[Var, list[Eqn]] = {}
+    for eqn in scans:
+        top = next((group.top(v) for v in _stacks(eqn)), None)
+        if top in inputs:
+            found.setdefault(top, []).append(eqn)
+    members = group.members()
+    return [Layers(compat.trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
+
+
+def _stacks(scan: Eqn) -> list[Var]:
+    """What a scan takes a row of in each step."""
+    return [a for a in scan.invars[compat.scan_of(scan).rows_at :] if not compat.is_literal(a)]
+
+
+def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
+    return [a for a, stacked in zip(eqn.invars, use.stacked, strict=True) if stacked and not compat.is_literal(a)]
+
+
+class _Groups:
+    """Variables that were joined (union and find)."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Var, Var] = {}
+
+    def top(self, v: Var) -> Var:
+        while (up := self.parent.get(v, v)) is not v:
+            self.parent[v] = v = self.parent.get(up, up)
+        return v
+
+    def join(self, atoms: Iterable[Atom]) -> None:
+        variables = [a for a in atoms if not compat.is_literal(a)]
+        for v in variables:
+            self.parent.setdefault(v, v)
+            self.parent[self.top(v)] = self.top(variables[0])
+
+    def members(self) -> dict[Var, list[Var]]:
+        found: dict[Var, list[Var]] = {}
+        for v in self.parent:
+            found.setdefault(self.top(v), []).append(v)
+        return found
+
+
+def split_scans(program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
+    """The program with each dimension of layers cut into pieces.
+
+    Args:
+      program, loop: what is split, and its loop over microbatches.
+      layers: its dimensions of layers.
+      ends: for each of them where pieces begin, and its end.
+    """
+    return _Splitter(program, loop, layers, ends).run()
+
+
+class _Level:
+    """The equations of one jaxpr, some of whose values are there in pieces."""
+
+    def __init__(self, ends_of: dict[Var, Ends]) -> None:
+        self.ends_of = ends_of
+        self.eqns: list[Eqn] = []
+        self.parts: dict[Var, list[Atom]] = {}
+        self.sliced: set[Var] = set()  # made whole, their parts taken from that
+        self.joined: set[Var] = set()  # made in parts, put together
+
+    def receive(self, v: Var) -> list[Var]:
+        """The variables that a value from outside comes in."""
+        if v not in self.ends_of:
+            return [v]
+        self.parts[v] = made = [rows_of(v, b - a) for a, b in pairwise(self.ends_of[v])]
+        return made
+
+    def give(self, atom: Atom) -> list[Atom]:
+        """The atoms that a value goes out in."""
+        return self.pieces(atom) if not compat.is_literal(atom) and atom in self.ends_of else [self.whole(atom)]
+
+    def whole(self, atom: Atom) -> Atom:
+        if not compat.is_literal(atom) and self._in_pieces(atom) and atom not in self.joined:
+            self.joined.add(atom)
+            self.eqns.append(compat.concat_eqn(self.parts[atom], atom))
+        return atom
+
+    def pieces(self, v: Var) -> list[Atom]:
+        if v not in self.parts:
+            made: list[Atom] = []
+            for a, b in pairwise(self.ends_of[v]):
+                made.append(rows_of(v, b - a))
+                self.eqns.append(compat.rows_eqn(v, a, b, made[-1]))
+            self.sliced.add(v)
+            self.parts[v] = made
+        return self.parts[v]
+
+    def add(self, eqn: Eqn) -> None:
+        """An equation, piece by piece where its operands are there in pieces."""
+        if not any(not compat.is_literal(a) and a in self.ends_of for a in (*eqn.invars, *eqn.outvars)):
+            self.eqns.append(eqn)
+            return
+        use = row_use(eqn)
+        stacked = [] if use is None else _stacked(eqn, use)
+        values = [*stacked, *(eqn.outvars if use is None or use.op is None else ())]
+        same = len({self.ends_of.get(v) for v in values}) == 1 and values[0] in self.ends_of if values else False
+        if use is None or not same or (stacked and not any(self._in_pieces(v) for v in stacked)):
+            self.eqns.append(eqn.replace(invars=[self.whole(a) for a in eqn.invars]))
+            return
+        made: list[list[Var]] = []
+        for k, (a, b) in enumerate(pairwise(self.ends_of[values[0]])):
+            operands = [
+                self.pieces(x)[k] if s else self.whole(x) for x, s in zip(eqn.invars, use.stacked, strict=True)
+            ]
+            self.eqns.append(piece_eqn(eqn, use, b - a, operands))
+            made.append(self.eqns[-1].outvars)
+        for out, found in zip(eqn.outvars, zip(*made, strict=True), strict=True):
+            if use.op is None:
+                self.parts[out] = list(found)
+            else:
+                self._join(out, found, use.op)
+
+    def _in_pieces(self, v: Var) -> bool:
+        return v in self.parts and v not in self.sliced
+
+    def _join(self, out: Var, parts: Sequence[Var], op: str) -> None:
+        """`out`, the reduction of its parts."""
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 2):
+            after = out if i == len(parts) else compat.fresh_var(out.aval)
+            self.eqns.append(compat.join_eqn(op, total, part, after))
+            total = after
+
+
+class _Splitter:
+    def __init__(self, program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
+        self.program, self.loop = program, loop
+        self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
+        self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
+        self.scans: list[list[tuple[tuple[int, Eqn], ...]]] = [[] for _ in layers]
+
+    def run(self) -> Pieces:
+        jaxpr, outer = self.program.jaxpr, _Level(self.ends_of)
+        invars, inputs = self._border(jaxpr.invars, outer.receive)
+        for eqn in jaxpr.eqns:
+            if eqn is self.loop.eqn:
+                self._loop(outer)
+            else:
+                outer.add(eqn)
+        outvars, outputs = self._border(jaxpr.outvars, outer.give)
+        program = replace(
+            self.program,
+            jaxpr=compat.new_jaxpr(invars, outvars, outer.eqns, jaxpr),
+            in_paths=tuple(_path(self.program.in_paths[p.number], p) for p in inputs),
+            out_paths=tuple(_path(self.program.out_paths[p.number], p) for p in outputs),
+        )
+        return Pieces(program, inputs, outputs, tuple(map(tuple, self.scans)))
+
+    def _border(
+        self, atoms: Sequence[Atom], names: Callable[[Atom], Sequence[Atom]]
+    ) -> tuple[list[Atom], tuple[Piece, ...]]:
+        """The atoms that inputs or results come or go in, and what each is."""
+        found: list[Atom] = []
+        pieces: list[Piece] = []
+        for i, atom in enumerate(atoms):
+            found += names(atom)
+            ends = None if compat.is_literal(atom) else self.ends_of.get(atom)
+            pieces += [Piece(i)] if ends is None else [Piece(i, rows) for rows in pairwise(ends)]
+        return found, tuple(pieces)
+
+    def _loop(self, outer: _Level) -> None:
+        loop, old = self.loop, self.loop.body
+        inner = _Level(self.ends_of)
+        consts = [v for a in old.invars[: loop.consts] for v in inner.receive(a)]
+        carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
+        stacks = old.invars[loop.consts + loop.carries :]
+        for eqn in old.eqns:
+            if id(eqn) in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
+                self._scan(inner, eqn)
+            else:
+                inner.add(eqn)
+        sums = [a for out in old.outvars[: loop.carries] for a in inner.give(out)]
+        ys = [inner.whole(a) for a in old.outvars[loop.carries :]]
+        body = compat.new_jaxpr([*consts, *carries, *stacks], [*sums, *ys], inner.eqns, old)
+        ahead, behind = loop.eqn.invars[: loop.consts + loop.carries], loop.eqn.invars[loop.consts + loop.carries :]
+        operands = [*(x for a in ahead for x in outer.give(a)), *(outer.whole(a) for a in behind)]
+        results = [v for out in loop.eqn.outvars[: loop.carries] for v in outer.receive(out)]
+        outer.eqns.append(
+            loop.eqn.replace(
+                invars=operands, outvars=[*results, *loop.eqn.outvars[loop.carries :]],
+                params=compat.scan_params(loop.eqn, body, len(consts), len(carries)),
+            )
+        )  # fmt: skip
+
+    def _scan(self, level: _Level, eqn: Eqn) -> None:
+        """A scan over layers as scans over the pieces, one after the other."""
+        scan = compat.scan_of(eqn)
+        nc, nk = scan.consts, scan.carries
+        consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]
+        stacks = [level.pieces(v) for v in _stacks(eqn)]
+        rows = list(enumerate(pairwise(self.ends_of[_stacks(eqn)[0]])))
+        ys: dict[int, list[Var]] = {}
+        found: list[tuple[int, Eqn]] = []
+        for k, (a, b) in reversed(rows) if scan.reverse else rows:
+            last = k == (0 if scan.reverse else len(rows) - 1)
+            after = [v if last else compat.fresh_var(v.aval) for v in eqn.outvars[:nk]]
+            ys[k] = [rows_of(v, b - a) for v in eqn.outvars[nk:]]
+            piece = with_own_bodies(eqn)
+            piece = piece.replace(
+                invars=[*consts, *state, *(s[k] for s in stacks)], outvars=[*after, *ys[k]],
+                params=compat.scan_params(piece, compat.scan_of(piece).body, nc, nk, length=b - a),
+            )  # fmt: skip
+            level.eqns.append(piece)
+            found.append((a, piece))
+            state = after
+        for i, v in enumerate(eqn.outvars[nk:]):
+            level.parts[v] = [ys[k][i] for k, _ in rows]
+        self.scans[self.dimension[id(eqn)]].append(tuple(found))
+
+
+def _path(path: str, piece: Piece) -> str:
+    return path if piece.rows is None else f"{path}[{piece.rows[0]}:{piece.rows[1]}]"

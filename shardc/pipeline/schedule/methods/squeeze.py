@@ -1,0 +1,132 @@
+"""From a planned order of forwards and input gradients to a schedule: weight gradients fill what would be idle.
+
+The plan may be rough. It says who comes first where several could run; time says what can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.costs import Costs
+
+
+class Squeezed(NamedTuple):
+    """The order of each rank, and when the last action ends."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    makespan: float
+
+
+def squeeze(
+    plan: Sequence[Sequence[Action]],
+    rank_of: Sequence[int],
+    costs: Costs,
+    held: Sequence[int],
+    latency: float = 0.0,
+    *,
+    window: int = 12,
+) -> Squeezed | None:
+    """A schedule in the plan's order, as far as waiting for it does not waste time.
+
+    Whenever a rank is free it takes the plan's next action, if its inputs are there and, for a forward, an activation
+    may be held. Else it takes its oldest weight gradient W. Else, rather than idle, the first of the next actions of
+    the plan that can run now: an input gradient, or a forward for which there will be room until its place in the plan
+    if every W comes right after its I. So what has been moved up never takes the room of what it overtook.
+
+    Args:
+      plan: for each rank F and I of all its stages and microbatches, in an order that would not deadlock. With B in
+        the place of I the backward stays whole.
+      rank_of: the rank of each stage.
+      costs: of the actions.
+      held: for each rank how many activations it may hold, in chunks.
+      latency: of a message between two ranks.
+      window: how many of the next actions are looked at.
+
+    Returns:
+      None if the plan cannot be run with so few activations.
+    """
+    ranks = [_Rank(deque(row), room) for row, room in zip(plan, held, strict=True)]
+    arrivals: dict[tuple[int, bool, int], float] = {}  # stage, forward?, microbatch: when its input is there
+    last = len(rank_of) - 1
+    calls = [(0.0, r) for r in range(len(ranks))]  # when to look at a rank again
+    end = 0.0
+    while calls:
+        now, r = heapq.heappop(calls)
+        rank = ranks[r]
+        if now < rank.free:
+            continue
+        action = rank.take(arrivals, now, window)
+        if action is None:
+            continue
+        rank.free = now + costs(action)
+        end = max(end, rank.free)
+        heapq.heappush(calls, (rank.free, r))
+        stage, kind, microbatch = action
+        target = stage + 1 if kind == "F" else stage - 1
+        if kind == "W" or target < 0:
+            continue
+        forward = kind == "F" and stage < last
+        target = min(target, last)
+        arrival = rank.free + (latency if rank_of[target] != r else 0.0)
+        arrivals[target, forward, microbatch] = arrival
+        heapq.heappush(calls, (arrival, rank_of[target]))
+    if any(rank.plan for rank in ranks):
+        return None
+    return Squeezed(tuple(tuple(rank.done) for rank in ranks), end)
+
+
+class _Rank:
+    """What one rank has still to do, and holds."""
+
+    def __init__(self, plan: deque[Action], room: int) -> None:
+        self.plan = plan
+        self.room = room
+        self.held = 0
+        self.weights: deque[Action] = deque()
+        self.done: list[Action] = []
+        self.free = 0.0
+
+    def take(self, arrivals: dict[tuple[int, bool, int], float], now: float, window: int) -> Action | None:
+        """The action to start now, taken out of what is to do; None if the rank has to wait."""
+        if self._later(arrivals, now, 1) == 0:
+            action = self.plan.popleft()
+        elif self.weights:
+            action = self.weights.popleft()
+        else:
+            place = self._later(arrivals, now, window)
+            if place is None:
+                return None
+            action = self.plan[place]
+            del self.plan[place]
+        self._count(action)
+        self.done.append(action)
+        return action
+
+    def _can_run(self, action: Action, arrivals: dict[tuple[int, bool, int], float], now: float) -> bool:
+        stage, kind, microbatch = action
+        if kind == "F" and not stage:
+            return True
+        return arrivals.get((stage, kind == "F", microbatch), now + 1) <= now  # a gradient comes after the own forward
+
+    def _later(self, arrivals: dict[tuple[int, bool, int], float], now: float, window: int) -> int | None:
+        """The place of the first action of the plan that can run, and may overtake those before it."""
+        held = most = self.held
+        for place in range(min(window, len(self.plan))):
+            action = self.plan[place]
+            if self._can_run(action, arrivals, now) and (action.kind != "F" or most < self.room):
+                return place
+            held += 1 if action.kind == "F" else -1
+            most = max(most, held)
+        return None
+
+    def _count(self, action: Action) -> None:
+        if action.kind == "F":
+            self.held += 1
+        elif action.kind == "I":
+            self.weights.append(action._replace(kind="W"))
+        else:
+            self.held -= 1

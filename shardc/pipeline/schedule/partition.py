@@ -1,0 +1,251 @@
+"""Where a chain of work is cut into stages: on tables of numbers.
+
+    point:  0 . . i . . j . . n-1        stage (i, j) does what lies between two points, forwards and backwards
+
+First the least that the slowest stage can take, by dynamic programming over the points; then, for that bound and a few
+looser ones, the cuts whose transfers are least. A stage that is slightly slower may save far more in transfers: each of
+the few is run under the schedule in the simulator. From the fastest on cuts are moved one by one, as long as the
+simulated call becomes faster and no stage slower than the loosest bound; where there are few places, all are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.network import network
+from shardc.pipeline.schedule.schedule import Schedule
+from shardc.pipeline.schedule.simulate import simulate
+from shardc.runtime.actor import Channel
+
+Floats: TypeAlias = NDArray[np.float64]
+Cuts: TypeAlias = tuple[int, ...]
+"""The points between stages: P-1 of them, ascending."""
+
+SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06)
+"""How much slower than need be the slowest stage may become, to save transfers."""
+SHARED: Final = 1.5
+"""The same where a rank runs several stages, whose sum counts more than the slowest."""
+WORTH: Final = 1.001
+"""How much faster a call has to become for that."""
+ACTIONS: Final = 100_000
+"""How many actions are simulated in the search, about: some of 10 us each."""
+REACH: Final = 12
+"""How many points a cut is moved at once, at most."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Work in a row that may be cut at n points, of which the first is its start and the last its end.
+
+    Attributes:
+      forward, backward: (stages, n) seconds of all forward (backward) work in front of each point, on the devices of
+        each stage.
+      activation, gradient: (n,) bytes that each device sends over a cut there, forwards and backwards, for each
+        microbatch.
+      once: (n,) bytes that a cut there costs besides, in the whole call.
+      back: (n,) the place of each point in the backward pass, which a later point never exceeds.
+      memory: (stages, n, n) bytes that each device of stage s needs for what lies between points i and j.
+      room: (stages,) bytes that it has.
+      fused: the last stage's forward lies inside its backward.
+      latency, bandwidth: of the link between two stages; seconds, and bytes per second.
+      least: seconds that any task costs.
+    """
+
+    forward: Floats
+    backward: Floats
+    activation: Floats
+    gradient: Floats
+    once: Floats
+    back: NDArray[np.int64]
+    memory: Floats
+    room: Floats
+    fused: bool
+    latency: float
+    bandwidth: float
+    least: float
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    def costs(self, cuts: Cuts) -> Costs:
+        """F, input gradient and weight gradient of each stage; the two gradients share their time evenly."""
+        ends = [0, *cuts, self.forward.shape[1] - 1]
+        rows: list[tuple[float, float, float]] = []
+        for s, (i, j) in enumerate(pairwise(ends)):
+            ahead = float(self.forward[s, j] - self.forward[s, i])
+            behind = float(self.backward[s, j] - self.backward[s, i])
+            fused = self.fused and s == self.stages - 1
+            half = max(ahead + behind if fused else behind, self.least) / 2
+            rows.append((0.0 if fused else max(ahead, self.least), half, half))
+        return Costs(tuple(rows))
+
+    def transfer_seconds(self) -> Floats:
+        """For each point, the time to cross a cut there and come back."""
+        return (self.activation + self.gradient) / self.bandwidth + 2 * self.latency
+
+
+def choose_cuts(chain: Chain, schedule: Callable[[Costs], Schedule]) -> Cuts | None:
+    """The cuts under which a call is fastest.
+
+    Args:
+      chain: the work, and what each cut costs.
+      schedule: the order of the actions, for the costs of the stages.
+
+    Returns:
+      None if no cuts fit the memory, or there are not as many places.
+    """
+    seconds = _stage_seconds(chain)
+    least = _slowest_at_least(seconds)
+    if least is None:
+        return None
+    search = _Search(chain, schedule)
+    for slack in SLACK:
+        search.try_all([_least_transfers(chain, seconds <= least * slack * (1 + 1e-9))])
+    order = schedule(chain.costs(search.best))
+    allowed = seconds <= least * (SHARED if order.stages > order.ranks else SLACK[-1]) * (1 + 1e-9)
+    places = range(1, seconds.shape[1] - 1)
+    if math.comb(len(places), len(search.best)) * sum(map(len, order.rows)) <= ACTIONS:
+        search.try_all(cuts for cuts in combinations(places, len(search.best)) if _allow(allowed, cuts))
+        return search.best
+    while search.left > 0 and search.try_all(_moved(search.best, allowed)):
+        pass
+    return search.best
+
+
+class _Search:
+    """The fastest cuts so far, and how many may still be tried."""
+
+    def __init__(self, chain: Chain, schedule: Callable[[Costs], Schedule]) -> None:
+        self.chain, self.schedule = chain, schedule
+        self.best: Cuts = ()
+        self.fastest = np.inf
+        self.tried: set[Cuts] = set()
+        self.left = ACTIONS
+
+    def try_all(self, candidates: Iterable[Cuts | None]) -> bool:
+        """Whether one of the candidates is faster than what was found before."""
+        before = self.best
+        for cuts in candidates:
+            if cuts is None or cuts in self.tried or (self.left <= 0 and self.best):
+                continue
+            self.tried.add(cuts)
+            order = self.schedule(self.chain.costs(cuts))
+            self.left -= sum(map(len, order.rows))
+            seconds = makespan(self.chain, cuts, order)
+            if seconds * WORTH < self.fastest:
+                self.best, self.fastest = cuts, seconds
+        return self.best is not before
+
+
+def _moved(cuts: Cuts, allowed: NDArray[np.bool_]) -> Iterator[Cuts]:
+    """The cuts with one of them elsewhere, near moves first; and with all of them moved."""
+    n = allowed.shape[1]
+    for distance in range(1, REACH + 1):
+        for step in (-distance, distance):
+            for moved in [*(_with(cuts, k, step) for k in range(len(cuts))), tuple(c + step for c in cuts)]:
+                if all(0 < c < n - 1 for c in moved) and _allow(allowed, moved):
+                    yield moved
+
+
+def _allow(allowed: NDArray[np.bool_], cuts: Cuts) -> bool:
+    return all(allowed[s, i, j] for s, (i, j) in enumerate(pairwise([0, *cuts, allowed.shape[1] - 1])))
+
+
+def _with(cuts: Cuts, k: int, step: int) -> Cuts:
+    return (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
+
+
+def tightest_cuts(chain: Chain) -> Cuts | None:
+    """The cuts that come nearest to fitting the memory; None if there are not as many places."""
+    share = chain.memory / chain.room[:, None, None]
+    return _bottleneck(np.where(_may_follow(chain), share, np.inf))
+
+
+def makespan(chain: Chain, cuts: Cuts, order: Schedule) -> float:
+    """Seconds of the loop over microbatches in the simulator."""
+    at = list(cuts)
+    net = network(
+        order,
+        bytes={"activation": [*map(int, chain.activation[at]), 0], "gradient": [0, *map(int, chain.gradient[at])]},
+    )
+
+    def link(channel: Channel) -> tuple[float, float]:
+        return chain.latency, channel.bytes / chain.bandwidth
+
+    once = float(chain.once[at].sum()) / chain.bandwidth
+    return simulate(net, chain.costs(cuts), link).makespan + once
+
+
+def _may_follow(chain: Chain) -> NDArray[np.bool_]:
+    """(stages, n, n): whether a stage may go from point i to point j: there is work, and no way back."""
+    work = chain.forward + chain.backward
+    ahead = work[:, None, :] > work[:, :, None]
+    return ahead & (chain.back[None, None, :] <= chain.back[None, :, None])
+
+
+def _stage_seconds(chain: Chain) -> Floats:
+    """(stages, n, n): time of a stage for one microbatch, that of its inputs and their gradients included."""
+    ahead = chain.forward[:, None, :] - chain.forward[:, :, None]
+    behind = chain.backward[:, None, :] - chain.backward[:, :, None]
+    seconds = ahead + behind
+    seconds[1:] += chain.transfer_seconds()[None, :, None]
+    fits = chain.memory <= chain.room[:, None, None]
+    return np.where(fits & _may_follow(chain), seconds, np.inf)
+
+
+def _slowest_at_least(seconds: Floats) -> float | None:
+    """The least time of the slowest stage; None if there are no cuts."""
+    best = _bottleneck(seconds)
+    if best is None:
+        return None
+    return float(max(seconds[s, i, j] for s, (i, j) in enumerate(pairwise([0, *best, seconds.shape[1] - 1]))))
+
+
+def _least_transfers(chain: Chain, allowed: NDArray[np.bool_]) -> Cuts | None:
+    """Of the cuts into allowed stages those with the least transfers."""
+    price = chain.transfer_seconds() + chain.once / chain.bandwidth
+    return _path(np.where(allowed, price[None, :, None], np.inf), np.add)
+
+
+def _bottleneck(seconds: Floats) -> Cuts | None:
+    """The cuts under which the greatest (s, i, j) of a path is least."""
+    return _path(seconds, np.maximum)
+
+
+def _path(step: Floats, join: np.ufunc) -> Cuts | None:
+    """The path from the first point to the last, one step for each stage, of least total under `join`."""
+    stages, _, n = step.shape
+    total = np.full(n, np.inf)
+    total[0] = 0.0
+    came: list[NDArray[np.int64]] = []
+    for s in range(stages):
+        through = join(total[:, None], step[s])
+        came.append(through.argmin(0))
+        total = through.min(0)
+    if not np.isfinite(total[-1]):
+        return None
+    points: list[int] = [n - 1]
+    for s in range(stages - 1, 0, -1):
+        points.append(int(came[s][points[-1]]))
+    return tuple(points[:0:-1])
+
+
+def in_flight(schedule: Schedule) -> Sequence[int]:
+    """For each stage the most microbatches whose activations it holds at once."""
+    held, most = [0] * schedule.stages, [0] * schedule.stages
+    for row in schedule.rows:
+        split = {a.stage for a in row if a.kind == "W"}
+        for action in row:
+            ends = "W" if action.stage in split else "B"
+            held[action.stage] += (action.kind == "F") - (action.kind == ends)
+            most[action.stage] = max(most[action.stage], held[action.stage])
+    return most

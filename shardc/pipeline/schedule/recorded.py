@@ -1,0 +1,40 @@
+"""A run under the real clock as a Timeline, so that measured and planned are looked at with the same eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardc.errors import PipelineError
+from shardc.pipeline.schedule.simulate import Timeline
+from shardc.runtime.actor import Network, Span
+
+
+def recorded(net: Network, spans: Iterable[Span], zero: float) -> Timeline:
+    """The timeline of a run that was recorded.
+
+    Args:
+      net: what ran.
+      spans: one for each step of each actor, those of an actor in order (`Executor.run(record=True)`).
+      zero: when the run began; the timeline's times count from there.
+
+    Raises:
+      PipelineError: the spans are not those of all steps.
+    """
+    rows: list[list[Span]] = [[] for _ in net.actors]
+    for span in spans:
+        rows[span.actor].append(span)
+    for actor, (row, steps) in enumerate(zip(rows, net.actors, strict=True)):
+        if [s.label for s in row] != [s.label for s in steps]:
+            raise PipelineError(
+                f"recorded: {len(row)} spans of actor {actor}, which has {len(steps)} steps; give one for each."
+            )
+    order = sorted((span.start, a, i) for a, row in enumerate(rows) for i, span in enumerate(row))
+    sequence = [[0] * len(row) for row in rows]
+    for number, (_, a, i) in enumerate(order):
+        sequence[a][i] = number
+    return Timeline(
+        net,
+        tuple([s.start - zero for s in row] for row in rows),
+        tuple([s.end - zero for s in row] for row in rows),
+        tuple(sequence),
+    )

@@ -1,0 +1,125 @@
+"""Schedules as text: the grid that people read, and torch's CSV. Both say the order; columns are for the eye."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from shardc.errors import PipelineError, all_offenders
+from shardc.pipeline.schedule.action import Action
+
+Rows: TypeAlias = tuple[tuple[Action, ...], ...]
+Columns: TypeAlias = Sequence[Sequence[int]]
+
+IDLE: Final = ("", ".", "-")
+_AROUND: Final = 5
+"""Cells shown of a row before and after one that is wrong."""
+_SHOWN: Final = 20
+"""Wrong cells shown in an error."""
+_COMPUTE_ONLY: Final = (
+    "shardc derives sends and receives from the order of the computation. Save the compute-only format: torch's "
+    '_dump_csv(file, format="compute_only").'
+)
+_LABEL: Final = re.compile(r"\s*(?:rank\s+(\d+)\b\s*[:|]?|(\d+)\s*[:|])", re.IGNORECASE)
+_OVERLAP: Final = re.compile(r"\(([^()]*)\)(?:OVERLAP_F_B)?")
+_COMMUNICATION: Final = re.compile(r"\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def draw(name: str, rows: Rows, columns: Columns) -> str:
+    """The name, then a row for each rank: the grid that `parse` reads."""
+    cells = [_spread(row, at) for row, at in zip(rows, columns, strict=True)]
+    width = max((len(c) for row in cells for c in row), default=0)
+    label = len(f"rank {len(rows) - 1}")
+    lines = (f"{f'rank {rank}':<{label}} | " + " ".join(f"{c:<{width}}" for c in row) for rank, row in enumerate(cells))
+    return "\n".join([name, *(line.rstrip() for line in lines)])
+
+
+def parse(grid: str) -> tuple[str, Rows]:
+    """The name ("schedule" if there is none) and the rows of a grid."""
+    lines = [line for line in grid.splitlines() if line.strip()]
+    name = "schedule"
+    if lines and not _LABEL.match(lines[0]) and not any(_is_action(c) for c in _cells(lines[0])):
+        name = lines.pop(0).strip()
+    for rank, line in enumerate(lines):
+        label = _LABEL.match(line)
+        if label and int(label[1] or label[2]) != rank:
+            raise PipelineError(f'Schedule "{name}": row {rank} is labelled "{label[0].strip()}"; rows stand in order.')
+    return name, _read([_cells(line) for line in lines], name)
+
+
+def to_csv(rows: Rows, columns: Columns) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row, at in zip(rows, columns, strict=True):
+        writer.writerow(_spread(row, at))
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str) -> Rows:
+    rows = list(csv.reader(io.StringIO(text)))
+    while rows and not rows[-1]:
+        rows.pop()
+    return _read(rows, name)
+
+
+def _spread(row: Sequence[Action], at: Sequence[int]) -> list[str]:
+    """The cells of a row up to its last action, blank where it is idle."""
+    cells = [""] * (1 + max(at, default=-1))
+    for action, column in zip(row, at, strict=True):
+        cells[column] = str(action)
+    return cells
+
+
+def _cells(line: str) -> list[str]:
+    label = _LABEL.match(line)
+    return [c for c in re.split(r"[\s,|]+", line[label.end() :] if label else line) if c]
+
+
+def _is_action(cell: str) -> bool:
+    try:
+        return bool(_actions(cell))
+    except ValueError:
+        return False
+
+
+def _actions(cell: str) -> tuple[Action, ...]:
+    """The actions of a cell: none, one, or the parts of an overlapped pair in their order."""
+    cell = cell.strip()
+    if cell in IDLE:
+        return ()
+    both = _OVERLAP.fullmatch(cell)
+    return tuple(Action.parse(part) for part in both[1].split(";")) if both else (Action.parse(cell),)
+
+
+def _read(rows: Sequence[Sequence[str]], name: str) -> Rows:
+    read: list[tuple[Action, ...]] = []
+    wrong: list[str] = []
+    moves = False
+    for rank, cells in enumerate(rows):
+        row: list[Action] = []
+        for column, cell in enumerate(cells):
+            try:
+                row.extend(_actions(cell))
+            except ValueError as error:
+                communicates = _COMMUNICATION.fullmatch(cell.strip())
+                moves = moves or bool(communicates)
+                reason = f"{cell.strip()} is communication." if communicates else str(error)
+                wrong.append(f"rank {rank}, column {column}: {reason}\n  {marked(rank, cells, column)}")
+        read.append(tuple(row))
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
+        error = all_offenders(f'Schedule "{name}" has cells that are no actions:', [*wrong[:_SHOWN], *more])
+        raise PipelineError(f"{error}\n{_COMPUTE_ONLY}" if moves else error)
+    return tuple(read)
+
+
+def marked(rank: int, cells: Sequence[str | Action], column: int) -> str:
+    """The part of a row around a cell, that cell in brackets."""
+    first, last = max(0, column - _AROUND), min(len(cells), column + _AROUND + 1)
+    around = [str(c).strip() or "." for c in cells[first:last]]
+    around[column - first] = f"[{around[column - first]}]"
+    dots = ["..."]
+    return f"rank {rank} | " + " ".join([*dots * (first > 0), *around, *dots * (last < len(cells))])

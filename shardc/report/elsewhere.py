@@ -1,0 +1,73 @@
+"""Arrays that live on other devices than a function's, as on the stages of a pipeline: what to do, and `fetch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from jax.sharding import NamedSharding
+
+from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
+from shardc.errors import all_offenders
+from shardc.machine.mesh import AnyMesh, MeshView, stages_text
+from shardc.report.tables import fold_leaves
+
+MOST: Final = 8
+"""Lines of an error about arrays that live elsewhere, at most."""
+
+
+
+
+
+
+
+
+def _place_text(x: Any) -> str:
+    """`data=2, stage 3 on devices 6, 7`."""
+    if isinstance(x, StackedArray):
+        mesh, devices = "in pieces", {d for p in x.pieces for d in p.mesh.devices.flat}
+    elif isinstance(x, PlacedArray):
+        mesh, devices = mesh_text(x.mesh), set(x.mesh.devices.flat)
+    else:
+        mesh = mesh_text(x.sharding.mesh) if isinstance(x.sharding, NamedSharding) else ""
+        devices = x.sharding.device_set
+    return f"{mesh} on device{'s' if len(devices) > 1 else ''} {numbers_text(d.id for d in devices)}".lstrip()
+
+
+def mesh_text(mesh: AnyMesh) -> str:
+    """`data=4, model=2`; of a pipeline's rank `data=2, stage 3`."""
+    return ", ".join([*(f"{a}={n}" for a, n in mesh.shape.items()), *filter(None, [stages_text(mesh)])])
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """`4, 5` or `0-7`."""
+    found = sorted(numbers)
+    if len(found) > 2 and found == [*range(found[0], found[-1] + 1)]:
+        return f"{found[0]}-{found[-1]}"
+    return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
+
+
+def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]]) -> str:
+    """The error about arrays that live elsewhere, alike ones folded.
+
+    Args:
+      where: the function.
+      mesh: its mesh.
+      found: argument, path and array of each.
+    """
+    rows = [((leaf_aval(x).str_short(short_dtypes=True),), path, _place_text(x)) for _, path, x in found]
+    lines: list[str] = []
+    for (kind,), path, places in fold_leaves(rows):
+        some = list(dict.fromkeys(places))
+        lines.append(f"{path} {kind}: {'; '.join(some if len(some) <= 2 else [some[0], '…', some[-1]])}")
+    if len(lines) > MOST:
+        lines = [*lines[: MOST - 1], f"and {len(lines) - MOST + 1} lines more"]
+    names = list(dict.fromkeys(name for name, _, _ in found))
+    one, many = ", ".join(names), names[0] if len(names) == 1 else f"({', '.join(names)})"
+    arrays = "1 array lives" if len(found) == 1 else f"{len(found)} arrays live"
+    return all_offenders(
+        f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Bring all to this mesh with "
+        f"{one} = shardc.put({many}, mesh, {{}}), whole on each device, or placed as in_placements says it; or to the "
+        f"host with {one} = shardc.fetch({many}).",
+        lines,
+    )

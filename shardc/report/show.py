@@ -1,0 +1,290 @@
+"""`shardc.show`: where arrays live, and what one device holds of them, as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from shardc import compat
+from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
+from shardc.errors import ArgumentError, all_offenders, did_you_mean
+from shardc.machine.mesh import AnyMesh
+from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
+from shardc.report.elsewhere import mesh_text, numbers_text
+from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
+from shardc.report.tables import times_text as times
+from shardc.sbp.placement import Placement, local_extent, local_shape
+
+MOST_PIECES = 16
+"""Pieces that are shown one by one; of more, only the first and the last."""
+
+
+def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
+    """Where arrays live, as text to print.
+
+    Args:
+      x: a jax.Array, PlacedArray or StackedArray, a ShapeDtypeStruct with a sharding, or a pytree of them. Of one array
+        the text says which part each device holds; of a pytree, a line for each leaf.
+      device: show what this one holds, values included: its number, or its coordinates on the mesh, as in
+        `{"data": 1, "model": 0}`.
+
+    Returns:
+      The text. Indices count the elements of the logical array: `[4:8, :]` is rows 4 to 7, all columns.
+
+    Raises:
+      ArgumentError: no such device holds a part of any of the arrays.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> print(show(jax.device_put(np.zeros((4, 2), "int8"), NamedSharding(mesh, jax.P("data"))), device=0))
+      i8[4,2] at {data: S(0)} on data=1: a device holds [4,2], 8 bytes
+      device 0, at data=0, holds [:, :]
+      [[0 0]
+       [0 0]
+       [0 0]
+       [0 0]]
+    """
+    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in leaves_by_path(x)]
+    if device is not None:
+        return _on_device(leaves, device)
+    if len(leaves) == 1 and not leaves[0][0]:
+        _, leaf, parts = leaves[0]
+        return _whole(leaf, parts)
+    return _tree(leaves)
+
+
+@dataclass(frozen=True)
+class Lying:
+    """An array, as it lies on a mesh; or some rows of a stacked one, `first` and those after it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    placement: Placement
+    mesh: AnyMesh
+    physical: Any
+    first: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Shape of what a device holds, padding included."""
+        return local_shape(self.shape, self.placement, self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.block)) * self.dtype.itemsize
+
+    def extents(self, at: Mapping[str, int]) -> list[tuple[int, int]]:
+        """Offset and number of elements that a device holds of each dimension."""
+        return [local_extent(n, self.placement.axes_of(d), self.sizes, at) for d, n in enumerate(self.shape)]
+
+    def holds(self, at: Mapping[str, int]) -> str:
+        """`[4:8, :]`."""
+        extents = self.extents(at)
+        if any(valid == 0 for _, valid in extents):
+            return "nothing" if 0 not in self.shape else "an empty array"
+        pairs = zip(extents, self.shape, strict=True)
+        ends = [":" if valid == n else f"{start}:{start + valid}" for (start, valid), n in pairs]
+        if self.first is not None:
+            start, valid = extents[0]
+            ends[0] = f"{self.first + start}:{self.first + start + valid}"
+        text = f"[{', '.join(ends)}]" if ends else "it whole"
+        return f"a term of {text}" if self.placement.partial_axes else text
+
+    def padding(self, at: Mapping[str, int]) -> str:
+        missing = [(d, n - valid) for d, (n, (_, valid)) in enumerate(zip(self.block, self.extents(at), strict=True))]
+        return ", ".join(f"{n} in dimension {d}" for d, n in missing if n)
+
+    def coordinates(self) -> Iterator[dict[str, int]]:
+        """One place on the mesh for each piece: 0 on the axes along which all devices hold the same."""
+        named = [a for a in self.mesh.axis_names if a in self.placement]
+        for index in np.ndindex(*(self.sizes[a] for a in named)):
+            yield dict.fromkeys(self.sizes, 0) | dict(zip(named, map(int, index), strict=True))
+
+    def devices(self, at: Mapping[str, int]) -> str:
+        """The numbers of the devices that hold the piece at these coordinates."""
+        assert isinstance(self.mesh, Mesh)
+        index = tuple(at[a] if a in self.placement else slice(None) for a in self.mesh.axis_names)
+        ids = [d.id for d in np.asarray(self.mesh.devices[index]).flat]
+        return ", ".join(map(str, ids if len(ids) <= 4 else [*ids[:3], "…", ids[-1]]))
+
+
+def _lying(x: Any) -> list[Lying] | str:
+    """How an array lies on its mesh, stacked ones in several parts; or why it is on none."""
+    if isinstance(x, StackedArray):
+        firsts = np.cumsum([0, *(p.shape[0] for p in x.pieces)])
+        return [
+            Lying(p.shape, p.dtype, p.placement, p.mesh, p.physical, int(first))
+            for p, first in zip(x.pieces, firsts[:-1], strict=True)
+        ]
+    if isinstance(x, PlacedArray):
+        return [Lying(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
+    if compat.is_tracer(x):
+        return "is being traced and lives nowhere yet; plan.explain() says where values of a function will"
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        mesh: AnyMesh = sharding.mesh
+        return [Lying(tuple(x.shape), x.dtype, Placement.from_sharding(sharding).resolve(len(x.shape)), mesh, x)]
+    if isinstance(sharding, SingleDeviceSharding):
+        return f"is not on a mesh: whole on device {next(iter(sharding.device_set)).id}"
+    if sharding is not None:
+        return f"is not on a mesh with named axes: {sharding}"
+    if isinstance(x, np.ndarray | np.generic):
+        return "is not on a mesh: a NumPy array, on the host"
+    return "is not on a mesh" if is_array(x) else "is no array"
+
+
+def _type_text(x: Any) -> str:
+    """`f32[13,6]`."""
+    if not is_array(x):
+        return f"{x!r}, a {type(x).__name__},"
+    aval = leaf_aval(x)
+    return compat.short_text(tuple(aval.shape), aval.dtype)
+
+
+def _head(part: Lying) -> str:
+    """`f32[13,6] at {data: S(0)} on data=4: a device holds [4,6], 96 bytes`."""
+    block = ",".join(map(str, part.block))
+    return (
+        f"{compat.short_text(part.shape, part.dtype)} at {placement_text(part.placement)} on {mesh_text(part.mesh)}: "
+        f"a device holds [{block}], {bytes_text(part.bytes)}"
+    )
+
+
+def _whole(x: Any, parts: list[Lying] | str) -> str:
+    """One array: what each device holds."""
+    if isinstance(parts, str):
+        return f"{_type_text(x)} {parts}"
+    texts = [_pieces(part) for part in parts]
+    if len(parts) > 1:
+        texts = [f"{_type_text(x)} in {number_text(len(parts), 'part')}, on the stages of a pipeline", *texts]
+    return "\n\n".join(texts)
+
+
+def _pieces(part: Lying) -> str:
+    placed = isinstance(part.mesh, Mesh)
+    padded = any(part.padding(at) for at in part.coordinates())
+    table = make_table(*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
+    rows = [
+        (
+            *(str(at[a]) if a in part.placement else "*" for a in part.mesh.axis_names),
+            *([part.devices(at)] if placed else []),
+            part.holds(at),
+            *([part.padding(at)] if padded else []),
+        )
+        for at in part.coordinates()
+    ]
+    left_out = len(rows) - MOST_PIECES
+    if left_out > 0:
+        more = ["…"] * len(rows[0])
+        more[len(part.mesh.axis_names) + placed] = f"… {left_out + 1} more"
+        rows = [*rows[: MOST_PIECES // 2], tuple(more), *rows[-(MOST_PIECES // 2 - 1) :]]
+    for row in rows:
+        table.add_row(*row)
+    title = _head(part)
+    if part.placement.partial_axes:
+        over = ", ".join(part.placement.partial_axes)
+        title += f"\nIt is partial: the value is the {part.placement.partial_op} of what the devices along {over} hold."
+    return section(title, table)
+
+
+def _tree(leaves: Sequence[tuple[str, Any, list[Lying] | str]]) -> str:
+    """A line for each array of a pytree, those that are alike folded; with the devices if they are not all the same."""
+    placed = [part for _, _, parts in leaves if not isinstance(parts, str) for part in parts]
+    devices: dict[AnyMesh, str] = {}
+    held = Counter[Any]()
+    for part in placed:
+        if isinstance(part.mesh, Mesh):
+            devices[part.mesh] = numbers_text(d.id for d in part.mesh.devices.flat)
+            held.update(dict.fromkeys(part.mesh.devices.flat, part.bytes))
+    several = len(set(devices.values())) > 1
+    rows: list[tuple[tuple[str, ...], str, None]] = []
+    for path, x, parts in leaves:
+        if isinstance(parts, str):
+            rows.append(((_type_text(x), parts.removeprefix("is "), "", *[""] * several, "", ""), path, None))
+            continue
+        for part in parts:
+            block = ",".join(map(str, part.block))
+            padded = ", padded" if any(part.padding(at) for at in part.coordinates()) else ""
+            kind = compat.short_text(part.shape, part.dtype)
+            where = path if part.first is None else f"{path}[{part.first}:{part.first + part.shape[0]}]"
+            on = [devices.get(part.mesh, "")] if several else []
+            key = (kind, placement_text(part.placement), mesh_text(part.mesh), *on, f"[{block}]{padded}")
+            rows.append(((*key, bytes_text(part.bytes)), where, None))
+    columns = ("path", "type", "placement", "mesh", *["devices"] * several, "a device holds", ">bytes per device")
+    table = make_table(*columns)
+    for key, paths, _ in fold_rows(rows):
+        table.add_row(times(fold_paths(paths), len(paths)), *map(str, key))
+    total = bytes_text(max(held.values()) if several else sum(part.bytes for part in placed))
+    of = "on the fullest device" if several else "per device"
+    return section(f"{number_text(len(leaves), 'array')}, {total} {of}", table)
+
+
+def _on_device(leaves: Sequence[tuple[str, Any, list[Lying] | str]], device: Any) -> str:
+    """What one device holds of each array, and its values."""
+    texts: list[str] = []
+    wrong: list[str] = []
+    for path, x, parts in leaves:
+        name = f"{path}: " if path else ""
+        if isinstance(parts, str):
+            texts.append(f"{name}{_type_text(x)} {parts}")
+            continue
+        found = [(part, at) for part in parts if (at := _coordinates(part.mesh, device, wrong)) is not None]
+        if not found:
+            texts.append(f"{name}{_type_text(x)}: that device holds nothing of it")
+        texts += [f"{name}{_head(part)}\n{_piece(part, at)}" for part, at in found]
+    if wrong:
+        raise ArgumentError(all_offenders("shardc.show: no such device", list(dict.fromkeys(wrong))))
+    return "\n\n".join(texts)
+
+
+def _piece(part: Lying, at: Mapping[str, int]) -> str:
+    """`device 3, at data=1, model=1, holds [4:8, :]`, and its values."""
+    where = ", ".join(f"{a}={i}" for a, i in at.items())
+    padding = f", and {part.padding(at)} of padding" if part.padding(at) else ""
+    if not isinstance(part.mesh, Mesh):
+        return f"the device at {where} holds {part.holds(at)}{padding}"
+    device: Any = part.mesh.devices[tuple(at[a] for a in part.mesh.axis_names)]
+    line = f"device {device.id}, at {where}, holds {part.holds(at)}{padding}"
+    shards = getattr(part.physical, "addressable_shards", ())
+    data = next((s.data for s in shards if s.device == device), None)
+    if data is None:
+        return f"{line}\nIts values are not on this machine." if shards else line
+    if jax.dtypes.issubdtype(data.dtype, jax.dtypes.extended):
+        return f"{line}\n{jax.random.key_data(data)}"
+    value = np.asarray(data)
+    if value.ndim > len(part.shape):
+        value = value[0]  # the leading dimension of partial values
+    return f"{line}\n{value[tuple(slice(valid) for _, valid in part.extents(at))]}"
+
+
+def _coordinates(mesh: AnyMesh, device: Any, wrong: list[str]) -> dict[str, int] | None:
+    """Where a device is on a mesh; None if it isn't, with a line in `wrong` if it could be on no mesh like this one."""
+    sizes = dict(mesh.shape)
+    if isinstance(device, Mapping):
+        said: dict[str, Any] = {str(a): i for a, i in device.items()}
+        bad = [f"{a}={i}" for a, i in said.items() if a not in sizes or not 0 <= i < sizes[a]]
+        bad += [f"nothing for {a}" for a, n in sizes.items() if a not in said and n > 1]
+        if bad:
+            near = "".join(did_you_mean(a, sizes) for a in said if a not in sizes)
+            wrong.append(f"device={said} says {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
+            return None
+        return {a: int(said.get(a, 0)) for a in sizes}
+    if not isinstance(mesh, Mesh):
+        wrong.append(f"device={device!r}: the mesh {mesh_text(mesh)} is for planning and has none; say coordinates.")
+        return None
+    if device not in {d.id for d in jax.devices(mesh.devices.flat[0].platform)}:
+        ids = sorted(d.id for d in mesh.devices.flat)
+        wrong.append(f"device={device!r}: the mesh {mesh_text(mesh)} has devices {ids[0]} to {ids[-1]}.")
+        return None
+    index = next((i for i, d in np.ndenumerate(mesh.devices) if d.id == device), None)
+    return None if index is None else dict(zip(mesh.axis_names, map(int, index), strict=True))

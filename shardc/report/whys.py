@@ -1,0 +1,233 @@
+"""`plan.explain(why=...)` and `plan.explain(pins=True)`: what else would have been possible, and what it would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardc import compat
+from shardc.ir.walk import itemsize_of, short_aval
+from shardc.passes.place.problem import Node
+from shardc.plan.counterfactual import Again, Other
+from shardc.plan.names import Box, Named, Use, find_values, values_of
+from shardc.plan.plan import Plan
+from shardc.report.tables import (
+    bytes_text,
+    fold_paths,
+    fold_rows,
+    indented,
+    make_table,
+    number_text,
+    percent_text,
+    placement_text,
+    seconds_text,
+    section,
+    signed_text,
+    times_text,
+)
+from shardc.sbp.boxing import find_boxing
+from shardc.sbp.placement import AUTO, Pin
+
+MOST_VALUES = 3
+"""Values, or groups of alike ones, that are explained; of more that a name means, the rest is listed."""
+MOST_OTHERS = 3
+"""Other placements of a value that are looked for."""
+MOST_LISTED = 20
+
+
+def why_section(plan: Plan, pattern: str) -> str:
+    """Why values lie where they do: who makes and reads them, and what other placements would cost.
+
+    Raises:
+      ArgumentError: no value has the name.
+    """
+    return _explained(plan, find_values(_values(plan), pattern), pattern) + _without_limit(plan)
+
+
+def _without_limit(plan: Plan) -> str:
+    said = "Memory decided this plan. The others are solved without the limit, and may not fit."
+    return f"\n\n{said}" if plan.unlimited is not None else ""
+
+
+def why_in_stages(plans: Sequence[Plan], pattern: str) -> str:
+    """The same of a pipeline, on each stage that has such a value: its plan alone is solved again.
+
+    Raises:
+      ArgumentError: no value of any stage has the name.
+    """
+    of = {v: stage for stage, plan in enumerate(plans) for v in _values(plan)}
+    stages: dict[int, list[Named]] = {}
+    for value in find_values(list(of), pattern):
+        stages.setdefault(of[value], []).append(value)
+    return "\n\n\n".join(
+        f"Stage {stage}, times and bytes of its own tasks in one call, what they send each other left out\n\n"
+        f"{_explained(plans[stage], found, pattern)}"
+        for stage, found in stages.items()
+    )
+
+
+def _values(plan: Plan) -> list[Named]:
+    return values_of(plan.program, plan.again.problem, plan.boxed)
+
+
+def _explained(plan: Plan, found: Sequence[Named], pattern: str) -> str:
+    rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
+    groups = [alike for _, _, alike in fold_rows(rows)]
+    groups.sort(key=lambda alike: -sum(_seconds(plan, v) for v in alike))  # what moves most first
+    texts = [_why(plan.again, alike) for alike in groups[:MOST_VALUES]]
+    if len(groups) > MOST_VALUES:
+        texts.append(_listed(groups[MOST_VALUES:], pattern))
+    return "\n\n".join(texts)
+
+
+def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> str:
+    table = make_table("value", "type", "placement", "made by")
+    for alike in groups[:MOST_LISTED]:
+        first = alike[0]
+        name = times_text(fold_paths([v.name for v in alike]), len(alike))
+        table.add_row(name, short_aval(first.aval), placement_text(first.placement), first.line or "argument")
+    more = f", of which the first {MOST_LISTED}" if len(groups) > MOST_LISTED else ""
+    others = number_text(len(groups), "other value")
+    return section(f"{pattern!r} also means {others}{more}; name one to be told why", table)
+
+
+def _why(again: Again, alike: Sequence[Named]) -> str:
+    value, plan = alike[0], again.plan
+    name = value.name if value.name == "result" or value.kind == "value" else f"{value.kind} {value.name}"
+    more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
+    made = f", made at {value.line}" if value.line else ""
+    head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
+    others = sorted(again.others(value.node, value.port, MOST_OTHERS), key=lambda o: o.plan.seconds)
+    parts = [f"{head}\n  {_verdict(again, value, others)}"]
+    for title, uses in (("made of", value.made_of), ("read by", value.uses)):
+        if uses:
+            parts.append(_ways(plan, title, uses, shared=uses is value.uses))
+    if others:
+        which = f"{value.name}, the first of them," if len(alike) > 1 else "it"
+        parts.append(_others(plan, others, f"The best plans that have {which} elsewhere"))
+    return "\n\n".join(parts)
+
+
+def _verdict(again: Again, value: Named, others: Sequence[Other]) -> str:
+    """One sentence: what decides."""
+    plan, pin = again.plan, again.pins.get(value.node)
+    here = placement_text(value.placement)
+    if not others:
+        return f"It can lie nowhere else{'' if pin is None else ': so the pin costs nothing'}."
+    best = others[0]
+    gains = faster(best.plan, plan)
+    there = placement_text(best.placement)
+    if pin is None or pin.fixed == frozenset():
+        if gains and plan.gap != 0.0:
+            near = "not proved to be the best" if plan.gap is None else f"within {percent_text(plan.gap)} of the best"
+            return f"{there} {_costs(plan, best.plan)}: the plan is {near}, and this is a better one."
+        if gains:
+            return (
+                f"{here} is the cheapest if the memory that values pass through is counted too; {there} "
+                f"{_costs(plan, best.plan)}."
+            )
+        return f"Nothing cheaper was found: the next best, {there}, {_costs(plan, best.plan)}."
+    how = f"It is pinned by {_said(value.node, pin)}" if _says(value.node, pin) else "It arrives so"
+    if gains:
+        return f"{how}. Left to the plan it would lie at {there}, which {_costs(plan, best.plan)}."
+    return f"{how}, which costs nothing: no better place was found; {there} {_costs(plan, best.plan)}."
+
+
+def _says(node: Node, pin: Pin) -> bool:
+    """Whether a user has said this of a value: not that an argument arrives so, nor what planning a stage adds."""
+    constrained = node.kind == "carrier" and node.path == "constrain"
+    return pin.fixed != frozenset() and (bool(pin.said) or constrained)
+
+
+def _said(node: Node, pin: Pin) -> str:
+    return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
+
+
+def faster(a: Plan, b: Plan) -> bool:
+    """Whether a plan is faster than another by more than rounding."""
+    return a.seconds < b.seconds * (1 - 1e-9)
+
+
+def pin_text(pin: Pin) -> str:
+    """`{data: S(0)}`; with `, ...: AUTO` if axes are left open."""
+    if pin.fixed is None:
+        return placement_text(pin.placement)
+    return "{" + ", ".join([*(f"{a}: {pin.placement[a]}" for a in sorted(pin.fixed)), f"...: {AUTO}"]) + "}"
+
+
+def _costs(plan: Plan, other: Plan) -> str:
+    """`would take 1.2 us longer and send 512 bytes more`."""
+    seconds, sent = other.seconds - plan.seconds, other.bytes_per_device - plan.bytes_per_device
+    times = f"would take {seconds_text(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
+    if seconds_text(abs(seconds)) == "0 s":
+        times = "would take as long"
+    if not sent:
+        return f"{times} and send as much"
+    return f"{times} and send {bytes_text(abs(sent))} {'more' if sent > 0 else 'less'}"
+
+
+def _ways(plan: Plan, title: str, uses: Sequence[Use], *, shared: bool) -> str:
+    """A row for each operand or reader of a value, with the boxings between; those that readers share count once."""
+    table = make_table(title, "line", "at", "boxing", ">bytes", ">time")
+    rows = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
+    seen: set[tuple[str, tuple[Box, ...]]] = set()
+    for (line, at, way), names, found in fold_rows(rows):
+        steps = {("" if shared else u.name, u.way[: k + 1]): u for u in found for k in range(len(u.way))}
+        costs = [_sent(plan, u, prefix[-1]) for (name, prefix), u in steps.items() if (name, prefix) not in seen]
+        seen |= set(steps)
+        sent, seconds = sum(c[0] for c in costs), sum(c[1] for c in costs)
+        paid = (bytes_text(sent), seconds_text(seconds)) if costs else ("as above" if way else "", "")
+        table.add_row(times_text(fold_paths(names), len(names)), str(line), str(at), str(way), *paid)
+    return section("", table).lstrip("\n")
+
+
+def _way_text(way: Sequence[Box]) -> str:
+    return ", then ".join(f"{placement_text(b.src)} -> {placement_text(b.dst)}" for b in way)
+
+
+def _sent(plan: Plan, use: Use, box: Box) -> tuple[int, float]:
+    """Bytes that a device sends in one call for a boxing on the way to a reader, and the seconds that it takes."""
+    view = plan.mesh.where_start_is_shared(box.shared)
+    boxing = find_boxing(tuple(use.aval.shape), itemsize_of(use.aval), box.src, box.dst, view)
+    return boxing.bytes * box.times, boxing.seconds * box.times
+
+
+def _seconds(plan: Plan, value: Named) -> float:
+    """Of all boxings before and after a value."""
+    steps = {(u.at, box): u for u in (*value.made_of, *value.uses) for box in u.way}
+    return sum(_sent(plan, u, box)[1] for (_, box), u in steps.items())
+
+
+def _others(plan: Plan, others: Iterable[Other], title: str) -> str:
+    table = make_table("placement", ">time", ">sent", ">held at most", ">arguments elsewhere")
+    for other in others:
+        table.add_row(placement_text(other.placement), *_differences(plan, other.plan))
+    return indented(section(f"{title}, against this one", table))
+
+
+def _differences(plan: Plan, other: Plan) -> tuple[str, str, str, str]:
+    """Of another plan of the program: time, bytes sent, bytes held, and how many arguments lie elsewhere."""
+    elsewhere = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
+    return (
+        signed_text(other.seconds - plan.seconds, seconds_text),
+        signed_text(other.bytes_per_device - plan.bytes_per_device, bytes_text),
+        signed_text(other.memory.peak - plan.memory.peak, bytes_text),
+        str(elsewhere),
+    )
+
+
+def pins_section(plan: Plan) -> str:
+    """For each thing that was pinned, whatever it holds for, what it costs against leaving it AUTO."""
+    again = plan.again
+    title = "Pins: what each costs a call, against leaving its values AUTO and keeping the other pins"
+    said = [((), _said(n, pin), n) for n, pin in again.pins.items() if _says(n, pin)]
+    if not said:
+        return "Pins: none"
+    table = make_table("pinned by", "at", ">values", ">time", ">sent", ">held at most", "left AUTO")
+    for _, names, nodes in fold_rows(said):
+        at = ", ".join(dict.fromkeys(pin_text(again.pins[n]) for n in nodes))
+        other = again.without(nodes)
+        gains = faster(other.plan, plan)
+        costs = _differences(other.plan, plan)[:3] if gains else ("nothing", "", "")
+        places = list(dict.fromkeys(map(placement_text, other.placements))) if gains else ["as pinned"]
+        table.add_row(fold_paths(names), at, str(len(nodes)), *costs, ", ".join(places))
+    return section(title, table)

@@ -1,0 +1,121 @@
+"""The neighbours of variables in arrays, so that NumPy handles all edges in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.solver.cost_tables import Index
+
+Kinds: TypeAlias = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Near:
+    """Edges, each once from either end, those out of a variable one after the other.
+
+    Attributes:
+      start: (variables + 1,) where the edges out of each begin.
+      other: (edges,) the variable at the other end.
+      table: (edges,) the number of its table, the values of this end being the rows.
+    """
+
+    start: Index
+    other: Index
+    table: Index
+
+    @classmethod
+    def between(cls, count: int, source: Index, other: Index, table: Index) -> Near:
+        """Of so many variables, the edges out of each in the order given."""
+        order = np.argsort(source, kind="stable")
+        return cls(_before(np.bincount(source, minlength=count)), other[order], table[order])
+
+    @cached_property
+    def degree(self) -> Index:
+        return np.diff(self.start)
+
+    @cached_property
+    def source(self) -> Index:
+        """The variable at this end of each edge."""
+        return np.repeat(np.arange(self.degree.size), self.degree)
+
+    def of(self, v: int) -> list[tuple[int, int]]:
+        """The neighbours of a variable, and the numbers of the tables."""
+        edges = slice(self.start[v], self.start[v + 1])
+        return list(zip(self.other[edges].tolist(), self.table[edges].tolist(), strict=True))
+
+    def edges_of(self, variables: Index) -> tuple[Index, Index]:
+        """The edges out of some variables, and by which of them each is."""
+        degree = self.degree[variables]
+        which = np.repeat(np.arange(variables.size), degree)
+        return np.arange(which.size) + np.repeat(self.start[variables] - (np.cumsum(degree) - degree), degree), which
+
+    def without(self, gone: NDArray[np.bool_]) -> Near:
+        """The edges between the other variables."""
+        kept = ~(gone[self.source] | gone[self.other])
+        return Near(_before(kept)[self.start], self.other[kept], self.table[kept])
+
+    def among(self, variables: Index) -> Near:
+        """The edges between some variables, which have the numbers of their places there; those out of each in the
+        order of the others."""
+        number = np.full(self.degree.size, -1)
+        number[variables] = np.arange(variables.size)
+        edges, which = self.edges_of(variables)
+        other = number[self.other[edges]]
+        inside = np.flatnonzero(other >= 0)
+        inside = inside[np.argsort(which[inside] * variables.size + other[inside])]
+        degree = np.bincount(which[inside], minlength=variables.size)
+        return Near(_before(degree), other[inside], self.table[edges[inside]])
+
+    def kinds(self, kind: Index) -> Iterator[Kinds]:
+        """A number for each variable, the same for those of one kind that look alike no edge far, one, two, and so on.
+
+        They are hashes. That two which differ have one number is as unlikely as can be; who has to be sure compares.
+        """
+        found, tables = _mixed(kind.astype(np.uint64)), _mixed(self.table.astype(np.uint64))
+        while True:
+            yield found
+            found = _mixed(found + np.diff(_before(_mixed(found[self.other] + tables))[self.start]))
+
+    def outwards(self, begin: Index, most: int | None = None) -> Index:
+        """All variables that are linked to some, breadth first, or so many."""
+        count = self.degree.size
+        return self.grown(begin, np.zeros(count, np.intp), np.asarray([count if most is None else most], np.intp))
+
+    def grown(self, begin: Index, kind: Index, most: Index) -> Index:
+        """The same, of each kind as many as it may be."""
+        start, other, kinds, left = self.start.tolist(), self.other.tolist(), kind.tolist(), most.tolist()
+        found: list[int] = []
+        seen = [False] * len(kinds)
+        reached: list[int] = begin.tolist()
+        turn = 0
+        while True:
+            for j in reached:
+                if not seen[j] and left[kinds[j]] > 0:
+                    seen[j] = True
+                    left[kinds[j]] -= 1
+                    found.append(j)
+            if turn == len(found):
+                return np.asarray(found, np.intp)
+            v = found[turn]
+            reached = other[start[v] : start[v + 1]]
+            turn += 1
+
+
+def _before(counts: NDArray[Any]) -> NDArray[Any]:
+    """The sum of those before each, and of all."""
+    sums = np.cumsum(counts)
+    return np.concatenate((np.zeros(1, sums.dtype), sums))
+
+
+def _mixed(bits: Kinds) -> Kinds:
+    """A hash of each (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators")."""
+    bits = bits + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

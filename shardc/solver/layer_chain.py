@@ -1,0 +1,314 @@
+"""Layers that are written out, as a chain of equal cells: one cell is solved for all of them, with what is at the ends.
+
+Any costs, added on one side of a link between cells and taken off its table, write the same problem another way (a
+Lagrangian decomposition). With those that messages tend to round one cell that is its own neighbour, links come to cost
+nothing at least, and a cell as little as in the whole problem. Then the minimum of what is at the ends, and that of one
+cell as often as there are others, add up to a lower bound, and what attains them is an assignment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.solver.adjacency import Near
+from shardc.solver.assignment_cost import by_identity, ends_of
+from shardc.solver.cost_tables import Given, Index, Pair, Table
+from shardc.solver.dual import Dual
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+
+log = logging.getLogger("shardc")
+
+End: TypeAlias = tuple[int, int, int]
+"""Of a link: a place in a cell, the number of the table as the variable there holds it, and the place it leads to."""
+
+HUB: Final = 32
+"""A variable of so many neighbours belongs to no layer. Chains are found if one of its values is as good as any."""
+RAISINGS: Final = 80
+"""Of the bound of one cell, at most."""
+LOOK: Final = 2
+"""Raisings after which it is looked at what they gained."""
+
+
+class Numbered:
+    """A problem whose tables have numbers; what has one value is part of the costs of its neighbours.
+
+    Attributes:
+      own: costs of the variables' values.
+      near: the neighbours of more than one value, and the numbers of the tables.
+      tables: by number; turned, a table has the number beside, of which the lower one is even.
+      fixed: the value of each variable that has but one, or need not have another.
+      constant: what these cost.
+    """
+
+    def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given], ops: Operations) -> None:
+        self.ops = ops
+        groups = by_identity(unary)
+        clean = {id(u): ops.clean(u) for u, _ in groups}
+        self.own = [clean[id(u)] for u in unary]
+        self.tables: list[Given] = []
+        self.near = Near.between(len(unary), *self._edges(pairwise))
+        self.constant = 0.0
+        self.fixed: dict[int, int] = {}
+        for v in sorted(v for u, of in groups if u.size == 1 for v in of.tolist()):
+            self._fix(v, 0)
+        for v in np.flatnonzero(self.near.degree >= HUB).tolist():
+            tables = [self.tables[k] for j, k in self.near.of(v) if j not in self.fixed]
+            if v not in self.fixed and len(tables) >= HUB:
+                needed = ops.needed(self.own[v], [ops.whole(t) for t in tables], [])
+                if needed is not None and needed.size == 1:
+                    self._fix(v, int(needed[0]))
+        self.near = self.near.without(self.is_fixed)
+
+    def _edges(self, pairwise: Mapping[Pair, Given]) -> tuple[Index, Index, Index]:
+        """The variable at either end of each table, the other one, and the number of the table."""
+        numbers, found = np.empty(len(pairwise), np.intp), dict[int, int]()
+        for given, of in by_identity(list(pairwise.values())):
+            table = self.ops.given(given)
+            numbers[of] = k = found.setdefault(id(table), len(self.tables))
+            if k == len(self.tables):
+                self.tables += [table, table.T]
+        first, second = ends_of(pairwise)
+        source, other = np.stack((first, second), 1), np.stack((second, first), 1)
+        return source.reshape(-1), other.reshape(-1), np.stack((numbers, numbers + 1), 1).reshape(-1)
+
+    def _fix(self, v: int, value: int) -> None:
+        self.fixed[v] = value
+        self.constant += float(self.own[v][value])
+        for j, k in self.near.of(v):
+            if j not in self.fixed:
+                own, row = self.own[j], self.ops.one(np.ascontiguousarray(self.ops.whole(self.tables[k])[value]))
+                self.own[j] = self.ops.sum(own, row)
+
+    @cached_property
+    def is_fixed(self) -> NDArray[np.bool_]:
+        """Whether each variable is."""
+        found = np.zeros(len(self.own), np.bool_)
+        found[list(self.fixed)] = True
+        return found
+
+    @cached_property
+    def costs(self) -> Index:
+        """For each variable a number of its costs."""
+        found = np.empty(len(self.own), np.intp)
+        for k, (_, of) in enumerate(by_identity(self.own)):
+            found[of] = k
+        return found
+
+    def edge(self, i: int, j: int, k: int) -> tuple[Pair, Given]:
+        """Two variables and table k of them, the way it was given."""
+        return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
+
+    def part(self, variables: Index, own: Sequence[Table]) -> Part:
+        """The problem of some of the variables, in their order, with these costs of all."""
+        number = np.full(len(own), -1)
+        number[variables] = np.arange(variables.size)
+        source, other = self.near.source, self.near.other
+        inside = np.flatnonzero((source < other) & (number[source] >= 0) & (number[other] >= 0))
+        ends = (number[source[inside]].tolist(), number[other[inside]].tolist(), self.near.table[inside].tolist())
+        some = variables.tolist()
+        return Part(some, [own[v] for v in some], dict(map(self.edge, *ends)))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A problem whose variable k is `variables[k]` of another."""
+
+    variables: list[int]
+    unary: list[Table]
+    pairwise: dict[Pair, Given]
+
+    def some(self, values: Sequence[int], variables: Index) -> list[int]:
+        """Of its values those of some variables, by the numbers that they have in the other."""
+        number = {v: k for k, v in enumerate(self.variables)}
+        return [values[number[v]] for v in variables.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Equal cells and what links them.
+
+    Attributes:
+      problem: whose they are.
+      cells: (cells, places) the variables of each; neighbours along most links in a row.
+      links: both ends of each. Every cell has each end once.
+      across: the variable at the other side, for a variable of a cell and its end of a link.
+    """
+
+    problem: Numbered
+    cells: Index
+    links: list[tuple[End, End]]
+    across: Mapping[tuple[int, End], int]
+
+    @property
+    def part(self) -> float:
+        """What part the variables of a ring, a cell and the ends are of all."""
+        count, size = self.cells.shape
+        return 1 - (count - 4) * size / (len(self.problem.own) - len(self.problem.fixed))
+
+    @property
+    def middle(self) -> Index:
+        """All cells but the outermost."""
+        return self.cells[1:-1]
+
+    @cached_property
+    def place(self) -> Index:
+        """Of each variable in its cell; -1: it is in none."""
+        return self._of_cells(np.arange(self.cells.shape[1]))
+
+    @cached_property
+    def cell(self) -> Index:
+        """Of each variable the cell that it is in; -1: it is in none."""
+        return self._of_cells(np.arange(len(self.cells))[:, None])
+
+    def _of_cells(self, values: Index) -> Index:
+        found = np.full(len(self.problem.own), -1)
+        found[self.cells] = values
+        return found
+
+    @cached_property
+    def _inner(self) -> list[tuple[int, int, int]]:
+        """Pairs of places that are neighbours within a cell, and the number of the table."""
+        near, cell, place = self.problem.near, self.cells[0], self.place
+        edges, which = near.edges_of(cell)
+        other = near.other[edges]
+        to = np.where(self.cell[other] == 0, place[other], -1)
+        some = which < to
+        return list(zip(which[some].tolist(), to[some].tolist(), near.table[edges[some]].tolist(), strict=True))
+
+    def ring(self) -> Part:
+        """A cell that is its own neighbour; or three in a ring, if one would be linked to itself twice in one place."""
+        edge, cell = self.problem.edge, self.cells[0].tolist()
+        pairs = [{p, q} for p, q, _ in self._inner] + [{x[0], x[2]} for x, _ in self.links]
+        copies = 1 if all(len(pair) == 2 for pair in pairs) and len(set(map(frozenset, pairs))) == len(pairs) else 3
+        edges = [edge(c * len(cell) + p, c * len(cell) + q, k) for c in range(copies) for p, q, k in self._inner]
+        edges += [edge(*self._joined(x, c, copies), x[1]) for x, _ in self.links for c in range(copies)]
+        return Part(cell * copies, [self.problem.own[v] for v in cell] * copies, dict(edges))
+
+    def _joined(self, end: End, c: int, copies: int) -> Pair:
+        """The variables of a link from cell c of a ring."""
+        k, size = len(self.cells) // 2, len(self.cells[0])
+        step = 1 if self.cell[self.across[int(self.cells[k, end[0]]), end]] == k + 1 else -1
+        return c * size + end[0], (c + step) % copies * size + end[2]
+
+    def shares(self, ring: Part, tight: float) -> dict[End, Table] | None:
+        """For each end what its variable is to cost more, so that the links cost nothing at least; None: nothing is
+        allowed.
+
+        Args:
+          ring: of this chain.
+          tight: the bound of the ring is raised for as long as LOOK raisings gain this part of it.
+        """
+        ops, size = self.problem.ops, len(self.cells[0])
+        copies = len(ring.variables) // size
+        small = Reduction.of(ring.unary, ring.pairwise, [], ops)
+        small.held = frozenset(c * size + end[0] for link in self.links for end in link for c in range(copies))
+        small.run()
+        if not small.feasible:
+            return None
+        inside = [v for v, some in enumerate(small.inside) if some]
+        number = {v: k for k, v in enumerate(inside)}
+        near = [{number[j]: t for j, t in small.near[v].items()} for v in inside]
+        dual = Dual([small.own[v] for v in inside], near, ops.kernels)
+        last = -np.inf
+        for turn in range(1, RAISINGS + 1):
+            dual.raise_bound()
+            ops.work += dual.work
+            if turn % LOOK == 0:
+                if dual.bound - last <= tight * abs(small.constant + dual.bound):
+                    break
+                last = dual.bound
+        log.debug("a cell of %d: bound %.9g", len(self.cells), (small.constant + dual.bound) / copies)
+        handed, found = dual.handed(), dict[End, Table]()
+        for x, y in self.links:
+            i, j = self._joined(x, 0, copies)
+            given, table = handed[number[i], number[j]], ops.whole(self.problem.tables[x[1]])
+            there = np.full(table.shape[1], given.max())
+            there[small.kept(j)] = given
+            found[x] = (table - there).min(1)
+            found[y] = (table - np.where(np.isfinite(found[x]), found[x], 0.0)[:, None]).min(0)
+        return found
+
+    def one(self, shares: Mapping[End, Table]) -> Part:
+        """A cell, with its shares of the links."""
+        cell = self.cells[0].tolist()
+        own = [self.problem.own[v] for v in cell]
+        for (p, _, _), share in shares.items():
+            own[p] = own[p] + share
+        return Part(cell, own, dict(self.problem.edge(*inner) for inner in self._inner))
+
+    def ends(self, shares: Mapping[End, Table], wanted: Sequence[int], less: float) -> Part:
+        """What is in no cell and the outermost cells, with their shares of what links them to other cells.
+
+        Args:
+          wanted: values of a cell. Where others are linked to the outermost ones, these cost less.
+          less: so much, to tell them from others that are as good.
+        """
+        own, other = list(self.problem.own), {x: y for a, b in self.links for x, y in ((a, b), (b, a))}
+        cell, last = self.cell.tolist(), len(self.cells) - 1
+        for (v, end), j in self.across.items():
+            if cell[v] in (0, last) and 0 < cell[j] < last:
+                own[v] = own[v] + shares[end]
+                own[v][wanted[end[0]]] -= less
+            elif 0 < cell[v] < last and cell[j] < 0:
+                own[j] = own[j] + shares[other[end]]
+        return self.problem.part(self._without(self.middle), own)
+
+    def between(self, part: Part, wanted: Sequence[int]) -> Part:
+        """What is in no cell of a part, where the cells have these values."""
+        ops, place, own = self.problem.ops, self.place[part.variables].tolist(), list(part.unary)
+        free = {k: n for n, k in enumerate(k for k, p in enumerate(place) if p < 0)}
+        inner = dict[Pair, Given]()
+        for (i, j), table in part.pairwise.items():
+            if i in free and j in free:
+                inner[free[i], free[j]] = table
+            elif i in free:
+                value = wanted[place[j]]
+                own[i] = ops.sum(own[i], ops.one(np.ascontiguousarray(ops.whole(table)[:, value])))
+            elif j in free:
+                value = wanted[place[i]]
+                own[j] = ops.sum(own[j], ops.one(ops.whole(table)[value]))
+        return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
+
+    def shorter(self) -> Part | None:
+        """The problem with one cell between the outermost ones; None: it would not be
+        like the whole one."""
+        problem, near, last = self.problem, self.problem.near, len(self.cells) - 1
+        through: dict[Pair, list[End]] = {}  # who holds such a table of a place goes on from one of these ends
+        for end in (end for link in self.links for end in link):
+            through.setdefault(end[1:], []).append(end)
+        part = problem.part(self._without(self.middle[1:]), problem.own)
+        number = {v: k for k, v in enumerate(part.variables)}
+        gone = (self.cell > 1) & (self.cell < last)
+        for e in np.flatnonzero(gone[near.other] & ~gone[near.source]):
+            v, j, k = int(near.source[e]), int(near.other[e]), int(near.table[e])
+            while gone[j]:
+                ends = [end for end in through[k, int(self.place[j])] if self.place[v] in (-1, end[0])]
+                if len(ends) > 1:
+                    return None
+                j = self.across[int(self.cells[self.cell[j], ends[0][0]]), ends[0]]
+            pair, table = problem.edge(number[v], number[j], k)
+            if v == j or part.pairwise.setdefault(pair, table) is not table or pair[::-1] in part.pairwise:
+                return None
+        return part
+
+    def whole(self, part: Part, values: Sequence[int], cell: Sequence[int]) -> list[int]:
+        """The assignment of the whole problem that has those values of a part, and in all other cells these."""
+        found = np.zeros(len(self.problem.own), np.intp)
+        found[list(self.problem.fixed)] = list(self.problem.fixed.values())
+        found[self.middle] = cell
+        found[part.variables] = values
+        return found.tolist()
+
+    def _without(self, cells: Index) -> Index:
+        """The variables that are neither in these cells nor fixed."""
+        kept = ~self.problem.is_fixed
+        kept[cells] = False
+        return np.flatnonzero(kept)

@@ -1,0 +1,242 @@
+"""Measures the machine at hand: how fast its devices multiply, read and write, and what their collectives cost.
+
+The times of each collective along each mesh axis, of pieces of several sizes, are fitted by the formulas of
+`shardc.sbp.cost`: seconds = start + hops · latency + bytes / rate, with one start for the machine, a latency for each
+axis and a rate for each axis and kind, none of them negative; errors count relative to the time. What comes out is a
+topology whose physical dimensions are the axes of the mesh, as a file that `make_mesh(topology=...)` and
+`make_mesh(calibration=...)` read.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardc.errors import MeshError
+from shardc.machine.mesh import view
+from shardc.machine.topology import Fabric, Topology
+from shardc.sbp.cost import COLLECTIVES, CollectiveKind, moved_bytes
+
+CHAIN: Final = 8
+"""Collectives that follow one another in one program: what the host needs to start it is shared by them."""
+DTYPES: Final = ("float32", "bfloat16")
+SIZES: Final = (2**12, 2**16, 2**20)
+"""Bytes that a device holds before a collective."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: a collective along an axis, the bytes that a device held and sent, and seconds."""
+
+    axis: str
+    kind: CollectiveKind
+    held: int
+    sent: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A rate and how well it fits.
+
+    Attributes:
+      axis, kind: of the collective.
+      latency: seconds of one hop along the axis.
+      rate: bytes/s that a device sends.
+      error: the largest |fitted - measured| / measured over the sizes.
+    """
+
+    axis: str
+    kind: CollectiveKind
+    latency: float
+    rate: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, and the topology that follows."""
+
+    topology: Topology
+    samples: tuple[Sample, ...]
+    fits: tuple[Fit, ...]
+
+
+def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width: int = 512) -> Calibration:
+    """Measures a mesh of real devices.
+
+    Args:
+      sizes: bytes that a device holds before a collective, two at least.
+      turns: of each measurement; the median counts.
+      width: of the matrices that are multiplied.
+
+    Raises:
+      MeshError: the mesh has no axis of several devices, or there are too few sizes.
+    """
+    axes = [a for a, n in mesh.shape.items() if n > 1]
+    if not axes:
+        raise MeshError("calibrate wants a mesh with an axis of two devices or more, as in --mesh data=4,model=2.")
+    if len(set(sizes)) < 2 or min(sizes) < 4 * mesh.size:
+        raise MeshError(f"calibrate wants two sizes or more, of {4 * mesh.size} bytes at least on this mesh.")
+    watch = Watch(mesh, turns)
+    samples = tuple(
+        measure_collective(mesh, axis, kind, size, watch) for axis in axes for kind in COLLECTIVES for size in sizes
+    )
+    known = view(mesh).topology
+    rates = {dtype: measure_flops(mesh, dtype, width, watch) for dtype in DTYPES}
+    launch, fits = fit_collectives(samples, dict(mesh.shape))
+    fabrics = tuple(_fabric(axis, tier, fits) for tier, axis in enumerate(reversed(axes)))
+    machine = Topology(
+        f"{known.kind}-measured", rates["bfloat16"], measure_memory(mesh, 4 * max(sizes), watch), known.hbm, launch,
+        fabrics, tuple(rates.items()), tuple(mesh.shape[a] for a in reversed(axes)), overlaps=known.overlaps,
+        cached=known.cached, combined=known.combined,
+    )  # fmt: skip
+    return Calibration(machine, samples, fits)
+
+
+def _fabric(axis: str, tier: int, fits: Sequence[Fit]) -> Fabric:
+    """An axis as a physical dimension. The innermost axis lies along the first."""
+    mine = [f for f in fits if f.axis == axis]
+    typical = statistics.median(f.rate for f in mine)
+    return Fabric("switch", typical, mine[0].latency, tier, rates=tuple((f.kind, f.rate) for f in mine))
+
+
+# --- fitting ---------------------------------------------------------------------------------------------------------
+
+
+def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[float, tuple[Fit, ...]]:
+    """The start of a collective, and for each axis and kind its latency and rate: non-negative least squares of the
+    relative errors."""
+    axes = list(dict.fromkeys(s.axis for s in samples))
+    pairs: list[tuple[str, CollectiveKind]] = list(dict.fromkeys((s.axis, s.kind) for s in samples))
+    matrix = np.zeros((len(samples), 1 + len(axes) + len(pairs)))
+    for row, s in zip(matrix, samples, strict=True):
+        row[0] = 1
+        row[1 + axes.index(s.axis)] = _hops(s.kind, sizes[s.axis])
+        row[1 + len(axes) + pairs.index((s.axis, s.kind))] = s.sent
+    measured = np.asarray([s.seconds for s in samples])
+    scale = np.abs(matrix / measured[:, None]).max(0)  # columns of equal size: seconds beside seconds for a byte
+    found = scipy.optimize.nnls(matrix / measured[:, None] / scale, np.ones(len(samples)))[0] / scale
+    errors = np.abs(matrix @ found / measured - 1)
+    fits: list[Fit] = []
+    for k, (axis, kind) in enumerate(pairs):
+        slope = found[1 + len(axes) + k]
+        error = max(e for e, s in zip(errors, samples, strict=True) if (s.axis, s.kind) == (axis, kind))
+        fits.append(
+            Fit(axis, kind, float(found[1 + axes.index(axis)]), float(1 / max(slope, FASTEST)), float(error))
+        )
+    return float(found[0]), tuple(fits)
+
+
+FASTEST: Final = 1e-14
+"""Seconds for a byte where more bytes took no longer: 100 TB/s."""
+
+
+def _hops(kind: CollectiveKind, n: int) -> int:
+    return {"permute": 1, "all_reduce": 2 * (n - 1)}.get(kind, n - 1)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Median seconds of a call over some turns, less what a call without work takes."""
+
+    def __init__(self, mesh: Mesh, turns: int) -> None:
+        self.turns, self.idle = turns, 0.0
+        self.idle = self(jax.jit(jnp.negative), _on(mesh, np.ones(mesh.size, np.float32)))
+
+    def __call__(self, call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+        jax.block_until_ready(call(x))  # compiles
+        times: list[float] = []
+        for _ in range(self.turns):
+            start = time.perf_counter()
+            jax.block_until_ready(call(x))
+            times.append(time.perf_counter() - start)
+        found = statistics.median(times)
+        return max(found - self.idle, found / 10)
+
+
+def _on(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """Split over all devices."""
+    return jax.device_put(x, NamedSharding(mesh, _split(mesh)))
+
+
+def _split(mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec(tuple(mesh.axis_names))
+
+
+def _on_each(mesh: Mesh, run: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=_split(mesh), out_specs=_split(mesh), check_vma=False))
+
+
+def measure_collective(mesh: Mesh, axis: str, kind: CollectiveKind, held: int, watch: Watch) -> Sample:
+    """Seconds of one collective along an axis, all groups at once, each device holding `held` bytes of float32."""
+    n = mesh.shape[axis]
+    length = held // 4 // n * n
+    run = _STEPS[kind]
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = run(x, axis, n)
+        return x
+
+    seconds = watch(_on_each(mesh, chain), _on(mesh, np.ones(length * mesh.size, np.float32))) / CHAIN
+    piece = 4 * length if kind in ("all_reduce", "permute") else 4 * length // n
+    return Sample(axis, kind, 4 * length, moved_bytes(kind, piece, n), seconds)
+
+
+def _gather(x: jax.Array, axis: str, n: int) -> jax.Array:
+    part = lax.slice_in_dim(x, 0, x.shape[0] // n)
+    return lax.all_gather(part, axis, tiled=True)
+
+
+def _scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
+    part = lax.psum_scatter(x, axis, tiled=True) / n
+    return jnp.concatenate([part] * n)
+
+
+def _shift(x: jax.Array, axis: str, n: int) -> jax.Array:
+    return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+_STEPS: Final[dict[CollectiveKind, Callable[[jax.Array, str, int], jax.Array]]] = {
+    "all_reduce": lambda x, axis, n: lax.psum(x, axis) / n,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "all_to_all": lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
+    "permute": _shift,
+}
+"""Each leaves an array as long as it was, so that one can follow the other."""
+
+
+def measure_flops(mesh: Mesh, dtype: str, width: int, watch: Watch) -> float:
+    """Operations per second of a product of square matrices on each device, all at once."""
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = (x @ x / width).astype(x.dtype)
+        return x
+
+    x = _on(mesh, np.ones((width * mesh.size, width), dtype))
+    return 2 * width**3 * CHAIN / watch(_on_each(mesh, chain), x)
+
+
+def measure_memory(mesh: Mesh, held: int, watch: Watch) -> float:
+    """Bytes per second that each device reads and writes, all at once, of arrays of `held` bytes."""
+
+    def passes(x: jax.Array) -> jax.Array:  # one after the other, in place: no fresh memory is asked for
+        return lax.fori_loop(0, CHAIN, lambda i, x: x + jnp.float32(1) * i, x)
+
+    x = _on(mesh, np.ones(held // 4 * mesh.size, np.float32))
+    return 2 * held * CHAIN / watch(_on_each(mesh, passes), x)

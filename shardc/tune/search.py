@@ -1,0 +1,200 @@
+"""What `shardc.tune` may choose from, and in which order that is planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress
+
+from shardc.api import Function
+from shardc.errors import PipelineError
+from shardc.ir.boundary import END, stage_boundary_p
+from shardc.ir.program import Program
+from shardc.ir.walk import all_eqns
+from shardc.machine.mesh import AnyMesh, MeshView, make_mesh, view
+from shardc.passes.estimate.plan_cost import whole_seconds
+from shardc.passes.trace.trace import Arguments
+from shardc.pipeline.cut.cut_loop import find_loop
+from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.schedule.methods import METHODS, make_schedule
+from shardc.sbp.placement import Pin
+from shardc.tune.meshes import Roles, Sizes, all_sizes, is_grid, merged_sizes, roles_of, shape_key
+
+PIPE: Final = "pipe"
+"""The axis that stages lie along."""
+WORTH: Final = 1.25
+"""A mesh of one axis more takes some five times as long to plan: it is tried after what is so much slower."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A function to be tuned, with a number of microbatches if that is asked for."""
+
+    microbatches: int | None
+    function: Function
+    args: tuple[Any, ...]
+
+    @cached_property
+    def seen(self) -> tuple[Program, list[Pin | None]]:
+        return self.function.look(*self.args)
+
+    @cached_property
+    def ideal(self) -> float:
+        """Seconds of all that it computes, shared evenly by all devices."""
+        mesh = view(self.function.mesh)
+        return sum(whole_seconds(e, mesh) for e in self.seen[0].jaxpr.eqns) / mesh.size
+
+    def roles(self, axes: Sequence[str]) -> Roles:
+        return {PIPE: PIPE} | dict(roles_of(axes, *self.seen))
+
+    def __str__(self) -> str:
+        return Arguments(self.function.__wrapped__, ()).where  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh, and how a step runs on it.
+
+    Attributes:
+      loop: microbatches of the step's loop; None: it has none.
+      bubble: how much longer than without the bubble of a pipeline a call takes, if all its stages take as long.
+      after: what this is no refinement of, and yet tried after: the same mesh under another schedule, or a pipeline of
+        fewer ranks. Mesh and pipeline.
+    """
+
+    step: Step
+    sizes: Sizes
+    pipeline: Pipeline | None
+    loop: int | None
+    bubble: float = 1.0
+    after: tuple[Sizes, Pipeline] | None = None
+
+    @property
+    def text(self) -> str:
+        mesh = ", ".join(f"{a}={n}" for a, n in self.sizes if n > 1)
+        return mesh if self.pipeline is None else f"{mesh}, {self.pipeline.schedule}"
+
+    @property
+    def level(self) -> int:
+        """Axes of the meshes that are planned for."""
+        return sum(n > 1 for a, n in self.sizes if a != PIPE)
+
+
+def meshes(step: Step, axes: Sequence[str], devices: int) -> list[Choice]:
+    return [Choice(step, sizes, None, step.microbatches) for sizes in all_sizes(devices, axes)]
+
+
+def pipelines(
+    step: Step, axes: Sequence[str], devices: int, ranks: Sequence[int], schedules: Sequence[str]
+) -> list[Choice]:
+    """The pipelines that the function, the number of its microbatches and the schedules allow.
+
+    Raises:
+      PipelineError: the function has no one loop of microbatches.
+    """
+    names = (PIPE, *axes)
+    ones: dict[str, Any] = dict.fromkeys(names, 1)
+    probe = step.function.on(make_mesh(topology="cpu", **ones), Pipeline(axis=PIPE))
+    program, _ = probe.look(*step.args)
+    loop = find_loop(program, str(step))
+    cuts = {
+        e.params["cut"] for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END
+    }
+    found: list[Choice] = []
+    fewer: list[int] = []
+    m = loop.microbatches
+    for p in sorted(ranks):
+        possible = [s for s in schedules if _has_stages(s, p, m, len(cuts) + 1 if cuts else None)]
+        made = [Pipeline(axis=PIPE, schedule=s, stages="marked" if cuts else "auto") for s in possible]
+        for pipeline in made:
+            for inner in all_sizes(devices // p, axes):
+                sizes, after = ((PIPE, p), *inner), None
+                if pipeline is not made[0]:
+                    after = sizes, made[0]
+                elif fewer and sum(n > 1 for _, n in inner) <= 1:
+                    after = _with_ranks(sizes, fewer[-1]), pipeline
+                found.append(Choice(step, sizes, pipeline, m, (m + p - 1) / m, after))
+        fewer += [p] if made else []
+    return found
+
+
+def _with_ranks(sizes: Sizes, ranks: int) -> Sizes:
+    """A mesh of fewer ranks, and its axis, of which it has one at most, so much longer."""
+    (_, now), *inner = sizes
+    axis = next((a for a, n in inner if n > 1), inner[0][0])
+    return (PIPE, ranks), *((a, n * now // ranks if a == axis else n) for a, n in inner)
+
+
+def _has_stages(schedule: str, ranks: int, microbatches: int, stages: int | None) -> bool:
+    """Whether there is such a schedule, with so many stages."""
+    if schedule == "auto":
+        return stages is None or stages == ranks
+    try:
+        made = make_schedule(schedule, ranks, microbatches)
+    except PipelineError:
+        return False
+    return METHODS[schedule].weight_versions == 1 and (stages is None or made.stages == stages)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Search:
+    """Plans choices best first."""
+
+    choices: Sequence[Choice]
+    mesh_of: Callable[[Sizes], AnyMesh]
+    axes: Sequence[str]
+    distinct: dict[Any, Choice] = field(default_factory=dict[Any, Choice])
+    """Of choices that are alike the first."""
+    seconds: dict[Any, float] = field(default_factory=dict[Any, float])
+    """Of what is planned: as planned, or twice what was estimated where there is no plan."""
+
+    def __post_init__(self) -> None:
+        self._keys: dict[tuple[int, Sizes, Pipeline | None], Any] = {}
+        views: dict[Sizes, MeshView] = {}
+        roles: dict[int, Roles] = {}
+        for c in self.choices:
+            mesh = views.get(c.sizes) or views.setdefault(c.sizes, view(self.mesh_of(c.sizes)))
+            if not is_grid(mesh):
+                continue
+            of = roles.get(id(c.step)) or roles.setdefault(id(c.step), c.step.roles(self.axes))
+            key = (id(c.step), c.pipeline, shape_key(mesh, of))
+            self._keys[id(c.step), c.sizes, c.pipeline] = key
+            self.distinct.setdefault(key, c)
+        self.coarser = {key: self._coarser(c, key) for key, c in self.distinct.items()}
+
+    def _coarser(self, c: Choice, key: Any) -> list[Any]:
+        """What a choice comes after: meshes in which two of its axes are one, or what is said to."""
+        asked = [(id(c.step), sizes, c.pipeline) for sizes in merged_sizes(c.sizes, self.axes)]
+        if c.after is not None:
+            asked = [(id(c.step), *c.after)]
+        keys = [self._keys[a] for a in asked if a in self._keys]
+        return [k for k in dict.fromkeys(keys) if k != key]
+
+    def run(self, tries: int, plan: Callable[[Choice], float]) -> None:
+        """Plans at most so many; `plan` gives the seconds, infinite where there is no plan."""
+        waiting = list(self.distinct)
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("planning", total=min(tries, len(waiting)))
+            while waiting and len(self.seconds) < tries:
+                key = min(waiting, key=lambda k: self.estimate(k) * WORTH ** self.distinct[k].level)
+                waiting.remove(key)
+                found = plan(self.distinct[key])
+                self.seconds[key] = found if found < math.inf else 2 * self.estimate(key)
+                progress.advance(task)
+
+    def estimate(self, key: Any) -> float:
+        """Seconds: of the best of what a choice comes after, with its own bubble; infinite while none is planned."""
+        coarser, c = self.coarser[key], self.distinct[key]
+        if not coarser:
+            return c.step.ideal * c.bubble
+        known = (self.seconds[k] * c.bubble / self.distinct[k].bubble for k in coarser if k in self.seconds)
+        return min(known, default=math.inf)

@@ -1,0 +1,101 @@
+"""What `shardc.tune` gives, as text: a table of the best candidates, and why others cannot be."""
+
+from __future__ import annotations
+
+from shardc.pipeline.plan import Pipeline, PipelinePlan
+from shardc.report.tables import (
+    bytes_text,
+    fold_rows,
+    indented,
+    make_table,
+    number_text,
+    percent_text,
+    seconds_text,
+    section,
+)
+from shardc.tune.tune import Candidate, Tuning
+
+
+def explain(tuning: Tuning, count: int = 10) -> str:
+    """The best `count` candidates, those that have no plan, and what else is to be said."""
+    parts = (_head(tuning), _table(tuning, count), _without_plan(tuning), _notes(tuning), _use(tuning))
+    return "\n\n".join(filter(None, parts))
+
+
+def _head(tuning: Tuning) -> str:
+    planned = number_text(len(tuning.candidates), "candidate")
+    rest = f"; {tuning.others} more were not planned: tries={len(tuning.candidates)}" if tuning.others else ""
+    return (
+        f"{tuning.name} on {tuning.where}\n"
+        f"{planned} planned{rest}.\n"
+        f"What it computes, shared evenly by all devices, takes about {seconds_text(tuning.ideal)}."
+    )
+
+
+def _table(tuning: Tuning, count: int) -> str:
+    shown = [c for c in tuning.candidates if c.plan is not None]
+    title = f"The {count} best" if len(shown) > count else "All, the best first"
+    shown = shown[:count]
+    if not shown:
+        return ""
+    staged = any(c.pipeline for c in shown)
+    looped = any(c.microbatches for c in shown)
+    columns = [">", "mesh"] + ["pipeline"] * staged + [">microbatches"] * looped
+    table = make_table(*columns, ">time", ">memory", ">bytes", "proved")
+    for i, c in enumerate(shown):
+        cells = [str(i + 1), mesh_text(c)] + [pipeline_text(c)] * staged + [str(c.microbatches or "-")] * looped
+        memory = bytes_text(c.memory) + ("" if c.fits else ", too much")
+        table.add_row(*cells, seconds_text(c.seconds), memory, bytes_text(c.bytes), _proved(c.gap))
+    room = bytes_text(shown[0].capacity)
+    return section(f"{title}: time of a call, memory and bytes sent of each device, which has {room}", table)
+
+
+def mesh_text(c: Candidate) -> str:
+    """`data=64, model=8`: the axes that a candidate uses."""
+    return ", ".join(f"{a}={n}" for a, n in c.axes.items() if n > 1) or "one device"
+
+
+def pipeline_text(c: Candidate) -> str:
+    """`4 stages, 1f1b`; a dash for one program."""
+    if c.pipeline is None:
+        return "-"
+    name = c.plan.schedule.name if isinstance(c.plan, PipelinePlan) else c.pipeline.schedule
+    stages = f"{number_text(len(c.plan.stages), 'stage')}, " if isinstance(c.plan, PipelinePlan) else ""
+    return f"{stages}{name}"
+
+
+def _proved(gap: float | None) -> str:
+    return {None: "-", 0.0: "the best"}.get(gap, f"within {percent_text(gap or 0.0)}")
+
+
+def _without_plan(tuning: Tuning) -> str:
+    rows = [
+        (("\n".join(c.problem.splitlines()[:2]),), f"{mesh_text(c)}{_schedule_text(c.pipeline)}", None)
+        for c in tuning.candidates
+        if c.plan is None
+    ]
+    if not rows:
+        return ""
+    lines = [f"{'; '.join(names)}\n{indented(str(why))}" for (why,), names, _ in fold_rows(rows)]
+    return "\n".join(["Cannot be", *map(indented, lines)])
+
+
+def _schedule_text(pipeline: Pipeline | None) -> str:
+    return "" if pipeline is None else f" under {pipeline.schedule}"
+
+
+def _notes(tuning: Tuning) -> str:
+    return "\n".join(["Notes", *map(indented, tuning.notes)]) if tuning.notes else ""
+
+
+def _use(tuning: Tuning) -> str:
+    best = tuning.candidates[0]
+    if not best.fits:
+        return "Nothing fits."
+    axes = ", ".join(f"{a}={n}" for a, n in best.axes.items())
+    more = f", pipeline={_pipeline_code(best.pipeline)}" if best.pipeline else ""
+    return f"The best: shardc.function(..., mesh=shardc.make_mesh({axes}){more})"
+
+
+def _pipeline_code(p: Pipeline) -> str:
+    return f'shardc.Pipeline(schedule="{p.schedule}", stages="{p.stages}")'

@@ -1,0 +1,198 @@
+"""Meshes: made, refused, and seen as the planner sees them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
+from shardc.machine.mesh import (
+    TOPOLOGIES,
+    AnyMesh,
+    auto_mesh,
+    make_mesh,
+    meshes_along,
+    parse_bytes,
+    parse_topology,
+    view,
+)
+
+
+def test_make_mesh_takes_the_first_devices_in_order() -> None:
+    mesh = make_mesh(data=2, model=3)
+    assert isinstance(mesh, Mesh)
+    assert dict(mesh.shape) == {"data": 2, "model": 3}
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+    assert [[d.id for d in row] for row in mesh.devices] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_make_mesh_for_a_topology_needs_no_devices() -> None:
+    mesh = make_mesh(topology="v5p:16x16x16", data=64, model=64)
+    assert isinstance(mesh, AbstractMesh)
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+    seen = view(mesh)
+    assert (seen.axes, seen.size, dict(seen.sizes)) == ((("data", 64), ("model", 64)), 4096, {"data": 64, "model": 64})
+    assert (seen.topology.kind, seen.topology.shape, seen.topology.hbm) == ("v5p", (16, 16, 16), 95 * 10**9)
+    assert str(seen) == "data=64, model=64 on v5p"
+
+
+@pytest.mark.parametrize("kind", TOPOLOGIES)
+def test_every_topology_can_be_planned_for(kind: str) -> None:
+    assert view(make_mesh(topology=kind, data=8)).topology == TOPOLOGIES[kind]
+    assert parse_topology(f"{kind}:4x2").shape == (4, 2)
+    link = TOPOLOGIES[kind].link
+    assert min(link.bandwidth, link.latency, TOPOLOGIES[kind].flops, TOPOLOGIES[kind].memory_bandwidth) > 0
+
+
+def test_hbm_overrides_the_topology() -> None:
+    assert view(make_mesh(topology="v5p:4x4x2", hbm="16GiB", data=8)).topology.hbm == 16 * 2**30
+    assert view(make_mesh(topology="h100", hbm=123, data=8)).topology.hbm == 123
+    assert view(make_mesh(hbm="2GB", with_memory=8)).topology.hbm == 2 * 10**9
+    assert view(make_mesh(without=8)).topology.hbm == TOPOLOGIES["cpu"].hbm
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("95GB", 95 * 10**9), ("16GiB", 16 * 2**30), ("1.5 MB", 1_500_000), (".5KiB", 512), ("2T", 2 * 10**12),
+        ("7", 7), (" 8 b ", 8), ("80gb", 80 * 10**9), (5, 5), (2.5e9, 2_500_000_000),
+    ],
+)  # fmt: skip
+def test_parse_bytes(text: str | int | float, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+WANTS = "A mesh wants a positive number of devices for each axis, got"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: make_mesh(), f"{WANTS} no axis; write shardc.make_mesh(data=4, model=2)."),
+        (
+            lambda: make_mesh(a=0, b=True, c=2, d=1.5),
+            f"{WANTS} a=0, b=True, d=1.5; write shardc.make_mesh(data=4, model=2).",
+        ),
+        (
+            lambda: make_mesh(a=4, b=4),
+            "The mesh a=4 x b=4 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
+            "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to "
+            'plan without devices name a topology, as in topology="v5p".',
+        ),
+        (
+            lambda: make_mesh(topology="v5p:4x4", a=8, b=4),
+            "The mesh a=8 x b=4 wants 32 devices, topology v5p:4x4 has 16.",
+        ),
+        (
+            lambda: make_mesh(topology="v5q", a=2),
+            "There is no topology 'v5q'. Did you mean \"v5p\"? Known are cpu, v4, v5e, v5p, v6e, h100, h200, b200.",
+        ),
+        (
+            lambda: make_mesh(topology="abacus", a=2),
+            "There is no topology 'abacus'. Known are cpu, v4, v5e, v5p, v6e, h100, h200, b200.",
+        ),
+        (
+            lambda: make_mesh(topology="v5p:4x", a=2),
+            "topology='v5p:4x': the shape after the colon is written 4x4x2.",
+        ),
+        *(
+            (
+                lambda hbm=hbm: make_mesh(hbm=hbm, a=2),
+                f'hbm={hbm!r} is not an amount of memory; write "95GB", "16GiB" or a number of bytes.',
+            )
+            for hbm in ("lots", "1.2.3GB", "", "-1GB", "1XB")
+        ),
+    ],
+)
+def test_errors_say_what_and_how(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(MeshError, match=f"^{re.escape(text)}$"):
+        make()
+
+
+AXIS_TYPES = [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Manual)]
+
+
+@pytest.mark.parametrize("types", AXIS_TYPES, ids=str)
+def test_view_is_the_same_for_all_axis_types(types: tuple[AxisType, ...]) -> None:
+    concrete = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"), types)
+    expected = view(make_mesh(a=4, b=2))
+    assert (expected.axes, expected.topology) == ((("a", 4), ("b", 2)), TOPOLOGIES["cpu"])
+    for mesh in (concrete, concrete.abstract_mesh, AbstractMesh((4, 2), ("a", "b"), types)):
+        assert view(mesh) == expected
+        assert hash(view(mesh)) == hash(expected)
+
+
+def test_views_differ_by_axes_order_and_topology() -> None:
+    meshes = [make_mesh(a=4, b=2), make_mesh(b=2, a=4), make_mesh(topology="v5p", a=4, b=2), make_mesh(a=2, b=2)]
+    assert len({view(m) for m in meshes}) == 4
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "kind"),
+    [
+        ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "h100"), ("cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_view_knows_jax_device_kinds(device_kind: str, kind: str) -> None:
+    platform = "cpu" if kind == "cpu" else "tpu" if "TPU" in device_kind else "gpu"
+    mesh = AbstractMesh((8,), ("a",), abstract_device=AbstractDevice(device_kind, None, platform))
+    assert view(mesh).topology.kind == kind
+
+
+@pytest.mark.parametrize("types", AXIS_TYPES[1:], ids=str)
+def test_auto_mesh(types: tuple[AxisType, ...]) -> None:
+    concrete = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"), types)
+    device = AbstractDevice("TPU v5p", None, "tpu")
+    abstract = AbstractMesh((4, 2), ("a", "b"), types, abstract_device=device)
+    found: AnyMesh
+    for mesh in (concrete, abstract):
+        found = auto_mesh(mesh)
+        assert type(found) is type(mesh)
+        assert found.axis_types == (AxisType.Auto,) * 2
+        assert auto_mesh(found) is found
+        assert view(found) == view(mesh)
+    assert auto_mesh(concrete) == make_mesh(a=4, b=2)
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 4}, {"pipe": 2, "data": 3}, {"data": 3, "pipe": 2}])
+def test_meshes_along_an_axis_hold_its_devices(axes: dict[str, int]) -> None:
+    mesh = make_mesh(**axes)
+    assert isinstance(mesh, Mesh)
+    ranks = meshes_along(mesh, "pipe")
+    at = mesh.axis_names.index("pipe")
+    for i, rank in enumerate(ranks):
+        assert isinstance(rank, Mesh)
+        assert rank.axis_names == (("data",) if "data" in axes else ("pipe",))
+        assert list(rank.devices.flat) == list(mesh.devices.take([i], at).flat)
+    assert [dict(r.shape) for r in meshes_along(make_mesh(**axes, topology="h100"), "pipe")] == [
+        dict(r.shape) for r in ranks
+    ]
+
+
+def test_a_view_compares_by_what_it_says() -> None:
+    seen = view(make_mesh(topology="v5p:4x4x2", a=4, b=2))
+    assert seen == view(make_mesh(topology="v5p:4x4x2", a=4, b=2))
+    assert pickle.loads(pickle.dumps(seen.topology)) == seen.topology
+    with pytest.raises(TypeError):
+        seen.sizes["a"] = 3  # type: ignore[index]
+
+
+def test_errors_are_of_one_tree_and_of_pythons_kinds() -> None:
+    assert issubclass(MeshError, ShardcError)
+    assert issubclass(MeshError, ValueError)
+
+
+def test_error_helpers() -> None:
+    assert did_you_mean("modle", ["data", "model"]) == ' Did you mean "model"?'
+    assert did_you_mean("model", ["model"]) == ""
+    assert did_you_mean("x", ["data", "model"]) == ""
+    assert all_offenders("Two:", ["one\nmore", "two"]) == "Two:\n  one\n  more\n  two"
+    assert all_offenders("None:", []) == "None:"

@@ -1,0 +1,125 @@
+"""Every method for every size that it allows, and what it says of those that it does not."""
+
+import itertools
+
+import pytest
+
+from shardc.errors import PipelineError
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.methods import METHODS, make_schedule
+from shardc.pipeline.schedule.methods.method import ranks_of
+from shardc.pipeline.schedule.schedule import Schedule
+from tests.pipeline.schedules.measure import measure
+
+NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+         "dualpipe-v", "pipedream-2bw"]  # fmt: skip
+
+
+def test_names():
+    assert list(METHODS) == NAMES
+    assert all(METHODS[n].name == n and METHODS[n].source for n in NAMES)
+    assert [n for n in NAMES if METHODS[n].weight_versions == 2] == ["pipedream-2bw"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_sizes_end(name):
+    method = METHODS[name]
+    for p, m in itertools.product((1, 2, 3, 4, 5), (1, 2, 3, 5, 8, 11)):
+        for v in (method.chunks, method.chunks + 1)[: 1 + method.more_chunks]:
+            if method.refuse(p, m, v):
+                assert name == "dualpipe-v"
+                assert m < 2 * p
+                continue
+            schedule = make_schedule(name, p, m, v)
+            measure(schedule)  # is checked, and does not deadlock
+            assert schedule.name == name
+            assert (schedule.ranks, schedule.microbatches, schedule.chunks) == (p, m, v)
+            assert schedule.rank_of == ranks_of(method.placement, p, v)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_costs_of_each_stage(name):
+    p, v = 3, METHODS[name].chunks
+    costs = [(1 + s % 2, 0.5 * s, 1) for s in range(p * v)]
+    measure(make_schedule(name, p, 7, costs=costs), costs, latency=0.3)
+
+
+def test_without_time_there_is_an_order_too():
+    for name in NAMES:
+        measure(make_schedule(name, 3, 6, costs=(0, 0, 0)))
+
+
+def test_a_last_group_that_is_not_full():
+    """Interleaved where p does not divide m: what is too much in the last group is left out."""
+    full, part = make_schedule("interleaved", 4, 8), make_schedule("interleaved", 4, 6)
+    assert part.rows == tuple(tuple(a for a in row if a.microbatch < 6) for row in full.rows)
+    assert measure(part).bubble <= measure(full).bubble + 6  # two microbatches of one stage
+
+
+def test_pipedream_has_the_order_of_1f1b():
+    assert make_schedule("pipedream-2bw", 4, 8).rows == make_schedule("1f1b", 4, 8).rows
+
+
+def test_a_schedule_of_ones_own():
+    def serial(ranks, microbatches, chunks, costs):
+        assert costs == Costs(((1.0, 2.0, 3.0),))
+        return Schedule.parse(" ".join(f"0F{j} 0B{j}" for j in range(microbatches)))
+
+    ours = make_schedule(serial, 1, 3, costs=(1, 2, 3))
+    assert str(ours) == "schedule\nrank 0 | 0F0 0B0 0F1 0B1 0F2 0B2"
+    assert make_schedule(str(ours), 1, 3) == make_schedule(ours, 1, 3) == ours
+    assert make_schedule(METHODS["zb-v"], 2, 3) == make_schedule("zb-v", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("zbh1", 4, 8),
+            'Unknown schedule "zbh1"; there are gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, zb-h1, zb-h2, '
+            'zb-v, v-half, v-min, dualpipe-v, pipedream-2bw, auto. Did you mean "zb-h1"?',
+        ),
+        (
+            ("dualpipe-v", 4, 7),
+            'Schedule "dualpipe-v" cannot have 4 ranks and 7 microbatches: it wants at least 2·ranks = 8 microbatches, '
+            "to fill the V from both ends; zb-v takes fewer.",
+        ),
+        (
+            ("1f1b", 4, 8, 2),
+            'Schedule "1f1b" has 1 stage on each rank, not 2: say chunks=1, or take interleaved, breadth-first, zb-v, '
+            "v-half, v-min, dualpipe-v or auto.",
+        ),
+        (
+            ("interleaved", 4, 8, 1),
+            'Schedule "interleaved" has at least 2 stages on each rank, not 1: say chunks=2, or take gpipe, 1f1b, '
+            "eager-1f1b, zb-h1, zb-h2, pipedream-2bw or auto.",
+        ),
+        (("1f1b", 0, 8), "make_schedule: ranks=0, microbatches=8, chunks=None; each is 1 or more."),
+        (("auto", 4, 8, -1), "make_schedule: ranks=4, microbatches=8, chunks=-1; each is 1 or more."),
+        (
+            ("0F0 0B0", 2, 3),
+            'Schedule "schedule" is for another pipeline: it has 1 ranks, not 2, 1 microbatches, not 3.',
+        ),
+    ],
+)
+def test_what_cannot_be(arguments, message):
+    with pytest.raises(PipelineError) as error:
+        make_schedule(*arguments)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ((1, 2), "costs: (1, 2) is not three numbers F, B, W (forward, input gradient, weight gradient)."),
+        ([(1, 1, 1)] * 3, "costs has 3 triples for 4 stages; give one (F, B, W) for all of them, or one for each."),
+        (
+            [(1, 1, 1), (-1, 1, float("nan")), (1, 1, 1), (1, 1, 1)],
+            "A cost is a number, 0 or more:\n  stage 1: F costs -1.0\n  stage 1: W costs nan",
+        ),
+    ],
+)
+def test_costs_that_are_none(costs, message):
+    with pytest.raises(PipelineError) as error:
+        make_schedule("1f1b", 4, 8, costs=costs)
+    assert str(error.value) == message

@@ -1,0 +1,226 @@
+"""One device is the truth for pipelines too: every schedule, model, depth, inner mesh and number of microbatches.
+
+The stages of a program are cut, placed and compiled once; all schedules that run the same tasks replay them. Without
+`--every-case` a sample is run: whatever two of a schedule, a model, a number of ranks, an inner mesh and a number of
+microbatches can stand together do so in some case of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import combinations, product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardc
+from examples import gpt2, llama, mlp, t5
+from examples.zoo import MODELS
+from shardc.pipeline.schedule.methods import METHODS
+
+SCHEDULES = {
+    "one task": ("1f1b", "gpipe", "eager-1f1b", "pipedream-2bw"),
+    "two tasks": ("zb-h1", "zb-h2"),
+    "loop": ("interleaved", "breadth-first"),
+    "v": ("zb-v", "v-half", "v-min", "dualpipe-v"),
+}
+"""By how tasks are cut and where they run; in each group only the order differs. Steps of the first group take their
+gradients at an older version of the parameters, without which there is no pipedream-2bw."""
+RANKS = (2, 3, 4)
+INNER = {"": {}, "data": {"data": 2}, "model": {"model": 2}}
+MICROBATCHES = {"1": lambda p: 1, "p-1": lambda p: p - 1, "p": lambda p: p, "2p+1": lambda p: 2 * p + 1}
+ROWS = 2
+"""Of a microbatch."""
+SMALL = {"d_model": 8, "heads": 2}
+CONFIGS = {
+    "mlp": lambda stages: mlp.Config(blocks=stages, hidden=6),
+    "gpt2": lambda stages: gpt2.Config(**SMALL, layers=stages, seq=4),
+    "llama": lambda stages: llama.Config(**SMALL, layers=stages, kv_heads=2, hidden=6, seq=4),
+    "t5": lambda stages: t5.Config(
+        **SMALL, layers=(stages + 1) // 2, d_head=4, hidden=6, seq=12, spans=2, span=2, buckets=4, farthest=8
+    ),
+}
+
+
+class Case(NamedTuple):
+    """What is compiled once."""
+
+    tasks: str
+    model: str
+    ranks: int
+    inner: str
+    microbatches: str
+
+    @property
+    def m(self) -> int:
+        return MICROBATCHES[self.microbatches](self.ranks)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * METHODS[SCHEDULES[self.tasks][0]].chunks
+
+    @property
+    def schedules(self) -> list[str]:
+        """Those of the group that can have so many ranks and microbatches."""
+        chunks = self.stages // self.ranks
+        return [s for s in SCHEDULES[self.tasks] if METHODS[s].refuse(self.ranks, self.m, chunks) is None]
+
+    @property
+    def cost(self) -> int:
+        """Roughly how much there is to compile."""
+        return self.stages * (5 if self.tasks in ("two tasks", "v") else 4) * {"mlp": 1, "t5": 4}.get(self.model, 3)
+
+    def pairs(self) -> set[frozenset[tuple[str, object]]]:
+        """What stands together in this case, two by two."""
+        others = list(self._asdict().items())[1:]
+        return {frozenset(pair) for s in self.schedules for pair in combinations([("schedule", s), *others], 2)}
+
+
+def cases() -> Iterator[Case]:
+    for case in map(Case._make, product(SCHEDULES, CONFIGS, RANKS, INNER, MICROBATCHES)):
+        if not (case.microbatches == "p-1" and case.m == 1):  # which is "1"
+            yield case
+
+
+def sample(cases: list[Case]) -> list[Case]:
+    """Few cases with all pairs: one after the other that which adds most for what it costs."""
+    missing = set().union(*(c.pairs() for c in cases))
+    found: list[Case] = []
+    while missing:
+        found.append(max(cases, key=lambda c: len(c.pairs() & missing) / (20 + c.cost) ** 0.7))
+        missing -= found[-1].pairs()
+    return found
+
+
+EVERY = list(cases())
+SAMPLE = sample(EVERY)
+QUICK = [min((c for c in SAMPLE if c.tasks == tasks), key=lambda c: c.cost) for tasks in SCHEDULES]
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        chosen = EVERY if metafunc.config.getoption("--every-case") else SAMPLE
+        slow = pytest.mark.slow
+        metafunc.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [slow]) for c in chosen], ids=str)
+
+
+def loss_of(case: Case, cut=lambda x: x):
+    """`loss(params, batch)` of a model with a block or more for each stage."""
+    cfg = CONFIGS[case.model](case.stages)
+    blocks = 2 * cfg.layers if case.model == "t5" else case.stages
+    last = {round((s + 1) * blocks / case.stages) - 1 for s in range(case.stages - 1)}
+    between = lambda i, x: cut(x) if i in last else x  # noqa: E731
+    if case.model == "mlp":
+        return partial(mlp.loss, between=between)
+    return partial({"gpt2": gpt2, "llama": llama, "t5": t5}[case.model].loss, cfg=cfg, between=between)
+
+
+def update(params, momentum, grads, xp=jnp):
+    """Stochastic gradient descent with momentum, the gradient clipped by its norm over all parameters."""
+    norm = xp.sqrt(sum((g * g).sum() for g in jax.tree.leaves(grads)))
+    momentum = jax.tree.map(lambda v, g: 0.9 * v + g * (0.1 / xp.maximum(norm, 0.1)), momentum, grads)
+    return jax.tree.map(lambda p, v: p - 0.5 * v, params, momentum), momentum
+
+
+def step_of(case: Case):
+    """`step(params, momentum, batch)`: both anew, the loss, the gradients; a delayed one has `older` params besides."""
+    loss = shardc.accumulate(jax.value_and_grad(loss_of(case, shardc.stage_boundary)), microbatches=case.m)
+
+    def step(params, momentum, batch):
+        value, grads = loss(params, batch)
+        return *update(params, momentum, grads), value, grads
+
+    def delayed(params, older, momentum, batch):
+        value, grads = loss(older, batch)
+        new, momentum = update(params, momentum, grads)
+        return new, params, momentum, value, grads
+
+    return delayed if case.tasks == "one task" else step
+
+
+@cache
+def start_of(model: str, stages: int):
+    """Parameters and momentum that nothing is symmetric in."""
+    init_fn, _ = MODELS[model].make_step(CONFIGS[model](stages))
+    shapes, _ = jax.eval_shape(init_fn, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return tuple(jax.tree.map(lambda s: 0.3 * rng.normal(size=s.shape), shapes) for _ in range(2))
+
+
+def batch_of(case: Case):
+    return next(MODELS[case.model].batches(CONFIGS[case.model](case.stages), ROWS * case.m, 0))
+
+
+@cache
+def gradient_of(model: str, stages: int):
+    return jax.jit(jax.value_and_grad(loss_of(Case("one task", model, stages, "", "1"))))
+
+
+def one_device(case: Case, params):
+    """Loss and gradient as the means over strided microbatches."""
+    batch, grad = batch_of(case), gradient_of(case.model, case.stages)
+    found = [grad(params, {k: x[j :: case.m] for k, x in batch.items()}) for j in range(case.m)]
+    return jax.tree.map(lambda *xs: np.mean(np.stack(xs), 0), *found)
+
+
+@pytest.fixture(autouse=True)
+def in_double_and_compiled_fast(compiled_fast):
+    with jax.enable_x64(True):
+        yield
+
+
+def placements(case: Case):
+    if case.inner == "model":
+        weights = MODELS[case.model].plans["tensor"]()["in_placements"]["params"]
+        names = ("params", "momentum", "older") if case.tasks == "one task" else ("params", "momentum")
+        return dict.fromkeys(names, weights)
+    return {"batch": {"data": shardc.S(0)}} if case.inner else {}
+
+
+def test_the_cases_are_all_there_and_the_sample_has_every_pair():
+    assert len(EVERY) == len(SCHEDULES) * len(CONFIGS) * len(INNER) * (3 + 4 + 4)
+    assert {s for group in SCHEDULES.values() for s in group} == set(METHODS)
+    pairs = set().union(*(c.pairs() for c in SAMPLE))
+    for axis, values in {"model": CONFIGS, "ranks": RANKS, "inner": INNER}.items():
+        for schedule, value in product(METHODS, values):
+            assert frozenset((("schedule", schedule), (axis, value))) in pairs
+    assert len(SAMPLE) < 40
+
+
+def test_every_schedule_gives_what_one_device_gives(case):
+    params, momentum = start_of(case.model, case.stages)
+    older = jax.tree.map(lambda p: 0.9 * p, params)
+    batch = batch_of(case)
+    delayed = case.tasks == "one task"
+    value, grads = one_device(case, older if delayed else params)
+    new, moved = update(params, momentum, grads, np)
+    state = (params, older, momentum) if delayed else (params, momentum)
+    want = (new, params, moved, value, grads) if delayed else (new, moved, value, grads)
+    pipeline = shardc.Pipeline(schedule=case.schedules[0])
+    step = shardc.function(
+        step_of(case), mesh=shardc.make_mesh(pipe=case.ranks, **INNER[case.inner]), pipeline=pipeline,
+        in_placements=placements(case), donate_argnums=range(len(state)),
+    )  # fmt: skip
+    compiled = step.compile(*state, batch)
+    audit = compiled.audit()
+    assert audit.ok, str(audit)
+    for schedule in case.schedules:
+        replay = compiled.with_schedule(schedule)
+        assert replay.plan.schedule.name == schedule
+        assert_close(replay(*state, batch), want, schedule)
+
+
+def assert_close(got, want, where):
+    """To 1e-10 of a leaf's largest value, or where that is next to nothing to 1e-13 of all leaves'."""
+    top = max(np.abs(w).max() for w in jax.tree.leaves(want))
+    got = jax.tree_util.tree_leaves_with_path(got, is_leaf=lambda x: isinstance(x, shardc.PlacedArray))
+    for (keys, g), w in zip(got, jax.tree.leaves(want), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        path = f"{where}: {jax.tree_util.keystr(keys, simple=True, separator='/')}"
+        np.testing.assert_allclose(
+            np.asarray(g), w, rtol=0, atol=1e-10 * max(np.abs(w).max(), 1e-3 * top), err_msg=path
+        )
