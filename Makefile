@@ -76,7 +76,7 @@ lock:
 	rm -rf .venv-lock
 
 parity: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/test_parity.py tests/test_pipeline_parity.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/whole/test_parity.py tests/pipeline/test_parity.py $(ARGS)
 
 every: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) --every-case $(ARGS)

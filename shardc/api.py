@@ -35,6 +35,7 @@ from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.ir.constrain import constrain_p, pin_of
 from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, explicit_axes, meshes_along, view, without_mesh
+from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.trace.share_loops import share_loops
@@ -370,7 +371,8 @@ class Function:
         marks = self._pipeline is not None
         key = (self._key(call), marks)
         if key not in self._programs:
-            self._programs[key] = trace(self._arguments, call, marks, self._replicate)
+            program = trace(self._arguments, call, marks, self._replicate)
+            self._programs[key] = replace(program, jaxpr=sink_constants(program.jaxpr))
         return self._programs[key]
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jax
 import pytest
-import shardc.mesh
-import shardc.topology
 from jax._src import compiler
 
+import shardc.machine.mesh
+import shardc.machine.topology
 from shardc.machine.topology import Fabric
 from tests.releases import IS_OLDEST, OLDEST
 
@@ -95,8 +95,8 @@ def pytest_runtest_teardown(item, nextitem):
 EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
-MODULES = shardc.mesh, shardc.topology
-USERS = shardc.topology.TOPOLOGIES
+MODULES = shardc.machine.mesh, shardc.machine.topology
+USERS = shardc.machine.topology.TOPOLOGIES
 EAGER = replace(USERS["cpu"], launch=2e-6, fabrics=(Fabric("switch", 1e9, 2e-7),), combined=())
 """Fake devices whose collectives start for next to nothing. Tests plan for them: they look at what is split and moved,
 and in small examples little would be, if a start cost what it does. `as_users_plan` is the machine that users have."""

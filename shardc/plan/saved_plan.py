@@ -1,6 +1,6 @@
 """A plan as JSON: where every value lies and what is boxed, by the paths of arguments and the numbers of operations.
 
-It holds nothing of how the plan was found, so that any version of the planner can lower it (`shardc.passes.replay`).
+It holds nothing of how the plan was found, so that any version of the planner can lower it (`shardc.plan.replay`).
 An operation's number counts the equations of the canonical program, those of a body after the one that they are in.
 """
 

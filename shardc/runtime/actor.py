@@ -5,7 +5,7 @@ every channel that it gives to has a free register. A register is taken when the
 when the consuming step ends: this is credit-based flow control, as in OneFlow (Yuan et al. 2021, section 4).
 
 The machine has no clock and no threads. What a message carries is up to who drives it: its time of arrival in the
-simulator (`shardc.pipeline.simulate`), an array in the executor (`shardc.runtime.executor`), nothing where only the
+simulator (`shardc.pipeline.schedule.simulate`), an array in the executor (`shardc.runtime.executor`), nothing where only the
 order matters (`shardc.runtime.deadlock`). As there is nothing to choose, what an actor does never depends on who is
 faster: a network either finishes under every timing or stops at the same steps under every timing.
 """

@@ -3,7 +3,7 @@
 A step changes some axes of a placement. `neighbours` lists the steps that leave a placement; a boxing is a shortest
 path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`: the
 least time, of these the least on the links, of these the fewest steps. All three are integers, so ties are real.
-Nothing here runs anything: `shardc.passes.lower_boxing` emits the steps.
+Nothing here runs anything: `shardc.passes.lower.lower_boxing` emits the steps.
 """
 
 from __future__ import annotations

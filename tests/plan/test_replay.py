@@ -118,7 +118,7 @@ def test_what_arrives_whole_is_cut_where_the_plan_has_it(mesh, tmp_path):
 
 PROGRAM = """
 import sys, shardc
-from tests.passes.test_replay import CASES
+from tests.plan.test_replay import CASES
 mesh = shardc.make_mesh(data=4, model=2)
 for n, (fn, keywords, args) in enumerate(CASES.values()):
     shardc.function(fn, mesh=mesh, **keywords).plan(*args).save(f"{sys.argv[1]}/{n}.json")

@@ -1,6 +1,6 @@
 """What each boxing step does, by definition: on a list of numpy pieces, one for each device.
 
-Nothing here is shared with `shardc.passes.lower_boxing`: a device knows which global indices it holds of each
+Nothing here is shared with `shardc.passes.lower.lower_boxing`: a device knows which global indices it holds of each
 dimension, and elements find their place by global index. Padding is NaN, so that whatever reads it shows.
 """
 

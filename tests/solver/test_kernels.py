@@ -254,7 +254,7 @@ def test_a_first_call_imports_nothing_more_of_numba():
     program = """
 import sys
 import numpy as np
-import shardc.solver.kernels_numba as kernels
+import shardc.solver.kernels.numba_kernels as kernels
 before = set(sys.modules)
 kernels.least_product(np.zeros((2, 2)), np.zeros((2, 2)))
 print(sorted(m for m in set(sys.modules) - before if m.startswith("numba")))
@@ -377,9 +377,9 @@ def test_large_problems_are_compiled(monkeypatch):
 
 def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
     monkeypatch.setattr(kernels_module, "COMPILED", 0)
-    monkeypatch.delitem(sys.modules, "shardc.solver.kernels_numba")
-    monkeypatch.delattr("shardc.solver.kernels_numba")
-    monkeypatch.delitem(sys.modules, "shardc.compiled")
+    monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_kernels")
+    monkeypatch.delattr("shardc.solver.kernels.numba_kernels")
+    monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_jit")
     monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level("INFO", "shardc"):
         assert kernels_for([np.zeros((2, 3))]) is numpy_kernels

@@ -50,7 +50,7 @@ class HloCollective:
     """One collective instruction of the optimized HLO.
 
     Attributes:
-      kind: a kind of shardc.passes.collective, or the HLO opcode of one that shardc never emits (`ragged-all-to-all`).
+      kind: a kind of shardc.ir.collective, or the HLO opcode of one that shardc never emits (`ragged-all-to-all`).
       groups: positions of devices in the mesh, row-major; the (source, target) pairs of a permute.
       tensors: what it moves.
       trips: executions in one call, the product of the trip counts of the loops around it; None if one is unknown.

@@ -1,6 +1,6 @@
 """What of a program is in memory: XLA joins operations to loops, and what stays inside a loop never is.
 
-Tables of primitives, and what XLA does its own way on each kind of device; `passes/lifetimes.py` applies them.
+Tables of primitives, and what XLA does its own way on each kind of device; `passes/estimate/live_ranges.py` applies them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of a plan, per device: what the pieces of a boxed program need while it runs.
 
-Which values are in memory, and when, is `passes/lifetimes.py`; here they get their bytes, and products whose pieces go
+Which values are in memory, and when, is `passes/estimate/live_ranges.py`; here they get their bytes, and products whose pieces go
 around what they hold besides.
 """
 

@@ -1,6 +1,6 @@
 """Prices on memory: what is there while it is too full is charged to the choices that put it there.
 
-When a value is in memory the program says alone (`passes/lifetimes.py`), how many bytes it has there is a function of
+When a value is in memory the program says alone (`passes/estimate/live_ranges.py`), how many bytes it has there is a function of
 its placement: where it is made, or where its readers want it held. A boxing makes a copy for what reads it, whose bytes
 are those of the reader's choice where the maker's is another one. A value or copy, with the times at which it is there,
 is a *holding*. They add up to about what a made plan has in memory; which is asked itself whether it fits.

@@ -1,6 +1,6 @@
 """Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
 
-The domains say what each node may choose on all axes at once (`shardc.passes.domain`), the solver minimises the sum of
+The domains say what each node may choose on all axes at once (`shardc.passes.place.domain`), the solver minimises the sum of
 their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be next to the best is then
 looked at along one axis after the other.
 """

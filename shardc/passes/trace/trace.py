@@ -21,7 +21,6 @@ from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_me
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh
-from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 
@@ -327,7 +326,6 @@ def trace(
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     captured = tuple(map(as_jax, captured))
-    jaxpr = sink_constants(drop_zero_sums(jaxpr))
     return Program(
-        arguments.name, jaxpr, tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+        arguments.name, drop_zero_sums(jaxpr), tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
     )

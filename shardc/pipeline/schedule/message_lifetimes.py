@@ -18,7 +18,7 @@ def earliest_arrivals(timeline: Timeline) -> list[list[list[Message]]]:
       timeline: of a network under its registers; only its order counts.
 
     Example: with one register for two messages the second is not made before the first is taken.
-      >>> from shardc.pipeline.simulate import simulate
+      >>> from shardc.pipeline.schedule.simulate import simulate
       >>> from shardc.runtime.actor import Channel, Network, Step
       >>> give = tuple(Step(f"give {j}", (), ((0, j),)) for j in range(2))
       >>> take = tuple(Step(f"take {j}", ((0, j),)) for j in range(2))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shardc.topology
+import shardc.machine.topology
 
 import shardc
 from examples.zoo import MODELS
@@ -134,7 +134,7 @@ def planned(batch: int = 64) -> Plan:
 @pytest.fixture
 def not_combined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chips whose compiler makes each reduction on its own."""
-    known = shardc.topology.TOPOLOGIES
+    known = shardc.machine.topology.TOPOLOGIES
     apart = {**known, "v5p": replace(known["v5p"], combined=())}
     monkeypatch.setattr(shardc.topology, "TOPOLOGIES", apart)
 
@@ -209,7 +209,7 @@ def test_the_search_and_the_plan_count_what_light_operations_move_alike(name, re
     """All of it on one device, where it can be no boxing's; but for tables of which rows are read."""
     counted: list[int] = []
     monkeypatch.setattr(
-        sys.modules["shardc.passes.tally"], "fused_bytes",
+        sys.modules["shardc.passes.estimate.plan_cost"], "fused_bytes",
         lambda *args: counted.append(fused_bytes(*args)) or counted[-1],
     )  # fmt: skip
     zoo = MODELS[name]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shardc.pipeline_plan
+import shardc.pipeline.plan
 
 import shardc
 from examples.zoo import MODELS
