@@ -17,8 +17,8 @@ import shardc
 from benchmarks.large_models import LARGE, Large, pins_of, size_of
 from benchmarks.measure import moved, report
 from benchmarks.xla_seconds import cycle_seconds, xla_seconds
-from shardc.errors import MemoryLimitError
 from shardc.machine.mesh import AnyMesh, view
+from shardc.plans import MemoryLimitError
 
 
 def measure(case: str, compiled: bool, layers: int | None = None, text: Path | None = None) -> None:

@@ -21,7 +21,7 @@ from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.passes.estimate.memory import local_bytes
 from shardc.passes.estimate.plan_cost import tally
-from shardc.plan.plan import Plan
+from shardc.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import (
     ArgumentError,
-    MemoryLimitError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -37,6 +36,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.plan.data_parallel import data_parallel
 from shardc.plan.saved_json import load_plan
 from shardc.plan.saved_plan import SavedPlan
+from shardc.plans import MemoryLimitError, PipelinePlan, Plan
 from shardc.report.show import show
 from shardc.sbp.discover import discover
 from shardc.sbp.placement import AUTO, B, P, Placement, S
@@ -51,9 +51,11 @@ __all__ = [
     "P",
     "Pipeline",
     "PipelineError",
+    "PipelinePlan",
     "PlacedArray",
     "Placement",
     "PlacementError",
+    "Plan",
     "S",
     "SavedPlan",
     "Schedule",

@@ -40,13 +40,16 @@ from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import Leaf, Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, leaves_by_path, path_text, settings, trace
-from shardc.pipeline.plan import Pipeline, PipelinePlan, make_pipeline_plan
+from shardc.pipeline.make import make_pipeline_plan
+from shardc.pipeline.plan import Pipeline, PipelineRequest
 from shardc.plan.check_found import check_found
 from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
-from shardc.plan.plan import Argument, Plan, make_plan
+from shardc.plan.make import Misfit, make_plan
 from shardc.plan.replay import replay
+from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_json import load_plan
 from shardc.plan.saved_plan import SavedPlan
+from shardc.plans import AnyPlan, MemoryLimitError, PipelinePlan, Plan
 from shardc.report.elsewhere import elsewhere_text, mesh_text
 from shardc.report.heed import warnings_of
 from shardc.sbp.layout import plain_placement
@@ -54,48 +57,17 @@ from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 from shardc.sbp.signature import is_extended
 
 T = TypeVar("T")
-AnyPlan: TypeAlias = Plan | PipelinePlan
 AnyExecutable: TypeAlias = Executable | PipelineExecutable
-
-
-class NamedArguments(tuple[Any, ...]):
-    """A tuple of arguments whose items may also be had by name."""
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> NamedArguments:
-        made = cls(values.values())
-        made.names = tuple(values)
-        return made
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self.names.index(key) if isinstance(key, str) else key)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("names", ()):
-            return self[name]
-        raise AttributeError(name)
-
-    def __repr__(self) -> str:
-        return "(" + ", ".join(f"{n}={v!r}" for n, v in zip(self.names, self, strict=True)) + ")"
-
-
-jax.tree_util.register_pytree_node(
-    NamedArguments,
-    lambda a: (tuple(a), a.names),
-    lambda names, values: NamedArguments.of(dict(zip(names, values, strict=True))),
-)
 
 
 class Compiled:
     """What `Function.compile` gives: the executable of one plan, called like the function."""
 
-    def __init__(self, arguments: Arguments, executable: AnyExecutable) -> None:
+    def __init__(self, arguments: Arguments, executable: AnyExecutable, plan: AnyPlan) -> None:
         self._arguments = arguments
         self._routes = Routes(arguments)
         self.executable = executable
-        self.plan = executable.plan
+        self.plan = plan
         self.audit = executable.audit
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
@@ -183,7 +155,8 @@ class Compiled:
         Raises:
           PipelineError: it wants other tasks, cannot be, or deadlocks; or this is no pipeline.
         """
-        return Compiled(self._arguments, self._pipeline.with_schedule(schedule))
+        made = self._pipeline.with_schedule(schedule)
+        return Compiled(self._arguments, made, PipelinePlan.of(made.plan))
 
     @property
     def _pipeline(self) -> PipelineExecutable:
@@ -294,9 +267,10 @@ class Function:
     @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
-        executable = self._executable(self._plan(self._arguments.take_apart(args, kwargs)))
+        plan = self._plan(self._arguments.take_apart(args, kwargs))
+        executable = self._executable(plan)
         _ = executable.compiled
-        return Compiled(self._arguments, executable)
+        return Compiled(self._arguments, executable, plan)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
@@ -347,24 +321,24 @@ class Function:
             Argument(into.pins[i], arrival, call.names[i] in self._donate)
             for i, arrival in zip(dynamic, arrivals, strict=True)
         )
-        notes = [*into.notes, *out.notes]
-        if self._pipeline is None:
-            shared = None if self._saved is None else self._saved.shared
-            program = share_loops(program, [a.pin for a in arguments], self._view, self._replicate, shared)
-        if self._saved is not None:
-            plan = replay(self._saved, program, self._view, arguments, out.pins, notes)
-        elif self._pipeline is None:
-            plan = make_plan(program, self._view, arguments, out.pins, notes, self._view.limit, self._arguments.where)
-            if self._strict is not None and (lines := sent_besides(plan)):
-                what = f"{self._strict} sums each gradient once, after the backward pass; this step sends besides"
-                mend = f"in_placements={code_text(self._in_placements)} says where arguments live, and nothing of what"
-                raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
-        else:
-            plan = make_pipeline_plan(
-                program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, self._arguments.where, notes
+        notes = (*into.notes, *out.notes)
+        tree, where = ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
+        if self._pipeline is not None:
+            asked = PipelineRequest(
+                program, self.mesh, self._meshes, arguments, out.pins, self._pipeline, where, notes, tree
             )
-        plan._in_tree = self._tree_of(call, dynamic, plan)  # pyright: ignore[reportPrivateUsage]
-        return arguments, plan
+            return arguments, PipelinePlan.of(make_pipeline_plan(asked))
+        shared = None if self._saved is None else self._saved.shared
+        program = share_loops(program, [a.pin for a in arguments], self._view, self._replicate, shared)
+        request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
+        found = make_plan(request) if self._saved is None else replay(self._saved, request)
+        if isinstance(found, Misfit):
+            raise MemoryLimitError(found)
+        if self._saved is None and self._strict is not None and (lines := sent_besides(found)):
+            what = f"{self._strict} sums each gradient once, after the backward pass; this step sends besides"
+            mend = f"in_placements={code_text(self._in_placements)} says where arguments live, and nothing of what"
+            raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
+        return arguments, Plan.of(found)
 
     def _program(self, call: Call) -> Program:
         """What a call runs, with the marks of pipelines if this is one."""
@@ -403,12 +377,6 @@ class Function:
 
     def _says(self, offenders: Sequence[str]) -> str:
         return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
-
-    def _tree_of(self, call: Call, dynamic: Sequence[int], plan: AnyPlan) -> NamedArguments:
-        leaves: list[Placement | None] = [None] * len(call.leaves)
-        for i, p in zip(dynamic, plan.inputs, strict=False):
-            leaves[i] = p
-        return NamedArguments.of(jax.tree.unflatten(call.tree, leaves))
 
     def _in_pins(self, call: Call) -> Pins:
         """One pin for each leaf of the call."""

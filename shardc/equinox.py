@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +20,12 @@ from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, where_of
 from shardc.pipeline.plan import Pipeline
+from shardc.plan.plan import keep_computed
 from shardc.plan.saved_plan import SavedPlan
+from shardc.plans import PipelinePlan, Plan
 from shardc.sbp.placement import AUTO
+
+AnyPlanT = TypeVar("AnyPlanT", bound=Plan | PipelinePlan)
 
 
 @jax.tree_util.register_static
@@ -81,12 +85,7 @@ class Function:
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
         args, kwargs = self._closed(args, kwargs)
-        plan = self._function.plan(*args, **kwargs)
-        # where a leaf is no array there is no placement
-        tree = plan._in_tree  # pyright: ignore[reportPrivateUsage]
-        tree = jax.tree.map(lambda x: None if _is_fixed(x) else x, tree, is_leaf=_is_fixed)
-        plan._in_tree = tree  # pyright: ignore[reportPrivateUsage]
-        return plan
+        return _without_constants(self._function.plan(*args, **kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Plans and compiles a call without running it."""
@@ -162,3 +161,13 @@ def function(
         return Function(fn, keywords)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _without_constants(plan: AnyPlanT) -> AnyPlanT:
+    """The plan, with no placement where a leaf is no array."""
+    tree = plan.request.tree
+    assert tree is not None
+    shown = replace(tree, shown=lambda x: jax.tree.map(lambda y: None if _is_fixed(y) else y, x, is_leaf=_is_fixed))
+    made = keep_computed(replace(plan, request=replace(plan.request, tree=shown)), plan)
+    vars(made).pop("in_placements", None)
+    return made

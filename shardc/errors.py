@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardc.plan.plan import Plan
 
 
 class ShardcError(Exception):
@@ -40,18 +36,6 @@ class SignatureError(ShardcError, RuntimeError):
 
 class PipelineError(ShardcError, ValueError):
     """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
-
-
-class MemoryLimitError(ShardcError, ValueError):
-    """No placement was found with which a program fits the memory of a device. Raised before anything is compiled.
-
-    Attributes:
-      plan: the cheapest plan, which takes too much.
-    """
-
-    def __init__(self, message: str, plan: Plan) -> None:
-        super().__init__(message)
-        self.plan = plan
 
 
 class StageMemoryError(PipelineError):

@@ -23,7 +23,7 @@ from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
-from shardc.plan.plan import Plan, donations
+from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 
 
@@ -44,7 +44,7 @@ class OtherCallError(ArgumentError):
 class Executable:
     """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
-    def __init__(self, plan: Plan, mesh: AnyMesh, token: bool = False) -> None:
+    def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
         """`token`: whether `run` gives one result more, of no bytes, which nobody donates: it is there when all is."""
         if not isinstance(mesh, Mesh):
             raise MeshError(
@@ -63,7 +63,7 @@ class Executable:
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
         # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
         # inputs and results are the first of the jitted function, in one order.
-        taken = donations(plan)
+        taken = plan.donations
         self._donated = sorted(taken.values())
         self._in_order = _first(taken.values(), len(plan.inputs))
         self._out_order = _first(taken, len(plan.outputs))

@@ -14,10 +14,10 @@ from shardc.compat import Eqn
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns
 from shardc.passes.lower.lower import Lowering
-from shardc.plan.plan import Plan
+from shardc.plan.plan import PlacedProgram
 
 
-def name_first(plan: Plan, args: Sequence[Any], nans: bool, infs: bool) -> str | None:
+def name_first(plan: PlacedProgram, args: Sequence[Any], nans: bool, infs: bool) -> str | None:
     """Runs a plan's program operation by operation on one device, up to the first NaN or infinity.
 
     Callbacks run again, as where JAX does so for a jitted function. With a shard_map of the user's, which runs on all
@@ -44,7 +44,7 @@ def name_first(plan: Plan, args: Sequence[Any], nans: bool, infs: bool) -> str |
 class _Watching(Lowering):
     """Runs on whole values; a boxing is the identity."""
 
-    def __init__(self, plan: Plan, nans: bool, infs: bool) -> None:
+    def __init__(self, plan: PlacedProgram, nans: bool, infs: bool) -> None:
         super().__init__(plan.boxed, plan.mesh)
         self.nans, self.infs = nans, infs
 

@@ -25,9 +25,10 @@ from shardc.machine.mesh import AnyMesh, note_stages
 from shardc.passes.audit.audit import Audit, audit_all
 from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut.split_tasks import INDEX, StageTask
+from shardc.pipeline.make import with_schedule
 from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.place_stages import Stage
-from shardc.pipeline.plan import PipelinePlan
+from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.points.split_scans import Piece
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
@@ -35,6 +36,10 @@ from shardc.pipeline.schedule.recorded import recorded
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.pipeline.stage_network import Once
 from shardc.pipeline.step_values import StepValues, step_values
+from shardc.report.chart import measured_chart
+from shardc.report.chart_text import chart_text
+from shardc.report.picture import draw_picture
+from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.executor import Executor, Task
 from shardc.sbp.placement import Placement
@@ -104,7 +109,7 @@ class PipelineExecutable:
     """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
 
     def __init__(
-        self, plan: PipelinePlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
     ) -> None:
         """`known`: what is there of its tasks' executables, by the identity of the task."""
         if not all(isinstance(m, Mesh) for m in meshes):
@@ -152,7 +157,7 @@ class PipelineExecutable:
 
     def with_schedule(self, schedule: Any) -> PipelineExecutable:
         """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
-        return PipelineExecutable(self.plan.with_schedule(schedule), self._ranks, self._executables)
+        return PipelineExecutable(with_schedule(self.plan, schedule), self._ranks, self._executables)
 
     # -- compiled programs
 
@@ -371,8 +376,6 @@ class PipelineExecutable:
         Raises:
           PipelineError: nothing was called yet.
         """
-        from shardc.report.chart_text import chart_text  # noqa: PLC0415  # reports know plans
-
         return chart_text(self._chart(), width)
 
     def draw(self, path: str | Path) -> None:
@@ -381,8 +384,6 @@ class PipelineExecutable:
         Raises:
           PipelineError: nothing was called yet, another ending, or matplotlib is not installed.
         """
-        from shardc.report.picture import draw_picture  # noqa: PLC0415  # reports know plans
-
         draw_picture(self._chart(), path)
 
     def trace(self, path: str | Path) -> None:
@@ -391,13 +392,9 @@ class PipelineExecutable:
         Raises:
           PipelineError: nothing was called yet.
         """
-        from shardc.report.trace_file import write_trace  # noqa: PLC0415  # reports know plans
-
         write_trace(self._chart(), path)
 
     def _chart(self) -> Any:
-        from shardc.report.chart import measured_chart  # noqa: PLC0415  # reports know plans
-
         if self._last is None:
             raise PipelineError(
                 f"{self.plan.program.name}: nothing to show, for nothing was called yet; call it, or measure(...) it. "

@@ -29,7 +29,6 @@ from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
 from shardc.pipeline.schedule.simulate import Link, Timeline
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.pipeline.step_values import Given, StepValues, step_values
-from shardc.plan.plan import donations
 from shardc.runtime.actor import Message
 from shardc.sbp.placement import REPLICATED
 
@@ -84,7 +83,7 @@ class _Account:
         self.moved = _moved(timeline, link)
         run = {id(t): t for _, t in built.tasks.values()}
         self.working = {i: working(t) for i, t in run.items()}
-        self.donated = {i: {} if t.plan is None else donations(t.plan) for i, t in run.items()}
+        self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in run.items()}
         self.results = [set(_variables(t.results)) for t in tasks]
         self._sizes: dict[tuple[int, Var], int] = {}
 

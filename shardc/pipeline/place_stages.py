@@ -13,7 +13,9 @@ from shardc.ir.transfer import is_transfer, transfer_number
 from shardc.machine.mesh import MeshView
 from shardc.pipeline.cut.cut_stages import Cut, StageProgram
 from shardc.pipeline.cut.split_tasks import StageTasks, split_tasks
-from shardc.plan.plan import Argument, Placing, Plan
+from shardc.plan.make import Placing
+from shardc.plan.plan import SpmdPlan
+from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin, Placement
 
 
@@ -32,7 +34,7 @@ class Stage:
     number: int
     rank: int
     mesh: MeshView
-    plan: Plan
+    plan: SpmdPlan
     tasks: StageTasks
     program: StageProgram
 
@@ -85,14 +87,13 @@ class StagePlacer:
         mine = self._views[rank]
         if (s.stage, known) not in self._placings:
             homes = self._cut.homes
-            self._placings[s.stage, known] = Placing.of(
-                _pinned(s.program, {n: Pin(p) for n, p in known}), mine,
-                [
-                    replace(self._arguments[i], donated=self._arguments[i].donated and homes[i] == s.stage)
-                    for i in s.arguments
-                ],
-                [self._results[i] for i in s.results],
-            )  # fmt: skip
+            arguments = [
+                replace(self._arguments[i], donated=self._arguments[i].donated and homes[i] == s.stage)
+                for i in s.arguments
+            ]
+            program = _pinned(s.program, {n: Pin(p) for n, p in known})
+            request = Request(program, mine, arguments, [self._results[i] for i in s.results])
+            self._placings[s.stage, known] = Placing.of(request)
         placing = self._placings[s.stage, known]
         plan = placing.plan if limit is None else placing.nearest(limit)
         shared = [n for n, i in enumerate(s.arguments) if self._readers[rank, i] > 1]
@@ -117,7 +118,7 @@ def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
     )
 
 
-def transfer_ends(plan: Plan) -> list[tuple[int, Placement, bool]]:
+def transfer_ends(plan: SpmdPlan) -> list[tuple[int, Placement, bool]]:
     """Number and placement of each transfer that a stage takes part in, and whether it sends it."""
     found: list[tuple[int, Placement, bool]] = []
 

@@ -1,57 +1,37 @@
-"""The plan of a pipeline: stages, each planned on its own mesh, under one schedule."""
+"""The plan of a pipeline as data: stages, each planned on its own mesh, under one schedule."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from shardc import compat
-from shardc.compat import Var
-from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.collective import Collective
 from shardc.ir.program import Program
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.passes.estimate.plan_cost import Time
-from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Choice, compute_again
-from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
-from shardc.pipeline.cut.cut_stages import Cut, cut_stages
-from shardc.pipeline.cut.precompute_state import precompute_state
+from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
-from shardc.pipeline.memory import pipeline_memory, working_bytes
-from shardc.pipeline.place_stages import Stage, StagePlacer, transfer_ends
-from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
-from shardc.pipeline.points.split_scans import Piece, Pieces, whole_program
-from shardc.pipeline.rank_memory import PipelineMemory, too_large
-from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
-from shardc.pipeline.schedule.credits import auto_credits
-from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
+from shardc.pipeline.memory import pipeline_memory
+from shardc.pipeline.place_stages import Stage, transfer_ends
+from shardc.pipeline.points.split_scans import Piece, Pieces
+from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
-from shardc.pipeline.stage_network import StageNetwork, position_of, stage_network
-from shardc.plan.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited, match_donated
-from shardc.plan.saved_json import to_json
-from shardc.plan.saved_plan import record
+from shardc.pipeline.stage_network import StageNetwork
+from shardc.plan.borders import match_donated
+from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, Unlimited
+from shardc.plan.request import Argument, ArgumentsTree
 from shardc.runtime.actor import Channel, Network
-from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Pin, Placement, local_shape
 
 HOST_SECONDS = 5e-5
 """What the host needs to launch a task: the least that a task costs."""
-CUTS = 5
-"""How often stages are cut, if what the cuts go by turns out to be too low."""
-ROOMS = 4
-"""How often limits are set on the memory of stages, so that their ranks have room."""
 
 
 @dataclass(frozen=True)
@@ -101,42 +81,116 @@ class Transfer:
     value: str
 
 
-class PipelinePlan:
-    """A program placed on the stages of a pipeline. Needs no devices. Like a `Plan`, and besides:
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What the plan of a pipeline is asked for.
 
     Attributes:
-      program: as it was traced, but for what takes less when it is computed again.
-      pieces: the program that is cut: what scans over layers read or make stacked is in pieces, one for each stage.
-      inputs, outputs: placements of arguments and results; of one in pieces that of the first.
+      program: traced with its marks.
+      mesh: the whole mesh.
+      meshes: of each rank.
+      arguments: what is known of each input.
+      results: what the user said of each result.
+      pipeline: how it is run.
+      where: the function, for errors.
+      notes: lines for `explain`.
+      tree: structure of the arguments of a call.
+    """
+
+    program: Program
+    mesh: AnyMesh
+    meshes: Sequence[AnyMesh]
+    arguments: Sequence[Argument]
+    results: Sequence[Pin | None]
+    pipeline: Pipeline
+    where: str
+    notes: tuple[str, ...] = ()
+    tree: ArgumentsTree | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MpmdPlan:
+    """The plan of a pipeline, as the search gives it: `shardc.plans.PipelinePlan` shows it to people.
+
+    Attributes:
+      request: what was asked; its program as it was traced, but for what takes less time when it is recomputed.
+      pieces: the program that is cut: what scans over layers read or make stacked is in pieces, one for each stage;
+        and what is known of the arguments and results of that program.
       stages: what each computes, and its own plan.
+      cut: the programs of the stages, and what crosses between them.
       schedule: the order of every actor's actions; prints and parses as a grid.
-      network: the actors and their channels, with registers.
-      transfers: what goes from stage to stage.
-      whole_mesh: of all ranks together, as it was given.
-      homes: the stage on which each argument, or piece of one, lives between calls.
+      built: the network of the actors, their channels and registers.
       squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
       unlimited: the plan with each stage wherever is cheapest, if a rank has no room for that; its `peak` is that of
         the rank that is fullest.
     """
 
-    gap = None
+    request: PipelineRequest
+    pieces: Pieces
+    stages: tuple[Stage, ...]
+    cut: Cut
+    schedule: Schedule
+    built: StageNetwork
+    squeezed: tuple[int, ...] = ()
+    unlimited: Unlimited | None = None
+    gap: None = None
 
-    def __init__(
-        self, program: Program, pieces: Pieces, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut,
-        schedule: Schedule, built: StageNetwork, arguments: Sequence[Argument], results: Sequence[Pin | None],
-        notes: Sequence[str],
-    ) -> None:  # fmt: skip
-        self.program, self.pieces = program, pieces
-        self.pipeline, self.stages, self.cut = pipeline, tuple(stages), cut
-        self.mesh, self.whole_mesh = view(mesh), mesh
-        self.schedule, self.built, self.network = schedule, built, built.network
-        self.arguments, self.results, self.notes = tuple(arguments), tuple(results), tuple(notes)
-        self.homes = cut.homes
-        self.squeezed: tuple[int, ...] = ()
-        self.unlimited: Unlimited | None = None
-        self.ties = tuple(match_donated(pieces.program, arguments))
-        self.inputs = _of_first(self.piece_inputs, pieces.inputs)
-        self.outputs = _of_first(self.piece_outputs, pieces.outputs)
+    @property
+    def program(self) -> Program:
+        return self.request.program
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.request.pipeline
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for `explain`."""
+        return self.request.notes
+
+    @property
+    def whole_mesh(self) -> AnyMesh:
+        """The mesh of all ranks together, as it was given."""
+        return self.request.mesh
+
+    @cached_property
+    def mesh(self) -> MeshView:
+        return view(self.request.mesh)
+
+    @property
+    def network(self) -> Network:
+        """The actors and their channels, with registers."""
+        return self.built.network
+
+    @property
+    def homes(self) -> Sequence[int]:
+        """The stage on which each argument, or piece of one, lives between calls."""
+        return self.cut.homes
+
+    @cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What was known of each input of the program in pieces."""
+        return arguments_of(self.request, self.pieces)
+
+    @cached_property
+    def results(self) -> tuple[Pin | None, ...]:
+        """What was said of each result of the program in pieces."""
+        return results_of(self.request, self.pieces)
+
+    @cached_property
+    def ties(self) -> tuple[int | None, ...]:
+        """For each result of the program in pieces the donated input that it replaces."""
+        return tuple(match_donated(self.pieces.program, self.arguments))
+
+    @cached_property
+    def inputs(self) -> tuple[Placement, ...]:
+        """Placements of the arguments; of one in pieces that of the first piece."""
+        return _of_first(self.piece_inputs, self.pieces.inputs)
+
+    @cached_property
+    def outputs(self) -> tuple[Placement, ...]:
+        """Placements of the results; of one in pieces that of the first piece."""
+        return _of_first(self.piece_outputs, self.pieces.outputs)
 
     @cached_property
     def piece_inputs(self) -> tuple[Placement, ...]:
@@ -178,7 +232,7 @@ class PipelinePlan:
             for c in task.collectives
         )
 
-    def _runs(self, stage: Stage) -> list[tuple[Plan, int]]:
+    def _runs(self, stage: Stage) -> list[tuple[PlacedProgram, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
         t = stage.tasks
         once = [t.load, *t.updates.values()]
@@ -229,14 +283,13 @@ class PipelinePlan:
     @cached_property
     def in_placements(self) -> Any:
         """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
-        return self._in_tree
+        tree = self.request.tree
+        return None if tree is None else tree.unflatten(self.inputs)
 
     @cached_property
     def out_placements(self) -> Any:
         """A placement for each leaf of the result."""
         return jax.tree.unflatten(self.program.out_tree, self.outputs)
-
-    _in_tree: Any = None
 
     @cached_property
     def memory(self) -> PipelineMemory:
@@ -262,7 +315,7 @@ class PipelinePlan:
     def cost(self, label: Any) -> float:
         """Seconds that a step takes."""
         found = self.built.tasks.get(label)
-        return 0.0 if found is None else _seconds(found[1].plan)
+        return 0.0 if found is None else task_seconds(found[1].plan)
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
@@ -296,115 +349,25 @@ class PipelinePlan:
         def spent(labels: Sequence[Any], busy: float) -> Time:
             runs = Counter(id(tasks[label].plan) for label in labels if label in tasks)
             plans = {id(t.plan): t.plan for t in tasks.values() if t.plan is not None}
-            each = ((plan.time + Time(launch=_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items())
+            each = ((plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items())
             return sum(each, Time(wait=timeline.makespan - busy))
 
         return tuple(map(spent, timeline.order(), timeline.busy))
 
-    def with_registers(self, registers: Sequence[int | None]) -> PipelinePlan:
-        """The same plan with so many registers for each channel."""
-        built = replace(self.built, network=self.network.with_registers(registers))
-        found = PipelinePlan(
-            self.program, self.pieces, self.whole_mesh, self.pipeline, self.stages, self.cut, self.schedule, built,
-            self.arguments, self.results, self.notes,
-        )  # fmt: skip
-        found._in_tree = self._in_tree
-        return found
+    def with_registers(self, registers: Sequence[int | None]) -> MpmdPlan:
+        """This plan with `registers` for the channels."""
+        return replace(self, built=replace(self.built, network=self.network.with_registers(registers)))
 
-    def with_schedule(self, schedule: Any) -> PipelinePlan:
-        """The same tasks in another order: nothing is cut or placed anew.
 
-        Args:
-          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
-            this plan's schedule does.
+def arguments_of(request: PipelineRequest, pieces: Pieces) -> tuple[Argument, ...]:
+    """What is known of each input of a program in pieces."""
+    given = request.arguments
+    return tuple(given[p.number] if p.number < len(given) else Argument() for p in pieces.inputs)
 
-        Raises:
-          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
-        """
-        name, pipeline = self.program.name, replace(self.pipeline, schedule=schedule)
-        _refuse_fresh_weights(self.program, pipeline, name)
-        found = _schedule(self.stages, self.cut, self.schedule.ranks, pipeline)
-        if found.rank_of != self.schedule.rank_of:
-            raise PipelineError(
-                f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
-                f"{_numbers(self.schedule.rank_of)}; plan the function anew with it."
-            )
-        if self.cut.body.backward and found.splits_backward != self.schedule.splits_backward:
-            has, wants = ("two tasks", "one") if self.schedule.splits_backward else ("one task", "two")
-            raise PipelineError(
-                f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
-                "function anew with it."
-            )
-        plan = _under_schedule(
-            self.program, self.pieces, self.whole_mesh, pipeline, self.stages, self.cut, found, self.arguments,
-            self.results, self.notes, name,
-        )  # fmt: skip
-        if any(r.peak > r.capacity for r in plan.memory.ranks):
-            raise PipelineError(f"{name}: {too_large(plan.memory)}")
-        plan._in_tree = self._in_tree
-        return plan
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes where arguments and results live as JSON, for `shardc.load_plan(path).in_placements`.
-
-        A pipeline is planned anew each time: `function(plan=...)` takes no plan of one.
-        """
-        Path(path).write_text(to_json(record(self)), "utf-8")
-
-    def diff(self, other: Plan | PipelinePlan) -> str:
-        """What another plan of the same function does differently, as text; of the stages, what moves on them."""
-        from shardc.report.diff import diff  # noqa: PLC0415  # reports know plans
-
-        return diff(self, other)
-
-    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
-        """The stages, what each computes and where its values live, what moves, the schedule and its bubbles.
-
-        Args:
-          why: asks for one value, as in `Plan.explain`; each stage that has it is solved again for itself.
-          pins: adds, for each stage, what each pin costs it against leaving its values AUTO.
-
-        Raises:
-          ArgumentError: `why` is the name of nothing.
-        """
-        from shardc.report.explain_pipeline import explain_pipeline  # noqa: PLC0415  # reports know plans
-        from shardc.report.whys import pins_section, why_in_stages  # noqa: PLC0415
-
-        if why is not None:
-            return why_in_stages([s.plan for s in self.stages], why)
-        costs = [f"Stage {s.number}. {pins_section(s.plan)}" for s in self.stages] if pins else []
-        return "\n\n".join((explain_pipeline(self), *costs))
-
-    def timeline(self, width: int = 120) -> str:
-        """The simulated call as text: a row for each rank, `width` characters to a line."""
-        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
-        from shardc.report.chart_text import chart_text  # noqa: PLC0415
-
-        return chart_text(planned_chart(self), width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the simulated call, and how full its channels are, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
-        """
-        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
-        from shardc.report.picture import draw_picture  # noqa: PLC0415
-
-        draw_picture(planned_chart(self), path)
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the simulated call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        from shardc.report.chart import planned_chart  # noqa: PLC0415  # reports know plans
-        from shardc.report.trace_file import write_trace  # noqa: PLC0415
-
-        write_trace(planned_chart(self), path)
-
-    def __repr__(self) -> str:
-        return (
-            f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
-            f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
-        )
+def results_of(request: PipelineRequest, pieces: Pieces) -> tuple[Pin | None, ...]:
+    """What was said of each result of a program in pieces."""
+    return tuple(request.results[p.number] for p in pieces.outputs)
 
 
 def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
@@ -415,10 +378,6 @@ def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple
     return tuple(found.values())
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
     size = itemsize_of(aval)
     for n in local_shape(aval.shape, placement, mesh.sizes):
@@ -426,360 +385,6 @@ def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
     return size
 
 
-def make_pipeline_plan(
-    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
-    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str] = (),
-) -> PipelinePlan:  # fmt: skip
-    """Cuts, places and schedules a program, so that it fits.
-
-    Where the devices of a rank are too small its channels get fewer registers, or if that is not enough its stages are
-    placed so that they take less. If their recompute is "auto" they compute their forward again, where that is faster.
-
-    Args:
-      program: traced with its marks.
-      mesh: the whole mesh.
-      meshes: of each rank.
-      arguments, results: what is known of each input, and said of each result.
-      pipeline: how.
-      where: the function, for errors.
-
-    Raises:
-      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
-        small.
-    """
-    program = precompute_state(program)
-    cheaper = Choice(*choose_residuals(program.jaxpr, view(meshes[0])))
-    if cheaper:
-        program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
-        count = len(cheaper.stacks)
-        notes = [*notes, f"Of what loops would keep, {count} values are computed again, which takes less time."]
-    again: set[int] = set()
-    best: PipelinePlan | None = None
-    while True:
-        try:
-            faster_than = math.inf if best is None else best.seconds
-            plan = _plan_cut(program, mesh, meshes, arguments, results, pipeline, where, notes, again, faster_than)
-        except StageMemoryError:
-            if best is None:
-                raise
-            return best
-        full = {r.rank for r in plan.memory.too_full}
-        if not full and (best is None or plan.seconds < best.seconds):
-            best = plan
-        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
-        again = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
-        more = {s.number for s in plan.stages if s.rank in short and _may_recompute(pipeline, s.number)} - again
-        if not more and best is None:
-            raise PipelineError(f"{where}: {too_large(plan.memory)}")
-        if not more and best is not None:
-            return best
-        again |= more
-
-
-def _may_recompute(pipeline: Pipeline, stage: int) -> bool:
-    given = pipeline.recompute
-    return (given if isinstance(given, str) else given[stage]) == "auto"
-
-
-def _plan_cut(
-    program: Program, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
-    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
-    faster_than: float,
-) -> PipelinePlan:  # fmt: skip
-    """The plan for stages that compute their forward `again`, whether it fits or not, cut here if nobody marked them.
-
-    Cutting goes by an estimate. Where the account of the plan has more than fits, it is cut anew with that in mind.
-    A plan that is not `faster_than` so many seconds need not fit.
-
-    Raises:
-      StageMemoryError: no cuts fit, nor do they if all stages compute their forward again that may.
-    """
-    _refuse_fresh_weights(program, pipeline, where)
-    arguments = [*arguments, *[Argument()] * (len(program.in_paths) - len(arguments))]
-    marked = replace(pipeline, stages="marked")
-
-    def plan_of(pieces: Pieces) -> PipelinePlan:
-        of_pieces = [arguments[p.number] for p in pieces.inputs], [results[p.number] for p in pieces.outputs]
-        return _plan_pieces(program, pieces, mesh, meshes, *of_pieces, marked, where, notes, again, faster_than)
-
-    if pipeline.stages == "marked":
-        return plan_of(whole_program(program))
-    if pipeline.stages != "auto":
-        raise PipelineError(
-            f'{where}: stages={pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, or "auto".'
-        )
-    rank_of = _draft(pipeline, len(meshes), find_loop(program, where).microbatches, where).rank_of
-    scale = [1.0] * len(rank_of)
-    may = {s for s in range(len(rank_of)) if _may_recompute(pipeline, s)}
-    plan: PipelinePlan | None = None
-    for _ in range(CUTS):
-        try:
-            pieces, estimates = _cut_automatically(program, meshes, rank_of, arguments, pipeline, again, scale, where)
-        except StageMemoryError:
-            if plan is not None:
-                return plan
-            if may <= set(again):
-                raise
-            again = {*again, *may}
-            continue
-        plan = plan_of(pieces)
-        peak = {r.rank: r.peak for r in plan.memory.too_full}
-        if not peak or plan.seconds >= faster_than:
-            return plan
-        for s, rank in enumerate(rank_of):
-            if rank in peak and estimates[s]:
-                scale[s] = peak[rank] / estimates[s]
-    assert plan is not None
-    return plan
-
-
-def _plan_pieces(
-    program: Program, pieces: Pieces, mesh: AnyMesh, meshes: Sequence[AnyMesh], arguments: Sequence[Argument],
-    results: Sequence[Pin | None], pipeline: Pipeline, where: str, notes: Sequence[str], again: Collection[int],
-    faster_than: float,
-) -> PipelinePlan:  # fmt: skip
-    """The same for a program with its marks; arguments and results are those of its pieces."""
-    ranks = len(meshes)
-    draft = _draft(pipeline, ranks, find_loop(program, where).microbatches, where)
-    rank_of = draft.rank_of
-    count = len(rank_of)
-    recompute = {*_recomputed(pipeline, count, where), *again}
-    cut = cut_stages(pieces.program, count, where, recompute=recompute, split=draft.splits_backward)
-    placer = StagePlacer(cut, rank_of, [view(m) for m in meshes], arguments, results)
-    stages = placer.place({})
-    schedule = _schedule(stages, cut, ranks, pipeline)
-    if cut.body.backward and schedule.splits_backward != draft.splits_backward:  # a search may find either
-        found = replace(pipeline, schedule=schedule)
-        return _plan_pieces(
-            program, pieces, mesh, meshes, arguments, results, found, where, notes, again, faster_than
-        )
-    chosen = replace(pipeline, recompute=tuple("full" if s in recompute else "none" for s in range(count)))
-
-    def planned(stages: Sequence[Stage]) -> PipelinePlan:
-        return _under_schedule(
-            program, pieces, mesh, chosen, stages, cut, schedule, arguments, results, notes, where
-        )
-
-    plan = planned(stages)
-    return _with_room(plan, lambda limits: planned(placer.place(limits))) if plan.seconds < faster_than else plan
-
-
-def _with_room(plan: PipelinePlan, within: Callable[[Mapping[int, int]], PipelinePlan]) -> PipelinePlan:
-    """The plan, or if a rank's devices are too small for it, another one: the fastest found for which they are not, or
-    if there is none the one that they are next to.
-
-    What a rank has too much its stages are to take less, by the account of their own programs. That has one microbatch
-    at a time, and knows what one call of the stage's whole program may write over: where the ranks' account differs,
-    the next limit is of what is still too much.
-
-    Args:
-      plan: the cheapest.
-      within: the plan for limits in bytes on some stages.
-    """
-    tried, limits = [plan], dict[int, int]()
-    while (full := plan.memory.too_full) and len(tried) <= ROOMS:
-        for r in full:
-            mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
-            own = sum(s.plan.memory.peak for s in mine)
-            limits |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
-        if not limits or min(limits.values()) <= 0:
-            break
-        plan = within(limits)
-        tried.append(plan)
-    fits = [p for p in tried if not p.memory.too_full]
-    found = min(fits, key=lambda p: p.seconds) if fits else min(tried, key=lambda p: p.memory.worst.fullness)
-    if found is not tried[0]:
-        found.unlimited = Unlimited(tried[0].seconds, tried[0].memory.peak)
-    return found
-
-
-def _under_schedule(
-    program: Program, pieces: Pieces, mesh: AnyMesh, pipeline: Pipeline, stages: Sequence[Stage], cut: Cut,
-    schedule: Schedule, arguments: Sequence[Argument], results: Sequence[Pin | None], notes: Sequence[str], where: str,
-) -> PipelinePlan:  # fmt: skip
-    """The plan of placed stages in the order of a schedule."""
-    _refuse_disorder(cut, schedule, where)
-    stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
-    gated = any(a.donated for a in arguments)
-    built = stage_network(
-        cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
-    )
-    plan = PipelinePlan(program, pieces, mesh, pipeline, stages, cut, schedule, built, arguments, results, notes)
-    plan = plan.with_registers(_registers(plan, pipeline, where))
-    deadlock = find_deadlock(plan.network)
-    if deadlock is not None:
-        raise PipelineError(f"{where}: {deadlock}")
-    return _squeezed(plan, built.network) if pipeline.credits == "auto" else plan
-
-
-def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
-    """What a microbatch leaves for the next wants them in order in the task that replaces it."""
-    n = cut.body.stages
-    wrong: list[str] = []
-    for stage, at in sorted({(stage_of(c.position, n), c.position) for c in cut.body.carries if c.state}):
-        row = [a for a in schedule.rows[schedule.rank_of[stage]] if a.stage == stage]
-        order = [a.microbatch for a in row if at in (position_of(a, n), *_parts_of(a, n))]
-        if order != sorted(order):
-            wrong.append(f"stage {stage} has them in the order {', '.join(map(str, order))}.")
-    if wrong:
-        raise PipelineError(
-            all_offenders(
-                f"{where}: a microbatch reads what the one before it left, so a stage computes them in their order; "
-                f'schedule "{schedule.name}" does not',
-                wrong,
-            )
-        )
-
-
-def _parts_of(action: Action, stages: int) -> tuple[int, ...]:
-    """The tasks that an action may be beside its own: a full backward is also that of the weights."""
-    return (weight_position(action.stage, stages),) if action.kind == "B" else ()
-
-
-def _cut_automatically(
-    program: Program, meshes: Sequence[AnyMesh], rank_of: Sequence[int], arguments: Sequence[Argument],
-    pipeline: Pipeline, again: Collection[int], scale: Sequence[float], where: str,
-) -> tuple[Pieces, Sequence[float]]:  # fmt: skip
-    """The program with boundaries for stages on ranks `rank_of`, and the estimated bytes of each stage."""
-    ranks = len(meshes)
-    chunks = len(rank_of) // ranks
-    given = _stand_in(chunks) if pipeline.schedule == "auto" else pipeline.schedule
-
-    def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
-        return _ordered(given, ranks, microbatches, chunks, costs, backward)
-
-    recomputed = {*_recomputed(pipeline, len(rank_of), where), *again}
-    views = [view(meshes[r]) for r in rank_of]
-    return cut_automatically(program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, where))
-
-
-def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
-    """The stages that compute their forward again."""
-    given = pipeline.recompute
-    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
-    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
-        raise PipelineError(
-            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
-            "each stage."
-        )
-    return [s for s, word in enumerate(words) if word == "full"]
-
-
-def _refuse_fresh_weights(program: Program, pipeline: Pipeline, where: str) -> None:
-    """A method with two versions of the weights wants a step whose gradients are taken at the older one."""
-    method = METHODS.get(pipeline.schedule) if isinstance(pipeline.schedule, str) else pipeline.schedule
-    if not isinstance(method, Method) or method.weight_versions < 2:
-        return
-    loop = find_loop(program, where)
-    read = {v for v in loop.eqn.invars[: loop.consts] if not compat.is_literal(v)}
-    replaced = match_donated(program, [Argument(donated=True)] * len(program.in_paths))
-    inputs = set(program.jaxpr.invars)
-    fresh = [
-        program.in_paths[i]
-        for i, out in zip(replaced, program.jaxpr.outvars, strict=True)
-        if i is not None and program.jaxpr.invars[i] in read and out not in inputs
-    ]
-    if fresh:
-        raise PipelineError(
-            all_offenders(
-                f"{where}: {method.name} takes gradients at weights that are one step old (Narayanan et al. 2021: "
-                "w(t+1) = w(t) - f'(w(t-1))), but the loop over microbatches reads those that this step replaces. "
-                "Pass the older version as an argument of its own: step(params, older, ...) takes gradients at "
-                "`older`, updates `params`, and returns (new_params, params, ...). Read and replaced are",
-                [*fresh[:4], *([f"and {len(fresh) - 4} more"] if len(fresh) > 4 else [])],
-            )
-        )
-
-
-def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Schedule:
-    """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
-    chunks = pipeline.chunks
-    if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
-        return make_schedule(_stand_in(chunks or 1), ranks, microbatches, chunks)
-    try:
-        return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
-    except PipelineError as error:
-        raise PipelineError(f"{where}: {error}") from None
-
-
-def _stand_in(chunks: int) -> str:
-    """The method that stands for the one that a search will find."""
-    return "zb-h1" if chunks == 1 else "interleaved"
-
-
-def _known(stage: Stage) -> dict[Var, Placement]:
-    known = dict(stage.plan.boxed.placements)
-    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values()):
-        if task.plan is not None:
-            known |= task.plan.boxed.placements
-    return known
-
-
-def _seconds(plan: Plan | None) -> float:
+def task_seconds(plan: PlacedProgram | None) -> float:
     """Of one execution of a task with this plan."""
     return 0.0 if plan is None else max(plan.seconds, HOST_SECONDS)
-
-
-def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline) -> Schedule:
-    """The schedule for the costs of the planned tasks."""
-    count = len(stages)
-
-    def cost(stage: int, kind: str) -> float:
-        task = stages[stage].tasks.loop.get(position_of(Action(stage, kind, 0), count))
-        return 0.0 if task is None else _seconds(task.plan)
-
-    costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
-    latency = stages[0].mesh.link.latency
-    backward = cut.body.backward or count == 1
-    costs = Costs.read(costs)
-    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
-
-
-def _ordered(
-    given: Any, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool, latency: float = 0.0
-) -> Schedule:
-    """The schedule for tasks of given costs; without a backward pass its forwards alone."""
-    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
-    if backward:
-        return found
-    forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
-    return replace(found, rows=forward)
-
-
-def _registers(plan: PipelinePlan, pipeline: Pipeline, where: str) -> Sequence[int]:
-    """Of each channel, whatever the memory."""
-    net = plan.network
-    if pipeline.credits == "auto":
-        try:
-            return auto_credits(net, plan.cost, plan.link)
-        except PipelineError as error:
-            raise PipelineError(f"{where}: {error}") from None
-    if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
-        return [pipeline.credits] * len(net.channels)
-    raise PipelineError(
-        f'{where}: credits={pipeline.credits!r}; write "auto", or a number of registers for each channel, 1 or more.'
-    )
-
-
-def _squeezed(plan: PipelinePlan, net: Network) -> PipelinePlan:
-    """The plan with fewer registers, and slower, if that makes it fit; else the plan as it is.
-
-    Args:
-      plan: with the registers that are best for time.
-      net: its network without registers.
-    """
-    full = plan.memory.too_full
-    if not full or any(r.peak_without("registers") > r.capacity for r in full):
-        return plan
-    working = {id(t): working_bytes(t) for _, t in plan.built.tasks.values()}
-
-    def too_full(registers: Sequence[int]) -> list[int]:
-        memory = plan.with_registers(registers).memory_with(lambda task: working[id(task)])
-        return [r.rank for r in memory.too_full]
-
-    try:
-        found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
-    except PipelineError:
-        return plan
-    found.squeezed = tuple(r.rank for r in full)
-    return found

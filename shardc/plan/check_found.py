@@ -22,14 +22,14 @@ from shardc.ir.user_shard_map import is_unit
 from shardc.machine.mesh import MeshView
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.find_signatures import Found, found_of
-from shardc.plan.plan import Plan
+from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import B, Placement, local_extent
 
 SLACK = 64
 """Units in the last place, of the largest element, by which pieces may differ from the whole."""
 
 
-def check_found(plan: Plan, args: Sequence[Any], where: str) -> int:
+def check_found(plan: SpmdPlan, args: Sequence[Any], where: str) -> int:
     """Runs a plan's program on one device, and raises if an operation's pieces are not those of the whole.
 
     Callbacks run, as in a call.
@@ -61,7 +61,7 @@ def check_found(plan: Plan, args: Sequence[Any], where: str) -> int:
 class _Checking(Lowering):
     """Runs on whole values; a boxing is the identity."""
 
-    def __init__(self, plan: Plan, mesh: MeshView) -> None:
+    def __init__(self, plan: SpmdPlan, mesh: MeshView) -> None:
         super().__init__(plan.boxed, mesh)
         self.wrong: dict[str, str] = {}
         self.compared = 0

@@ -20,7 +20,8 @@ from shardc.passes.place.domain import Domains
 from shardc.passes.place.insert_boxing import entries_of, insert_boxing
 from shardc.passes.place.place import Placed, Tables
 from shardc.passes.place.problem import Nested, Node, Problem, Scope
-from shardc.plan.plan import Plan, problem_of
+from shardc.plan.borders import problem_of
+from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import Pin, Placement, is_even
 from shardc.solver import FORBIDDEN, Assignment
 from shardc.solver.assignment_cost import Costs
@@ -41,7 +42,7 @@ class Other:
     """
 
     placements: tuple[Placement, ...]
-    plan: Plan
+    plan: SpmdPlan
     proved: bool
 
     @property
@@ -50,12 +51,12 @@ class Other:
         return self.placements[0]
 
 
-class Again:
+class Counterfactual:
     """The problem of a plan, to be solved again."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SpmdPlan) -> None:
         self.plan, self.mesh = plan, plan.mesh
-        self.problem = problem_of(plan.program, plan.mesh, plan.arguments, plan.results, plan.ties)
+        self.problem = problem_of(plan.request, plan.ties)
         self.pins = self._release()
         self._domains = Domains(self.problem, plan.mesh, [a for a, n in plan.mesh.axes if n > 1])
         self._tables = Tables.of(self.problem, self._domains)
@@ -158,9 +159,9 @@ class Again:
         ports = {n: self._domains.placements(n, found.values[n.number]) for n in problem.nodes}
         placed = Placed(ports, found.cost, 1 - found.bound / found.cost if found.cost else 0.0)
         boxed = insert_boxing(problem, placed, self.mesh)
-        other = Plan(
-            plan.program, self.mesh, boxed, None, [ports[n][-1] for n in problem.sources],
-            [ports[n][0] for n in problem.sinks], plan.ties, plan.arguments, plan.results, (),
+        other = SpmdPlan(
+            plan.program, self.mesh, boxed, tuple(ports[n][-1] for n in problem.sources),
+            tuple(ports[n][0] for n in problem.sinks), plan.ties, request=replace(plan.request, notes=()),
         )  # fmt: skip
         return Other(tuple(ports[n][port] for n in nodes), other, found.exact)
 

@@ -10,7 +10,7 @@ from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
-from shardc.plan.plan import Plan
+from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import S
 
 AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permute", "fill", "slice"))
@@ -68,7 +68,7 @@ def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ())
     return DataParallel(axes, (batch,) if isinstance(batch, str) else tuple(batch))
 
 
-def sent_besides(plan: Plan) -> list[str]:
+def sent_besides(plan: SpmdPlan) -> list[str]:
     """What a plan sends besides one sum of each gradient after the backward pass, a line for each line of the user's
     code."""
     lines = [

@@ -20,8 +20,10 @@ from shardc.passes.estimate.backend import habits_of
 from shardc.passes.place.insert_boxing import latest
 from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import choice_named, compute_again, recomputed
+from shardc.plan.borders import match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.plan.counterfactual import ports_in
-from shardc.plan.plan import Argument, Plan, match_donated, moves, pin_entries, problem_of, without_idle
+from shardc.plan.plan import SpmdPlan
+from shardc.plan.request import Argument, Request
 from shardc.plan.saved_json import rows_of
 from shardc.plan.saved_plan import SavedLeaf, SavedPlan, digests, operation_text, placement_word
 from shardc.sbp.placement import REPLICATED, Pin, Placement
@@ -32,24 +34,22 @@ MOST = 4
 """Operations that an error names, of each sort."""
 
 
-def replay(
-    saved: SavedPlan, program: Program, mesh: MeshView, arguments: Sequence[Argument], results: Sequence[Pin | None],
-    notes: Sequence[str] = (),
-) -> Plan:  # fmt: skip
+def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     """The plan that was saved, of the same program.
 
     Raises:
       ArgumentError: the program or the mesh is another one, and all that differs is named; or a pin of the function is
         not kept; or the file was changed so that it is no plan.
     """
+    program, mesh = request.program, request.mesh
     where = f"{saved.name} is not a plan of {program.name} as it is called"
     if saved.operations is None:
         raise ArgumentError(
             f"{saved.name} holds the borders of a pipeline's plan alone; pin them, with "
             "in_placements=shardc.load_plan(...).in_placements, and leave plan= out."
         )
-    arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in arguments]
-    results = [without_idle(pin, mesh) for pin in results]
+    arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
+    results = [without_idle(pin, mesh) for pin in request.results]
     jaxpr, cheaper = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
     jaxpr, repeated = compute_again(jaxpr, choice_named(jaxpr, saved.recomputed))
     program = replace(program, jaxpr=jaxpr)
@@ -64,20 +64,21 @@ def replay(
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
     program = pin_entries(program, pinned)
     ties = match_donated(program, pinned)
-    problem = problem_of(program, mesh, pinned, ends, ties)
+    asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
+    problem = problem_of(asked, ties)
     boxed = _Replayer(saved, problem, mesh).program(program, pinned)
     wrong = _illegal(problem, mesh, boxed)
     if wrong:
         raise ArgumentError(all_offenders(f"{saved.name} was changed so that it is no plan:", wrong))
     habits = habits_of(mesh.topology.kind)
-    plan = Plan(
-        program, mesh, boxed, saved.gap, [boxed.placements[v] for v in boxed.jaxpr.invars],
-        [p.placement for p in ends], ties, pinned, ends, notes,
+    plan = SpmdPlan(
+        program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
+        tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
         recomputed=recomputed(boxed, mesh, habits, repeated), cheaper=recomputed(boxed, mesh, habits, cheaper),
     )  # fmt: skip
-    if not math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
-        plan.gap = None  # by another cost model, or from elsewhere, it may be as good, but nothing is proved
-    return plan
+    if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
+        return plan
+    return replace(plan, gap=None)  # by another cost model, or from elsewhere, it may be as good: nothing is proved
 
 
 def _differences(saved: SavedPlan, program: Program, mesh: MeshView) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -18,10 +18,12 @@ import numpy as np
 from shardc import compat
 from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import box_p
+from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.passes.recompute.recompute import Recomputed
+from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Rules
-from shardc.plan.plan import Plan, moves, without_entries
+from shardc.plan.borders import moves, without_entries
+from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import REPLICATED, Placement
 
 Chain: TypeAlias = tuple[tuple[Placement, Placement], ...]
@@ -98,30 +100,38 @@ class SavedPlan:
         return f"SavedPlan({self.name}: {self.function} on {axes}, {len(self.arguments)} arguments, {what})"
 
 
-def record(plan: Any) -> SavedPlan:
-    """What is saved of a plan; of a pipeline's, the borders."""
-    program, inputs = plan.program, plan.inputs
-    recorder, repeated = _Recorder({}), list[Recomputed | None]()
-    if isinstance(plan, Plan):
-        jaxpr, count = plan.boxed.jaxpr, sum(map(moves, plan.arguments))
-        recorder = _Recorder(plan.boxed.placements)
-        entered, begin = _entered(plan, count)
-        inputs: list[Placement] = [entered.get(v, p) for v, p in zip(jaxpr.invars, inputs, strict=True)]
-        recorder.scope(jaxpr.eqns[begin:], jaxpr.outvars, "results.")
-        program, repeated = without_entries(program, plan.arguments), [plan.recomputed, plan.cheaper]
-    leaves = [SavedLeaf(_type(a), p) for a, p in zip(program.in_avals, inputs, strict=True)]
-    results = [SavedLeaf(_type(a), p) for a, p in zip(program.out_avals, plan.outputs, strict=True)]
-    given = len(leaves) - len(program.captured)
-    return SavedPlan(
-        program.name, dict(plan.mesh.sizes), plan.seconds, plan.gap,
-        dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
-        dict(zip(program.out_paths, results, strict=True)), leaves[given:],
-        recorder.operations if isinstance(plan, Plan) else None, recorder.boxings, digests(program.jaxpr), program.name,
-        *(done.names if done else () for done in repeated), shared=program.shared,
+def record(plan: SpmdPlan) -> SavedPlan:
+    """What is saved of a plan."""
+    jaxpr, count = plan.boxed.jaxpr, sum(map(moves, plan.arguments))
+    recorder = _Recorder(plan.boxed.placements)
+    entered, begin = _entered(plan, count)
+    inputs = [entered.get(v, p) for v, p in zip(jaxpr.invars, plan.inputs, strict=True)]
+    recorder.scope(jaxpr.eqns[begin:], jaxpr.outvars, "results.")
+    program = without_entries(plan.program, plan.arguments)
+    names = [done.names if done else () for done in (plan.recomputed, plan.cheaper)]
+    return replace(
+        record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap), operations=recorder.operations, boxings=recorder.boxings,
+        recomputed=names[0], cheaper=names[1],
     )  # fmt: skip
 
 
-def _entered(plan: Plan, count: int) -> tuple[dict[Var, Placement], int]:
+def record_borders(
+    program: Program, mesh: MeshView, inputs: Sequence[Placement], outputs: Sequence[Placement], seconds: float,
+    gap: float | None,
+) -> SavedPlan:  # fmt: skip
+    """Where the arguments and results of a plan live, without its operations."""
+    leaves = [SavedLeaf(_type(a), p) for a, p in zip(program.in_avals, inputs, strict=True)]
+    results = [SavedLeaf(_type(a), p) for a, p in zip(program.out_avals, outputs, strict=True)]
+    given = len(leaves) - len(program.captured)
+    return SavedPlan(
+        program.name, dict(mesh.sizes), seconds, gap,
+        dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
+        dict(zip(program.out_paths, results, strict=True)), leaves[given:], None, {}, digests(program.jaxpr),
+        program.name, shared=program.shared,
+    )  # fmt: skip
+
+
+def _entered(plan: SpmdPlan, count: int) -> tuple[dict[Var, Placement], int]:
     """Where those `count` arguments are brought that arrive elsewhere than pinned, and how many equations do it."""
     found: dict[Var, Placement] = {}
     made_of: dict[Var, Var] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from shardc.pipeline.plan import PipelinePlan
+from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.tables import number_text, seconds_text
@@ -116,12 +116,12 @@ class Chart:
         return f"{track.name}{note}: {self.time_text(timeline.makespan)}, of which ranks wait {share}"
 
 
-def planned_chart(plan: PipelinePlan) -> Chart:
+def planned_chart(plan: MpmdPlan) -> Chart:
     """What the plan says of its call."""
     return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of)
 
 
-def measured_chart(plan: PipelinePlan, measured: Timeline, note: str) -> Chart:
+def measured_chart(plan: MpmdPlan, measured: Timeline, note: str) -> Chart:
     """Planned beside measured.
 
     Args:
@@ -132,7 +132,7 @@ def measured_chart(plan: PipelinePlan, measured: Timeline, note: str) -> Chart:
     return replace(planned, tracks=(*planned.tracks, Track("measured", measured, note)))
 
 
-def _title(plan: PipelinePlan) -> str:
+def _title(plan: MpmdPlan) -> str:
     count = number_text(plan.cut.loop.microbatches, "microbatch")
     return f"{plan.program.name} on {plan.mesh}: {plan.schedule.name}, {count}"
 

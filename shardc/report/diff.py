@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from shardc.ir.collective import Collective
 from shardc.ir.walk import short_aval
-from shardc.pipeline.plan import PipelinePlan
-from shardc.plan.plan import Plan
+from shardc.pipeline.plan import MpmdPlan
+from shardc.plan.plan import SpmdPlan
 from shardc.plan.saved_plan import record
 from shardc.report.explain import moving
 from shardc.report.tables import (
@@ -26,7 +26,7 @@ from shardc.report.tables import (
 )
 from shardc.sbp.placement import Placement
 
-AnyPlan: TypeAlias = Plan | PipelinePlan
+AnyPlan: TypeAlias = SpmdPlan | MpmdPlan
 
 SAME = "The plans are the same: every value lies where it does in the other, and all that moves is the same."
 
@@ -54,7 +54,7 @@ def _numbers(plan: AnyPlan) -> tuple[float, float, float, float]:
 
 def _order(plan: AnyPlan) -> str:
     """The schedule of a pipeline."""
-    return str(plan.schedule) if isinstance(plan, PipelinePlan) else ""
+    return str(plan.schedule) if isinstance(plan, MpmdPlan) else ""
 
 
 def _totals(one: AnyPlan, other: AnyPlan) -> str:
@@ -69,7 +69,7 @@ def _totals(one: AnyPlan, other: AnyPlan) -> str:
     for what, text, a, b in rows:
         table.add_row(what, text(a), text(b), signed_text(b - a, text))
     table.add_row("above the best at most", _gap_text(one.gap), _gap_text(other.gap), "")
-    if isinstance(one, PipelinePlan) and isinstance(other, PipelinePlan):
+    if isinstance(one, MpmdPlan) and isinstance(other, MpmdPlan):
         a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
         table.add_row("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text))
         table.add_row("stages", str(len(one.stages)), str(len(other.stages)), "")
@@ -117,7 +117,7 @@ def _leaves(what: str, one: _Leaves, other: _Leaves) -> str:
 
 def _operations(one: AnyPlan, other: AnyPlan) -> str:
     """How many operations of the same program are computed elsewhere."""
-    if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan):
+    if isinstance(one, MpmdPlan) or isinstance(other, MpmdPlan):
         return ""
     a, b = record(one), record(other)
     if a.digests != b.digests:

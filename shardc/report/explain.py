@@ -12,7 +12,8 @@ from shardc.ir.walk import all_eqns, short_aval
 from shardc.passes.estimate.memory import local_bytes
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.recompute.recompute import Recomputed
-from shardc.plan.plan import Argument, FoundSignatures, Gathered, Plan, Unlimited
+from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
+from shardc.plan.request import Argument
 from shardc.report.tables import (
     Key,
     bytes_text,
@@ -41,7 +42,7 @@ _Row: TypeAlias = tuple[str, Any, Placement, str]
 """Path, variable, placement, and why it lives there."""
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: SpmdPlan) -> str:
     """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
     sections = (
         _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
@@ -50,7 +51,7 @@ def explain(plan: Plan) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: SpmdPlan) -> str:
     mesh = plan.mesh
     moves = moving(plan.collectives)
     runs = sum(c.count for c in moves)
@@ -97,7 +98,7 @@ def time_text(time: Time) -> str:
     return f"Time: {', '.join(parts)}{hidden}."
 
 
-def _arguments(plan: Plan) -> str:
+def _arguments(plan: SpmdPlan) -> str:
     rows = [
         (path, var, placement, why_argument(argument, placement))
         for path, var, placement, argument in zip(
@@ -107,7 +108,7 @@ def _arguments(plan: Plan) -> str:
     return _leaves(plan, "Arguments", rows)
 
 
-def _results(plan: Plan) -> str:
+def _results(plan: SpmdPlan) -> str:
     rows: list[_Row] = []
     for path, var, placement, pin, tie in zip(
         plan.program.out_paths, plan.boxed.jaxpr.outvars, plan.outputs, plan.results, plan.ties, strict=True
@@ -117,7 +118,7 @@ def _results(plan: Plan) -> str:
     return _leaves(plan, "Results", rows)
 
 
-def _leaves(plan: Plan, title: str, leaves: Sequence[_Row]) -> str:
+def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
     """One row for each group of leaves whose paths differ only in numbers, or in a word."""
     sizes = plan.mesh.sizes
     rows: list[tuple[Key, str, int]] = []
@@ -158,7 +159,7 @@ def moving(collectives: Sequence[Collective]) -> list[Collective]:
     return [c for c in collectives if c.bytes]
 
 
-def _moves(plan: Plan) -> str:
+def _moves(plan: SpmdPlan) -> str:
     moves = moving(plan.collectives)
     if not moves:
         return section("Moves: none")
@@ -243,7 +244,7 @@ def _values(again: Recomputed) -> str:
     )
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: SpmdPlan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     decided = memory_decided(plan.unlimited, plan.seconds)
     if (again := plan.recomputed) is not None:

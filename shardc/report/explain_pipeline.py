@@ -10,7 +10,7 @@ from shardc.ir.walk import short_aval
 from shardc.passes.estimate.memory import local_bytes
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.place_stages import Stage
-from shardc.pipeline.plan import HOST_SECONDS, PipelinePlan
+from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.chart import KINDS
@@ -56,7 +56,7 @@ _PARTS: Final = {
 _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
-def explain_pipeline(plan: PipelinePlan) -> str:
+def explain_pipeline(plan: MpmdPlan) -> str:
     """Where time goes, what each stage computes and holds, what moves between stages and within them, and why."""
     timeline = plan.simulate()
     sections = (
@@ -71,7 +71,7 @@ def explain_pipeline(plan: PipelinePlan) -> str:
 # -- head
 
 
-def _head(plan: PipelinePlan, timeline: Timeline) -> str:
+def _head(plan: MpmdPlan, timeline: Timeline) -> str:
     mesh, schedule = plan.mesh, plan.schedule
     axes, size = " x ".join(f"{a}={n}" for a, n in mesh.axes), mesh.size
     if plan.pipeline.meshes is not None:
@@ -93,7 +93,7 @@ def _head(plan: PipelinePlan, timeline: Timeline) -> str:
     )
 
 
-def _recompute(plan: PipelinePlan) -> str:
+def _recompute(plan: MpmdPlan) -> str:
     """Which stages compute their forward a second time."""
     given = plan.pipeline.recompute
     words = [given] * len(plan.stages) if isinstance(given, str) else list(given)
@@ -123,7 +123,7 @@ def _share(part: float, whole: float) -> str:
     return percent_text(part / whole if whole else 0.0)
 
 
-def _schedule(plan: PipelinePlan) -> str:
+def _schedule(plan: MpmdPlan) -> str:
     grid, cut = cut_grid(plan.schedule, _WIDTH)
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
     found = {a.kind for row in plan.schedule.rows for a in row}
@@ -150,7 +150,7 @@ class _Leaf:
         return local_bytes(self.var, self.placement, self.stage.mesh.sizes)
 
 
-def _leaves(plan: PipelinePlan) -> list[_Leaf]:
+def _leaves(plan: MpmdPlan) -> list[_Leaf]:
     """Each argument on its home, in their order."""
     found = [
         _Leaf(i, plan.pieces.program.in_paths[i], stage, var, placement)
@@ -163,7 +163,7 @@ def _leaves(plan: PipelinePlan) -> list[_Leaf]:
     return sorted(found, key=lambda leaf: leaf.number)
 
 
-def _stages(plan: PipelinePlan, timeline: Timeline) -> str:
+def _stages(plan: MpmdPlan, timeline: Timeline) -> str:
     leaves = _leaves(plan)
     groups: dict[str, list[_Leaf]] = {}
     for leaf in leaves:
@@ -194,7 +194,7 @@ def _bytes_or_none(size: int) -> str:
     return bytes_text(size) if size else "-"
 
 
-def _registers(plan: PipelinePlan, timeline: Timeline) -> tuple[list[int], list[int]]:
+def _registers(plan: MpmdPlan, timeline: Timeline) -> tuple[list[int], list[int]]:
     """For each stage the most bytes in what it keeps for itself, and in what it receives from others."""
     held, received = [0] * len(plan.stages), [0] * len(plan.stages)
     for channel, route, peak in zip(plan.network.channels, plan.built.routes, timeline.peaks, strict=True):
@@ -203,7 +203,7 @@ def _registers(plan: PipelinePlan, timeline: Timeline) -> tuple[list[int], list[
     return held, received
 
 
-def _steps_of(plan: PipelinePlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
+def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
     """By kind of task the labels of a stage, each with how often such a step runs in a call."""
     found: dict[str, list[tuple[Any, int]]] = {}
     times = plan.schedule.microbatches
@@ -217,7 +217,7 @@ def _steps_of(plan: PipelinePlan, stage: Stage) -> dict[str, list[tuple[Any, int
     return found
 
 
-def _tasks(plan: PipelinePlan, timeline: Timeline) -> str:
+def _tasks(plan: MpmdPlan, timeline: Timeline) -> str:
     """Times of one execution, a row for stages with the same."""
     rows: dict[tuple[str, ...], list[int]] = {}
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
@@ -235,7 +235,7 @@ def _tasks(plan: PipelinePlan, timeline: Timeline) -> str:
     return section(title, table)
 
 
-def _times(plan: PipelinePlan) -> str:
+def _times(plan: MpmdPlan) -> str:
     """Where the time of each rank goes, a row for ranks with the same."""
     parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -248,7 +248,7 @@ def _times(plan: PipelinePlan) -> str:
     return section(f"Time: what the {seconds_text(plan.seconds)} of a call go to on each rank", table)
 
 
-def _sent(plan: PipelinePlan) -> str:
+def _sent(plan: MpmdPlan) -> str:
     """Bytes of collectives in one execution of each task."""
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -271,7 +271,7 @@ def _sent(plan: PipelinePlan) -> str:
 # -- values
 
 
-def _arguments(plan: PipelinePlan) -> str:
+def _arguments(plan: MpmdPlan) -> str:
     rows: list[tuple[Key, str, _Leaf]] = []
     leaves = _leaves(plan)
     for leaf in leaves:
@@ -292,7 +292,7 @@ def _arguments(plan: PipelinePlan) -> str:
     return section(f"{head}; bytes of the stage that holds most of them", table)
 
 
-def _results(plan: PipelinePlan) -> str:
+def _results(plan: MpmdPlan) -> str:
     rows: list[tuple[Key, str, int]] = []
     paths = plan.pieces.program.out_paths
     for i, (path, aval, placement, pin, tie) in enumerate(
@@ -315,7 +315,7 @@ def _results(plan: PipelinePlan) -> str:
 # -- what moves
 
 
-def _transfers(plan: PipelinePlan) -> str:
+def _transfers(plan: MpmdPlan) -> str:
     if not plan.transfers:
         return section("Transfers between stages: none")
     link = plan.mesh.topology.link_along(plan.pipeline.axis)
@@ -336,7 +336,7 @@ def _transfers(plan: PipelinePlan) -> str:
     return section(title, table)
 
 
-def _moves(plan: PipelinePlan) -> str:
+def _moves(plan: MpmdPlan) -> str:
     """The collectives of all stages; stages that do the same in one row."""
 
     def key_of(c: Collective) -> Key:
@@ -359,7 +359,7 @@ def _moves(plan: PipelinePlan) -> str:
     return section("Moves within stages: bytes that each device of one stage sends in one call", table)
 
 
-def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
+def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
     """Registers of what is sent for each microbatch."""
     rows: dict[tuple[str, str, str, int, str], list[tuple[int, int]]] = {}
     given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
@@ -386,7 +386,7 @@ def _channels(plan: PipelinePlan, timeline: Timeline) -> str:
     return section(f"Channels: registers for what is sent for each microbatch{more}", table)
 
 
-def _memory(plan: PipelinePlan) -> str:
+def _memory(plan: MpmdPlan) -> str:
     memory = plan.memory
     most = memory.worst
     parts = sorted(((size, kind) for kind, size in most.peak_parts.items() if size), reverse=True)

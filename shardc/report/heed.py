@@ -11,8 +11,9 @@ from shardc import compat
 from shardc.compat import Eqn
 from shardc.ir.walk import itemsize_of
 from shardc.passes.trace.canonicalize import EVERY
-from shardc.pipeline.plan import PipelinePlan
-from shardc.plan.plan import Plan, match_donated
+from shardc.pipeline.plan import MpmdPlan
+from shardc.plan.borders import match_donated
+from shardc.plan.plan import SpmdPlan
 from shardc.report.tables import bytes_text
 from shardc.sbp.placement import local_shape
 
@@ -20,7 +21,7 @@ LARGE: Final = 10**6
 """Bytes from which on something is worth a warning: less is sent, or held twice, in a moment."""
 
 
-def warnings_of(plan: Plan | PipelinePlan, where: str, replicate: Collection[str] = ()) -> list[str]:
+def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str] = ()) -> list[str]:
     """A text for each thing that is worth a warning.
 
     Args:
@@ -31,8 +32,8 @@ def warnings_of(plan: Plan | PipelinePlan, where: str, replicate: Collection[str
     return [*_without_rule(plan, where, replicate), *_not_donated(plan, where)]
 
 
-def _without_rule(plan: Plan | PipelinePlan, where: str, replicate: Collection[str]) -> Iterator[str]:
-    parts = [s.plan for s in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str]) -> Iterator[str]:
+    parts = [s.plan for s in plan.stages] if isinstance(plan, MpmdPlan) else [plan]
     largest: dict[str, tuple[int, Eqn]] = {}
     for eqn in (e for p in parts if p.mesh.size > 1 for e in p.without_rule):
         size = max(sum(map(_bytes, side)) for side in (eqn.invars, eqn.outvars))
@@ -51,7 +52,7 @@ def _bytes(atom: Any) -> int:
     return math.prod(atom.aval.shape) * itemsize_of(atom.aval)
 
 
-def _not_donated(plan: Plan | PipelinePlan, where: str) -> Iterator[str]:
+def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
     """Of arguments that come back as results, new and as a whole."""
     program, count = plan.program, len(plan.program.given_avals)
     given = plan.arguments[:count]
@@ -77,6 +78,6 @@ def _not_donated(plan: Plan | PipelinePlan, where: str) -> Iterator[str]:
         )
 
 
-def _on_a_device(plan: Plan | PipelinePlan, i: int) -> int:
+def _on_a_device(plan: SpmdPlan | MpmdPlan, i: int) -> int:
     aval = plan.program.in_avals[i]
     return math.prod(local_shape(tuple(aval.shape), plan.inputs[i], plan.mesh.sizes)) * itemsize_of(aval)

@@ -11,19 +11,19 @@ from shardc.errors import all_offenders
 from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.machine.mesh import MeshView
 from shardc.passes.place.memory_limit import Fitted, Trial
-from shardc.plan.plan import Argument
+from shardc.plan.make import Misfit
+from shardc.plan.request import Argument
 from shardc.report.tables import bytes_text, fold_leaves, placement_text
 
 NAMED: Final = 8
 """How many of the largest groups of values are named."""
 
 
-def misfit(
-    program: Program, mesh: MeshView, arguments: Sequence[Argument], fitted: Fitted, limit: int, where: str
-) -> str:
+def misfit_text(found: Misfit) -> str:
     """The text of the error."""
+    request, fitted, limit = found.request, found.fitted, found.limit
+    program, mesh, arguments, where = request.program, request.mesh, request.arguments, request.where or request.program.name
     least, alone = fitted.least, fitted.arguments > limit
     largest = least.profile.largest()
     if alone:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from shardc import compat
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.passes.place.problem import Node
-from shardc.plan.counterfactual import Again, Other
+from shardc.plan.counterfactual import Counterfactual, Other
 from shardc.plan.names import Box, Named, Use, find_values, values_of
-from shardc.plan.plan import Plan
+from shardc.plan.plan import SpmdPlan
 from shardc.report.tables import (
     bytes_text,
     fold_paths,
@@ -34,46 +34,46 @@ MOST_OTHERS = 3
 MOST_LISTED = 20
 
 
-def why_section(plan: Plan, pattern: str) -> str:
+def why_section(asked: Counterfactual, pattern: str) -> str:
     """Why values lie where they do: who makes and reads them, and what other placements would cost.
 
     Raises:
       ArgumentError: no value has the name.
     """
-    return _explained(plan, find_values(_values(plan), pattern), pattern) + _without_limit(plan)
+    return _explained(asked, find_values(_values(asked), pattern), pattern) + _without_limit(asked.plan)
 
 
-def _without_limit(plan: Plan) -> str:
+def _without_limit(plan: SpmdPlan) -> str:
     said = "Memory decided this plan. The others are solved without the limit, and may not fit."
     return f"\n\n{said}" if plan.unlimited is not None else ""
 
 
-def why_in_stages(plans: Sequence[Plan], pattern: str) -> str:
-    """The same of a pipeline, on each stage that has such a value: its plan alone is solved again.
+def why_in_stages(stages_asked: Sequence[Counterfactual], pattern: str) -> str:
+    """The same of a pipeline, on each stage that has such a value: its plan alone is solved asked.
 
     Raises:
       ArgumentError: no value of any stage has the name.
     """
-    of = {v: stage for stage, plan in enumerate(plans) for v in _values(plan)}
+    of = {v: stage for stage, asked in enumerate(stages_asked) for v in _values(asked)}
     stages: dict[int, list[Named]] = {}
     for value in find_values(list(of), pattern):
         stages.setdefault(of[value], []).append(value)
     return "\n\n\n".join(
         f"Stage {stage}, times and bytes of its own tasks in one call, what they send each other left out\n\n"
-        f"{_explained(plans[stage], found, pattern)}"
+        f"{_explained(stages_asked[stage], found, pattern)}"
         for stage, found in stages.items()
     )
 
 
-def _values(plan: Plan) -> list[Named]:
-    return values_of(plan.program, plan.again.problem, plan.boxed)
+def _values(asked: Counterfactual) -> list[Named]:
+    return values_of(asked.plan.program, asked.problem, asked.plan.boxed)
 
 
-def _explained(plan: Plan, found: Sequence[Named], pattern: str) -> str:
+def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> str:
     rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
     groups = [alike for _, _, alike in fold_rows(rows)]
-    groups.sort(key=lambda alike: -sum(_seconds(plan, v) for v in alike))  # what moves most first
-    texts = [_why(plan.again, alike) for alike in groups[:MOST_VALUES]]
+    groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # what moves most first
+    texts = [_why(asked, alike) for alike in groups[:MOST_VALUES]]
     if len(groups) > MOST_VALUES:
         texts.append(_listed(groups[MOST_VALUES:], pattern))
     return "\n\n".join(texts)
@@ -90,14 +90,14 @@ def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> str:
     return section(f"{pattern!r} also means {others}{more}; name one to be told why", table)
 
 
-def _why(again: Again, alike: Sequence[Named]) -> str:
-    value, plan = alike[0], again.plan
+def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
+    value, plan = alike[0], asked.plan
     name = value.name if value.name == "result" or value.kind == "value" else f"{value.kind} {value.name}"
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.line}" if value.line else ""
     head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
-    others = sorted(again.others(value.node, value.port, MOST_OTHERS), key=lambda o: o.plan.seconds)
-    parts = [f"{head}\n  {_verdict(again, value, others)}"]
+    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=lambda o: o.plan.seconds)
+    parts = [f"{head}\n  {_verdict(asked, value, others)}"]
     for title, uses in (("made of", value.made_of), ("read by", value.uses)):
         if uses:
             parts.append(_ways(plan, title, uses, shared=uses is value.uses))
@@ -107,9 +107,9 @@ def _why(again: Again, alike: Sequence[Named]) -> str:
     return "\n\n".join(parts)
 
 
-def _verdict(again: Again, value: Named, others: Sequence[Other]) -> str:
+def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> str:
     """One sentence: what decides."""
-    plan, pin = again.plan, again.pins.get(value.node)
+    plan, pin = asked.plan, asked.pins.get(value.node)
     here = placement_text(value.placement)
     if not others:
         return f"It can lie nowhere else{'' if pin is None else ': so the pin costs nothing'}."
@@ -142,7 +142,7 @@ def _said(node: Node, pin: Pin) -> str:
     return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
 
 
-def faster(a: Plan, b: Plan) -> bool:
+def faster(a: SpmdPlan, b: SpmdPlan) -> bool:
     """Whether a plan is faster than another by more than rounding."""
     return a.seconds < b.seconds * (1 - 1e-9)
 
@@ -154,7 +154,7 @@ def pin_text(pin: Pin) -> str:
     return "{" + ", ".join([*(f"{a}: {pin.placement[a]}" for a in sorted(pin.fixed)), f"...: {AUTO}"]) + "}"
 
 
-def _costs(plan: Plan, other: Plan) -> str:
+def _costs(plan: SpmdPlan, other: SpmdPlan) -> str:
     """`would take 1.2 us longer and send 512 bytes more`."""
     seconds, sent = other.seconds - plan.seconds, other.bytes_per_device - plan.bytes_per_device
     times = f"would take {seconds_text(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
@@ -165,7 +165,7 @@ def _costs(plan: Plan, other: Plan) -> str:
     return f"{times} and send {bytes_text(abs(sent))} {'more' if sent > 0 else 'less'}"
 
 
-def _ways(plan: Plan, title: str, uses: Sequence[Use], *, shared: bool) -> str:
+def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> str:
     """A row for each operand or reader of a value, with the boxings between; those that readers share count once."""
     table = make_table(title, "line", "at", "boxing", ">bytes", ">time")
     rows = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
@@ -184,27 +184,27 @@ def _way_text(way: Sequence[Box]) -> str:
     return ", then ".join(f"{placement_text(b.src)} -> {placement_text(b.dst)}" for b in way)
 
 
-def _sent(plan: Plan, use: Use, box: Box) -> tuple[int, float]:
+def _sent(plan: SpmdPlan, use: Use, box: Box) -> tuple[int, float]:
     """Bytes that a device sends in one call for a boxing on the way to a reader, and the seconds that it takes."""
     view = plan.mesh.where_start_is_shared(box.shared)
     boxing = find_boxing(tuple(use.aval.shape), itemsize_of(use.aval), box.src, box.dst, view)
     return boxing.bytes * box.times, boxing.seconds * box.times
 
 
-def _seconds(plan: Plan, value: Named) -> float:
+def _seconds(plan: SpmdPlan, value: Named) -> float:
     """Of all boxings before and after a value."""
     steps = {(u.at, box): u for u in (*value.made_of, *value.uses) for box in u.way}
     return sum(_sent(plan, u, box)[1] for (_, box), u in steps.items())
 
 
-def _others(plan: Plan, others: Iterable[Other], title: str) -> str:
+def _others(plan: SpmdPlan, others: Iterable[Other], title: str) -> str:
     table = make_table("placement", ">time", ">sent", ">held at most", ">arguments elsewhere")
     for other in others:
         table.add_row(placement_text(other.placement), *_differences(plan, other.plan))
     return indented(section(f"{title}, against this one", table))
 
 
-def _differences(plan: Plan, other: Plan) -> tuple[str, str, str, str]:
+def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
     """Of another plan of the program: time, bytes sent, bytes held, and how many arguments lie elsewhere."""
     elsewhere = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
     return (
@@ -215,17 +215,17 @@ def _differences(plan: Plan, other: Plan) -> tuple[str, str, str, str]:
     )
 
 
-def pins_section(plan: Plan) -> str:
+def pins_section(asked: Counterfactual) -> str:
     """For each thing that was pinned, whatever it holds for, what it costs against leaving it AUTO."""
-    again = plan.again
+    plan = asked.plan
     title = "Pins: what each costs a call, against leaving its values AUTO and keeping the other pins"
-    said = [((), _said(n, pin), n) for n, pin in again.pins.items() if _says(n, pin)]
+    said = [((), _said(n, pin), n) for n, pin in asked.pins.items() if _says(n, pin)]
     if not said:
         return "Pins: none"
     table = make_table("pinned by", "at", ">values", ">time", ">sent", ">held at most", "left AUTO")
     for _, names, nodes in fold_rows(said):
-        at = ", ".join(dict.fromkeys(pin_text(again.pins[n]) for n in nodes))
-        other = again.without(nodes)
+        at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
+        other = asked.without(nodes)
         gains = faster(other.plan, plan)
         costs = _differences(other.plan, plan)[:3] if gains else ("nothing", "", "")
         places = list(dict.fromkeys(map(placement_text, other.placements))) if gains else ["as pinned"]

@@ -9,18 +9,16 @@ docs/design/tune.md.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import jax
 
-from shardc.api import AnyPlan, Function, abstract, function
+from shardc.api import abstract, function
 from shardc.errors import (
     ArgumentError,
-    MemoryLimitError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -30,11 +28,12 @@ from shardc.errors import (
 )
 from shardc.machine.mesh import AnyMesh, MeshView, make_mesh, view
 from shardc.passes.trace.trace import Arguments
-from shardc.pipeline.plan import Pipeline
 from shardc.pipeline.schedule.methods import METHODS
+from shardc.plans import MemoryLimitError
 from shardc.sbp.placement import AUTO
 from shardc.tune.meshes import NAMES, Sizes, slice_of
 from shardc.tune.search import PIPE, Choice, Search, Step, meshes, pipelines
+from shardc.tune.tuning import Candidate, Tuning
 
 log = logging.getLogger("shardc")
 
@@ -42,90 +41,6 @@ RANKS: Final = 16
 """Ranks of a pipeline, at most, if nobody says how many."""
 NO_PIPELINES: Final = "No pipelines: these want a function with one loop of shardc.accumulate."
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """One way to run a function, planned.
-
-    Attributes:
-      axes: of its mesh, for `make_mesh(**axes)`; those that it does not use have size 1.
-      mesh: as it was planned for; with devices, if no topology was named.
-      pipeline: for `function(pipeline=...)`; None: one program on the whole mesh.
-      microbatches: of the function's loop; None: it has none.
-      function: the `shardc.function` on this mesh; what `fn` was traced and planned as is kept.
-      plan: None if there is none.
-      seconds: time of one call, as the plan says.
-      memory, bytes: per device: the most that it holds, and what it sends in one call.
-      gap: as the plan's; None where nothing is proved.
-      capacity: bytes of memory of a device.
-      problem: why there is no plan.
-    """
-
-    axes: Mapping[str, int]
-    mesh: AnyMesh
-    pipeline: Pipeline | None
-    microbatches: int | None
-    function: Function
-    plan: AnyPlan | None = None
-    seconds: float = math.inf
-    memory: int = 0
-    bytes: int = 0
-    gap: float | None = None
-    capacity: int = 0
-    problem: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan, and each device has the memory for it."""
-        return self.plan is not None and self.memory <= self.capacity
-
-
-@dataclass(frozen=True, eq=False)
-class Tuning:
-    """What `shardc.tune` found; prints as a table of the ten best.
-
-    Attributes:
-      name: of the function.
-      where: the devices, in words.
-      candidates: that were planned, the best first: those that fit by time, those that do not by memory, and those
-        that have no plan.
-      others: how many more there are, which were not planned.
-      ideal: seconds of what the function computes, shared evenly by all devices, if nothing had to move.
-      notes: what the table should say besides.
-    """
-
-    name: str
-    where: str
-    candidates: tuple[Candidate, ...]
-    others: int
-    ideal: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest that fits.
-
-        Raises:
-          MeshError: none fits.
-        """
-        first = self.candidates[0]
-        if first.fits:
-            return first
-        wants = f"; the least that a device would hold is {first.memory} bytes" if first.plan is not None else ""
-        raise MeshError(
-            f"{self.name}: no candidate fits the {first.capacity} bytes of a device{wants}. Take more devices, "
-            "donate_argnames for what the step replaces, or more microbatches."
-        )
-
-    def explain(self, count: int = 10) -> str:
-        """The best candidates, and those that cannot be, as text."""
-        from shardc.tune.text import explain  # noqa: PLC0415  # reports know candidates, these no reports
-
-        return explain(self, count)
-
-    def __str__(self) -> str:
-        return self.explain()
 
 
 def tune(

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.ir.walk import operation_of, work_dtype
 from shardc.passes.place.problem import Node, Value, digits, first_of_alike
+from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.cost import heavy_seconds
 from shardc.sbp.placement import S
 from shardc.sbp.ring import Ring, ring_price, ring_signatures
 from shardc.sbp.signature import Signature
-
-if TYPE_CHECKING:
-    from shardc.passes.place.domain import Domains
 
 LEAST_SECONDS: Final = 1e-5
 """What a ring has to save in one execution: less is within what is not known of latencies."""
@@ -43,7 +41,7 @@ class Rings:
     rows: tuple[NDArray[np.int64], ...]
 
 
-def offer_rings(domains: Domains, n: Node) -> Rings | None:
+def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     """The rings that are worth to be looked at; None if there are none."""
     if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlaps:
         return None
@@ -57,7 +55,7 @@ def offer_rings(domains: Domains, n: Node) -> Rings | None:
     return found if len(found.seconds) else None
 
 
-def _is_heavy(domains: Domains, n: Node) -> bool:
+def _is_heavy(domains: ValueTables, n: Node) -> bool:
     """Whether there is enough to compute that a ring could hide what it has to."""
     assert n.rule is not None
     devices, speed = np.prod(domains.sizes), domains.mesh.topology.flops_in(str(work_dtype(n.eqn)))
@@ -68,7 +66,7 @@ class _Offer:
     """The rings of one node."""
 
     def __init__(
-        self, domains: Domains, n: Node, values: Sequence[Value], signatures: Sequence[Signature]
+        self, domains: ValueTables, n: Node, values: Sequence[Value], signatures: Sequence[Signature]
     ) -> None:
         assert n.rule is not None
         self.domains, self.node, self.values, self.signatures = domains, n, values, signatures

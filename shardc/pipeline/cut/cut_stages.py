@@ -29,7 +29,8 @@ from shardc.pipeline.cut.recompute_forward import recompute_forward
 from shardc.pipeline.cut.regroup import regroup
 from shardc.pipeline.cut.split_backward import split_backward
 from shardc.pipeline.cut.take_apart import take_apart
-from shardc.plan.plan import Argument, match_donated
+from shardc.plan.borders import match_donated
+from shardc.plan.request import Argument
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from shardc.ir.transfer import receive_p, send_p, transfer_number
 from shardc.passes.estimate.memory import local_bytes
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
-from shardc.plan.plan import Argument, Plan
+from shardc.plan.plan import PlacedProgram, SpmdPlan
 from shardc.sbp.placement import REPLICATED, Placement, S
 
 INDEX: Var = compat.fresh_var(compat.shaped_array((), np.dtype("int32")))
@@ -47,7 +47,7 @@ class StageTask:
     """
 
     position: int
-    plan: Plan | None
+    plan: PlacedProgram | None
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
     received: tuple[tuple[int, Var], ...]
@@ -75,7 +75,7 @@ class StageTasks:
     results: tuple[Atom, ...]
 
 
-def split_tasks(stage: StageProgram, plan: Plan, shared: Collection[int] = ()) -> StageTasks:
+def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = ()) -> StageTasks:
     """The tasks of a planned stage.
 
     Args:
@@ -86,7 +86,7 @@ def split_tasks(stage: StageProgram, plan: Plan, shared: Collection[int] = ()) -
 
 
 class _Splitter:
-    def __init__(self, stage: StageProgram, plan: Plan, shared: Collection[int]) -> None:
+    def __init__(self, stage: StageProgram, plan: SpmdPlan, shared: Collection[int]) -> None:
         self.stage, self.plan, self.mesh, self.shared = stage, plan, plan.mesh, shared
         self.placements: dict[Var, Placement] = {**plan.boxed.placements, INDEX: REPLICATED}
         self.jaxpr: Jaxpr = plan.boxed.jaxpr
@@ -120,9 +120,9 @@ class _Splitter:
         )  # fmt: skip
         numbers = {v: i for i, v in enumerate(inputs)}
         taken = [numbers.get((ties or {}).get(v, v)) if v in (ties or {}) else None for v in outs]
-        plan = Plan(
-            program, self.mesh, Boxed(jaxpr, self.placements), None, [self.placements[v] for v in inputs],
-            [self.placements[v] for v in outs], taken, [Argument()] * len(inputs), [None] * len(outs), (),
+        plan = PlacedProgram(
+            program, self.mesh, Boxed(jaxpr, self.placements), tuple(self.placements[v] for v in inputs),
+            tuple(self.placements[v] for v in outs), tuple(taken),
         )  # fmt: skip
         return StageTask(position, plan, tuple(inputs), tuple(outs), tuple(received), tuple(sent), tuple(kept))
 

@@ -28,7 +28,7 @@ from shardc.pipeline.points.stage_memory import StageMemory, stage_memory
 from shardc.pipeline.schedule.costs import Costs
 from shardc.pipeline.schedule.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.plan.plan import Argument
+from shardc.plan.request import Argument
 
 
 @dataclass(frozen=True)

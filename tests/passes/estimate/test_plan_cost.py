@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shardc.machine.topology
 
 import shardc
+import shardc.machine.topology
 from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
 from shardc.ir.collective import KINDS
@@ -21,7 +21,8 @@ from shardc.ir.walk import itemsize_of
 from shardc.passes.estimate.overlap import hidden_seconds, late_values
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.traffic import fused_bytes
-from shardc.plan.plan import Plan, problem_of
+from shardc.plan.borders import problem_of
+from shardc.plans import Plan
 from shardc.sbp.boxing import find_boxing
 
 N = 1024

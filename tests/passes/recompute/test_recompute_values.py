@@ -20,7 +20,7 @@ from shardc.passes.recompute.recompute import Choice, Offers, compute_again
 from shardc.passes.recompute.recompute_residuals import KEPT
 from shardc.passes.recompute.recompute_values import drop_values
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.plan.plan import Placing, _Within, profile_of
+from shardc.plan.make import Placing, _Within
 from tests.passes.recompute.test_recompute_residuals import same_program
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
@@ -139,8 +139,8 @@ def test_not_where_xla_joins_both_again():
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, None, topology="cpu").plan(*state, batch)
     assert plan.mesh.topology.kind == "cpu"
-    assert not Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("cpu")).crossings
-    assert Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("v5p")).crossings
+    assert not Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("cpu")).crossings
+    assert Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("v5p")).crossings
 
 
 def test_prices_of_a_crossing():
@@ -148,7 +148,7 @@ def test_prices_of_a_crossing():
     init, step, batch = step_of(layers=3)
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, "95GB").plan(*state, batch)
-    offers = Offers(plan.boxed, profile_of(plan), plan.mesh, habits_of("v5p"))
+    offers = Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("v5p"))
     (crossing,) = offers.crossings
     assert crossing.bytes <= plan.memory.peak
     freed = [crossing.choose(offers.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
@@ -171,7 +171,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     state = jax.eval_shape(init, jax.random.key(0))
     free = function(step, "95GB").plan(*state, batch)
     placing = Placing.of(free.program, free.mesh, free.arguments, free.results)
-    offers = Offers(placing.plan.boxed, profile_of(placing.plan), free.mesh, habits_of("v5p"))
+    offers = Offers(placing.plan.boxed, placing.plan.profile(), free.mesh, habits_of("v5p"))
     choice, _ = offers.choose(offers.worth)
     (crossing,) = offers.crossings
     assert set(choice.values.values()) == {crossing.since}

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shardc.pipeline.plan
 
 import shardc
+import shardc.pipeline.plan
 from examples.zoo import MODELS
 from shardc import S
 from shardc.compat import bodies_of

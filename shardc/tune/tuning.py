@@ -1,8 +1,15 @@
-"""What `shardc.tune` gives, as text: a table of the best candidates, and why others cannot be."""
+"""What `shardc.tune` gives: candidates, and a table of them."""
 
 from __future__ import annotations
 
-from shardc.pipeline.plan import Pipeline, PipelinePlan
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardc.api import AnyPlan, Function
+from shardc.errors import MeshError
+from shardc.machine.mesh import AnyMesh
+from shardc.pipeline.plan import MpmdPlan, Pipeline
 from shardc.report.tables import (
     bytes_text,
     fold_rows,
@@ -13,10 +20,91 @@ from shardc.report.tables import (
     seconds_text,
     section,
 )
-from shardc.tune.tune import Candidate, Tuning
 
 
-def explain(tuning: Tuning, count: int = 10) -> str:
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run a function, planned.
+
+    Attributes:
+      axes: of its mesh, for `make_mesh(**axes)`; those that it does not use have size 1.
+      mesh: as it was planned for; with devices, if no topology was named.
+      pipeline: for `function(pipeline=...)`; None: one program on the whole mesh.
+      microbatches: of the function's loop; None: it has none.
+      function: the `shardc.function` on this mesh; what `fn` was traced and planned as is kept.
+      plan: None if there is none.
+      seconds: time of one call, as the plan says.
+      memory, bytes: per device: the most that it holds, and what it sends in one call.
+      gap: as the plan's; None where nothing is proved.
+      capacity: bytes of memory of a device.
+      problem: why there is no plan.
+    """
+
+    axes: Mapping[str, int]
+    mesh: AnyMesh
+    pipeline: Pipeline | None
+    microbatches: int | None
+    function: Function
+    plan: AnyPlan | None = None
+    seconds: float = math.inf
+    memory: int = 0
+    bytes: int = 0
+    gap: float | None = None
+    capacity: int = 0
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, and each device has the memory for it."""
+        return self.plan is not None and self.memory <= self.capacity
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What `shardc.tune` found; prints as a table of the ten best.
+
+    Attributes:
+      name: of the function.
+      where: the devices, in words.
+      candidates: that were planned, the best first: those that fit by time, those that do not by memory, and those
+        that have no plan.
+      others: how many more there are, which were not planned.
+      ideal: seconds of what the function computes, shared evenly by all devices, if nothing had to move.
+      notes: what the table should say besides.
+    """
+
+    name: str
+    where: str
+    candidates: tuple[Candidate, ...]
+    others: int
+    ideal: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits.
+
+        Raises:
+          MeshError: none fits.
+        """
+        first = self.candidates[0]
+        if first.fits:
+            return first
+        wants = f"; the least that a device would hold is {first.memory} bytes" if first.plan is not None else ""
+        raise MeshError(
+            f"{self.name}: no candidate fits the {first.capacity} bytes of a device{wants}. Take more devices, "
+            "donate_argnames for what the step replaces, or more microbatches."
+        )
+
+    def explain(self, count: int = 10) -> str:
+        """The best candidates, and those that cannot be, as text."""
+        return tuning_text(self, count)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def tuning_text(tuning: Tuning, count: int = 10) -> str:
     """The best `count` candidates, those that have no plan, and what else is to be said."""
     parts = (_head(tuning), _table(tuning, count), _without_plan(tuning), _notes(tuning), _use(tuning))
     return "\n\n".join(filter(None, parts))
@@ -59,8 +147,8 @@ def pipeline_text(c: Candidate) -> str:
     """`4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    name = c.plan.schedule.name if isinstance(c.plan, PipelinePlan) else c.pipeline.schedule
-    stages = f"{number_text(len(c.plan.stages), 'stage')}, " if isinstance(c.plan, PipelinePlan) else ""
+    name = c.plan.schedule.name if isinstance(c.plan, MpmdPlan) else c.pipeline.schedule
+    stages = f"{number_text(len(c.plan.stages), 'stage')}, " if isinstance(c.plan, MpmdPlan) else ""
     return f"{stages}{name}"
 
 

@@ -1,0 +1,96 @@
+"""The placements that each value may have on all axes of the mesh at once, as rows of tables of its boxings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.ir.walk import itemsize_of
+from shardc.machine.mesh import MeshView
+from shardc.passes.place.problem import Problem, Value, digit_of
+from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
+from shardc.sbp.placement import ReduceOp
+from shardc.sbp.signature import Signature
+
+
+@lru_cache(maxsize=4096)
+def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64]:
+    """The row in a boxing table of each placement, by the order of its axes, in that of `itertools.permutations`, and
+    by its code: sum over axes of digit·(rank+2)^position.
+
+    The order is that in which the axes cut a dimension that several of them split.
+    """
+    every = all_placements(rank, axes, op)
+    shape = len(every), len(axes)
+    digit = np.asarray([digit_of(p[a]) for p in every for a in axes], np.int64).reshape(shape)
+    place = np.asarray([[*p, *axes].index(a) for p in every for a in axes], np.int64).reshape(shape)
+    orders = _permutations(len(axes))
+    rows = np.empty((len(orders), (rank + 2) ** len(axes)), np.int64)
+    codes = digit @ (rank + 2) ** np.arange(len(axes))
+    for found, order in zip(rows, orders, strict=True):
+        fits = np.ones(len(every), np.bool_)
+        for a, b in itertools.combinations(order, 2):
+            fits &= (digit[:, a] != digit[:, b]) | (digit[:, a] < 2) | (place[:, a] < place[:, b])
+        found[codes[fits]] = np.flatnonzero(fits)
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _permutations(count: int) -> NDArray[np.int64]:
+    """All orders of so many axes."""
+    every = list(itertools.permutations(range(count)))
+    return np.asarray(every, np.int64).reshape(len(every), count)
+
+
+class ValueTables:
+    """The boxing tables of a problem's values, and choices of one-axis signatures as rows of them.
+
+    Attributes:
+      axes, sizes: of the mesh, as far as placements are chosen along them.
+      all_orders: the orders in which axes may cut a dimension, as permutations of their numbers.
+      view: the mesh of these axes alone.
+    """
+
+    def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
+        self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
+        self.sizes = [mesh.sizes[a] for a in self.axes]
+        self.all_orders = _permutations(len(self.axes))
+        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
+        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by identity of avals, and these
+
+    def table(self, value: Value) -> BoxingTable:
+        key = (id(value.aval), value.op, value.late)
+        found = self._tables.get(key)
+        if found is None:
+            view = self.problem.view_for(value, self.view)
+            table = boxing_table(value.shape, itemsize_of(value.aval), view, value.op)
+            found = self._tables[key] = table, value.aval
+        return found[0]
+
+    def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+        """All combinations of choices on each axis, and all orders of the axes, each with each."""
+        products = list(itertools.product(*choices))
+        options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
+        orders = np.arange(len(self.all_orders))
+        return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
+
+    def rows_of(
+        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]
+    ) -> NDArray[np.int64]:
+        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them, and the number of the
+        order of these."""
+        codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
+        return _by_code(value.rank, self.axes, value.op)[orders, codes]
+
+    def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """For each factor the number of devices that split it at each choice."""
+        numbers = {factor: k for k, factor in enumerate(dict.fromkeys(s.split for s in signatures))}
+        by = np.asarray([numbers[s.split] for s in signatures])[options]
+        return {
+            factor: np.where(by == k, self.sizes, 1).prod(-1, dtype=np.int64) for factor, k in numbers.items() if factor
+        }

@@ -1,0 +1,544 @@
+"""The search for the plan of a pipeline: settings are tried until one fits, and the fastest plan that fits is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final
+
+from shardc import compat
+from shardc.compat import Var
+from shardc.errors import PipelineError, StageMemoryError, all_offenders
+from shardc.ir.program import Program
+from shardc.machine.mesh import view
+from shardc.passes.recompute.choose_residuals import choose_residuals
+from shardc.passes.recompute.recompute import Choice, compute_again
+from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
+from shardc.pipeline.cut.cut_stages import Cut, cut_stages
+from shardc.pipeline.cut.precompute_state import precompute_state
+from shardc.pipeline.memory import working_bytes
+from shardc.pipeline.place_stages import Stage, StagePlacer
+from shardc.pipeline.plan import (
+    HOST_SECONDS,
+    MpmdPlan,
+    Pipeline,
+    PipelineRequest,
+    arguments_of,
+    results_of,
+    task_seconds,
+)
+from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
+from shardc.pipeline.points.split_scans import Pieces, whole_program
+from shardc.pipeline.rank_memory import too_large
+from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.credits import auto_credits
+from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
+from shardc.pipeline.schedule.schedule import Schedule
+from shardc.pipeline.stage_network import position_of, stage_network
+from shardc.plan.borders import match_donated
+from shardc.plan.plan import Unlimited, keep_computed
+from shardc.plan.request import Argument
+from shardc.runtime.actor import Network
+from shardc.runtime.deadlock import find_deadlock
+from shardc.sbp.placement import Placement
+
+CUTS: Final = 5
+"""Cuts that are tried, at most, where the estimates that cutting goes by turn out to be too low."""
+ROOMS: Final = 4
+"""Sets of memory limits on stages that are tried, at most, so that their ranks have room."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search varies.
+
+    Attributes:
+      recompute: stages that recompute their forward.
+      scale: for each stage the factor on the estimate of its memory by which cuts are chosen; empty: 1.
+      limits: bytes that stages may take, by number.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    scale: tuple[float, ...] = ()
+    limits: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The plan for a setting.
+
+    Attributes:
+      plan: None if no cuts fit by their estimate.
+      estimates: estimated bytes of each stage, where stages are cut by cost.
+      error: why there is no plan.
+    """
+
+    setting: Setting
+    plan: MpmdPlan | None
+    estimates: Sequence[float] = ()
+    error: StageMemoryError | None = None
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """A program cut into the tasks of stages, and the schedule under which they run."""
+
+    request: PipelineRequest
+    pieces: Pieces
+    cut: Cut
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """A program cut into stages, to be placed within limits.
+
+    Attributes:
+      tasks: the schedule is that for stages without limits.
+      placer: places the stages.
+      estimates: estimated bytes of each stage, where stages are cut by cost.
+    """
+
+    tasks: _Tasks
+    placer: StagePlacer
+    estimates: Sequence[float]
+
+
+def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
+    """Cuts, places and schedules a program, so that it fits.
+
+    Where the devices of a rank are too small its channels get fewer registers, or if that is not enough its stages are
+    placed so that they take less. If their recompute is "auto" they compute their forward again, where that is faster.
+
+    Raises:
+      PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
+        small.
+    """
+    search = _Search(_recomputing_residuals(request))
+    setting: Setting | None = Setting()
+    while setting is not None:
+        search.attempt(setting)
+        setting = search.next_setting()
+    return search.result()
+
+
+def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
+    """The request for a program whose loops recompute what takes less time to recompute than to keep."""
+    program = precompute_state(request.program)
+    cheaper = Choice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
+    if not cheaper:
+        return replace(request, program=program)
+    program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
+    count = len(cheaper.stacks)
+    note = f"Of what loops would keep, {count} values are computed again, which takes less time."
+    return replace(request, program=program, notes=(*request.notes, note))
+
+
+class _Search:
+    """Attempts so far, in groups: those of one recompute follow each other, in them those of one cut."""
+
+    def __init__(self, request: PipelineRequest) -> None:
+        _refuse_fresh_weights(request.program, request.pipeline, request.where)
+        if request.pipeline.stages not in ("marked", "auto"):
+            raise PipelineError(
+                f'{request.where}: stages={request.pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, '
+                'or "auto".'
+            )
+        self.request = request
+        self.tried: list[Attempt] = []
+        self._stages: dict[tuple[frozenset[int], tuple[float, ...]], _Stages] = {}
+
+    @cached_property
+    def rank_of(self) -> Sequence[int]:
+        """The rank of each stage that is cut by cost."""
+        r = self.request
+        return _draft(r.pipeline, len(r.meshes), find_loop(r.program, r.where).microbatches, r.where).rank_of
+
+    # -- attempts
+
+    def attempt(self, setting: Setting) -> None:
+        try:
+            stages = self._cut(setting)
+        except StageMemoryError as error:
+            self.tried.append(Attempt(setting, None, error=error))
+            return
+        plan = _scheduled(stages.tasks, stages.placer.place(setting.limits))
+        self.tried.append(Attempt(setting, plan, stages.estimates))
+
+    def _cut(self, setting: Setting) -> _Stages:
+        key = (setting.recompute, setting.scale)
+        if key not in self._stages:
+            r = self.request
+            pieces, estimates = whole_program(r.program), ()
+            if r.pipeline.stages == "auto":
+                pieces, estimates = self._cut_by_cost(setting)
+            marked = replace(r, pipeline=replace(r.pipeline, stages="marked"))
+            self._stages[key] = _stages_of(marked, pieces, estimates, setting.recompute)
+        return self._stages[key]
+
+    def _cut_by_cost(self, setting: Setting) -> tuple[Pieces, Sequence[float]]:
+        """The program with boundaries between stages, and the estimated bytes of each stage."""
+        r, rank_of = self.request, self.rank_of
+        ranks = len(r.meshes)
+        chunks = len(rank_of) // ranks
+        given = _stand_in(chunks) if r.pipeline.schedule == "auto" else r.pipeline.schedule
+
+        def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+            return _ordered(given, ranks, microbatches, chunks, costs, backward)
+
+        recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
+        views = [view(r.meshes[k]) for k in rank_of]
+        arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
+        scale = setting.scale or (1.0,) * len(rank_of)
+        return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, r.where))
+
+    # -- what to try next
+
+    def next_setting(self) -> Setting | None:
+        """The next setting to try; None: no other may help."""
+        if self.tried[-1].error is not None:
+            return self._recomputing_all()
+        return self._with_limits() or self._with_other_cuts() or self._recomputing_more()
+
+    def _with_limits(self) -> Setting | None:
+        """Lower limits on the stages of ranks that have too little memory.
+
+        A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
+        has one microbatch at a time, and knows what one call of the stage's whole program may write over: where the
+        ranks' account differs, the next limit is of what is still too much.
+        """
+        of_cut = self._of_cut()
+        plan, limits = _plan(of_cut[-1]), dict(of_cut[-1].setting.limits)
+        full = plan.memory.too_full
+        if not full or len(of_cut) > ROOMS or _plan(of_cut[0]).seconds >= self._faster_than():
+            return None
+        for r in full:
+            mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
+            own = sum(s.plan.memory.peak for s in mine)
+            limits |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
+        if not limits or min(limits.values()) <= 0:
+            return None
+        return replace(of_cut[-1].setting, limits=limits)
+
+    def _with_other_cuts(self) -> Setting | None:
+        """Cuts for the memory that the plan has where its ranks have too little, instead of for the estimate."""
+        last, plan = self.tried[-1], self._of_recompute_plan()
+        assert plan is not None
+        peak = {r.rank: r.peak for r in plan.memory.too_full}
+        tried = {a.setting.scale for a in self._of_recompute()}
+        auto = self.request.pipeline.stages == "auto"
+        if not auto or not peak or plan.seconds >= self._faster_than() or len(tried) >= CUTS:
+            return None
+        scale = list(last.setting.scale or (1.0,) * len(self.rank_of))
+        for s, rank in enumerate(self.rank_of):
+            if rank in peak and last.estimates[s]:
+                scale[s] = peak[rank] / last.estimates[s]
+        return None if tuple(scale) in tried else Setting(last.setting.recompute, tuple(scale))
+
+    def _recomputing_more(self) -> Setting | None:
+        """Recompute in all stages of ranks that have too little memory, or are slower for want of it."""
+        plan = self._of_recompute_plan()
+        assert plan is not None
+        full = {r.rank for r in plan.memory.too_full}
+        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
+        recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
+        more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
+        return Setting(frozenset(recompute | more)) if more else None
+
+    def _recomputing_all(self) -> Setting | None:
+        """Recompute in all stages that may, where no cuts fit by their estimate."""
+        recompute = self.tried[-1].setting.recompute
+        if self._of_recompute_plan() is not None:
+            return self._recomputing_more()
+        more = {s for s in range(len(self.rank_of)) if self._may_recompute(s)} - recompute
+        return Setting(recompute | more) if more else None
+
+    def _may_recompute(self, stage: int) -> bool:
+        given = self.request.pipeline.recompute
+        return (given if isinstance(given, str) else given[stage]) == "auto"
+
+    # -- the judge
+
+    def result(self) -> MpmdPlan:
+        """The fastest plan that fits."""
+        best = self._best_of(self.tried)
+        if best is not None:
+            return best
+        last = self._of_recompute_plan()
+        if last is None:
+            error = self.tried[-1].error
+            assert error is not None
+            raise error
+        raise PipelineError(f"{self.request.where}: {too_large(last.memory)}")
+
+    def _best_of(self, tried: Sequence[Attempt]) -> MpmdPlan | None:
+        """The fastest that fits of the plans that were taken for each recompute."""
+        groups: dict[frozenset[int], list[Attempt]] = {}
+        for attempt in tried:
+            groups.setdefault(attempt.setting.recompute, []).append(attempt)
+        plans = [plan for group in groups.values() if (plan := _taken(group)) is not None]
+        return min((p for p in plans if not p.memory.too_full), key=lambda p: p.seconds, default=None)
+
+    def _faster_than(self) -> float:
+        """Seconds that a plan has to be faster than: those of the best plan of the recomputes before this one."""
+        before = self.tried[: len(self.tried) - len(self._of_recompute())]
+        best = self._best_of(before)
+        return math.inf if best is None else best.seconds
+
+    def _of_recompute(self) -> list[Attempt]:
+        """The attempts with the last one's recompute."""
+        return [a for a in self.tried if a.setting.recompute == self.tried[-1].setting.recompute]
+
+    def _of_recompute_plan(self) -> MpmdPlan | None:
+        return _taken(self._of_recompute())
+
+    def _of_cut(self) -> list[Attempt]:
+        """The attempts with the last one's cut."""
+        return [a for a in self._of_recompute() if a.setting.scale == self.tried[-1].setting.scale]
+
+
+def _plan(attempt: Attempt) -> MpmdPlan:
+    assert attempt.plan is not None
+    return attempt.plan
+
+
+def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
+    """The plan of the last cut: the fastest that fits, or if none does the one whose ranks are least full."""
+    planned = [a for a in attempts if a.plan is not None]
+    plans = [_plan(a) for a in planned if a.setting.scale == planned[-1].setting.scale]
+    if not plans:
+        return None
+    fits = [p for p in plans if not p.memory.too_full]
+    found = min(fits, key=lambda p: p.seconds) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
+    if found is plans[0]:
+        return found
+    return keep_computed(replace(found, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak)), found)
+
+
+# -- one attempt
+
+
+def _stages_of(
+    request: PipelineRequest, pieces: Pieces, estimates: Sequence[float], recompute: frozenset[int]
+) -> _Stages:
+    """The stages of a program with its marks, and their schedule where each stage lies wherever is cheapest."""
+    ranks, where, pipeline = len(request.meshes), request.where, request.pipeline
+    draft = _draft(pipeline, ranks, find_loop(request.program, where).microbatches, where)
+    while True:
+        count = len(draft.rank_of)
+        again = {*_recomputed(pipeline, count, where), *recompute}
+        cut = cut_stages(pieces.program, count, where, recompute=again, split=draft.splits_backward)
+        arguments, results = arguments_of(request, pieces), results_of(request, pieces)
+        placer = StagePlacer(cut, draft.rank_of, [view(m) for m in request.meshes], arguments, results)
+        schedule = _schedule(placer.place({}), cut, ranks, pipeline)
+        if not cut.body.backward or schedule.splits_backward == draft.splits_backward:
+            break
+        pipeline, draft = replace(pipeline, schedule=schedule), schedule  # a search may find either
+    words = tuple("full" if s in again else "none" for s in range(count))
+    chosen = replace(request, pipeline=replace(pipeline, recompute=words))
+    return _Stages(_Tasks(chosen, pieces, cut, schedule), placer, estimates)
+
+
+def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:
+    """The plan of placed stages in the order of a schedule."""
+    request, cut, schedule = made.request, made.cut, made.schedule
+    _refuse_disorder(cut, schedule, request.where)
+    stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
+    gated = any(a.donated for a in arguments_of(request, made.pieces))
+    built = stage_network(
+        cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
+    )
+    plan = MpmdPlan(request, made.pieces, tuple(stages), cut, schedule, built)
+    plan = plan.with_registers(_registers(plan, request.pipeline, request.where))
+    deadlock = find_deadlock(plan.network)
+    if deadlock is not None:
+        raise PipelineError(f"{request.where}: {deadlock}")
+    return _squeezed(plan, built.network) if request.pipeline.credits == "auto" else plan
+
+
+def with_schedule(plan: MpmdPlan, schedule: Any) -> MpmdPlan:
+    """The same tasks in another order: nothing is cut or placed anew.
+
+    Args:
+      schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+        this plan's schedule does.
+
+    Raises:
+      PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
+    """
+    name, pipeline = plan.program.name, replace(plan.pipeline, schedule=schedule)
+    _refuse_fresh_weights(plan.program, pipeline, name)
+    found = _schedule(plan.stages, plan.cut, plan.schedule.ranks, pipeline)
+    if found.rank_of != plan.schedule.rank_of:
+        raise PipelineError(
+            f"{name}: {found.name} runs the stages on ranks {_numbers(found.rank_of)}, this plan on "
+            f"{_numbers(plan.schedule.rank_of)}; plan the function anew with it."
+        )
+    if plan.cut.body.backward and found.splits_backward != plan.schedule.splits_backward:
+        has, wants = ("two tasks", "one") if plan.schedule.splits_backward else ("one task", "two")
+        raise PipelineError(
+            f"{name}: this plan has the backward of a stage in {has}, {found.name} wants {wants}; plan the "
+            "function anew with it."
+        )
+    made = _Tasks(replace(plan.request, pipeline=pipeline, where=name), plan.pieces, plan.cut, found)
+    again = _scheduled(made, plan.stages)
+    if any(r.peak > r.capacity for r in again.memory.ranks):
+        raise PipelineError(f"{name}: {too_large(again.memory)}")
+    return replace(again, request=replace(again.request, where=plan.request.where))
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
+    """What a microbatch leaves for the next wants them in order in the task that replaces it."""
+    n = cut.body.stages
+    wrong: list[str] = []
+    for stage, at in sorted({(stage_of(c.position, n), c.position) for c in cut.body.carries if c.state}):
+        row = [a for a in schedule.rows[schedule.rank_of[stage]] if a.stage == stage]
+        order = [a.microbatch for a in row if at in (position_of(a, n), *_parts_of(a, n))]
+        if order != sorted(order):
+            wrong.append(f"stage {stage} has them in the order {', '.join(map(str, order))}.")
+    if wrong:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: a microbatch reads what the one before it left, so a stage computes them in their order; "
+                f'schedule "{schedule.name}" does not',
+                wrong,
+            )
+        )
+
+
+def _parts_of(action: Action, stages: int) -> tuple[int, ...]:
+    """The tasks that an action may be beside its own: a full backward is also that of the weights."""
+    return (weight_position(action.stage, stages),) if action.kind == "B" else ()
+
+
+def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
+    """The stages that compute their forward again."""
+    given = pipeline.recompute
+    words = [given] * stages if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    if len(words) != stages or not set(words) <= {"none", "full", "auto"}:
+        raise PipelineError(
+            f'{where}: recompute={given!r}; write "none", "full" or "auto", or a sequence of {stages} of them, one for '
+            "each stage."
+        )
+    return [s for s, word in enumerate(words) if word == "full"]
+
+
+def _refuse_fresh_weights(program: Program, pipeline: Pipeline, where: str) -> None:
+    """A method with two versions of the weights wants a step whose gradients are taken at the older one."""
+    method = METHODS.get(pipeline.schedule) if isinstance(pipeline.schedule, str) else pipeline.schedule
+    if not isinstance(method, Method) or method.weight_versions < 2:
+        return
+    loop = find_loop(program, where)
+    read = {v for v in loop.eqn.invars[: loop.consts] if not compat.is_literal(v)}
+    replaced = match_donated(program, [Argument(donated=True)] * len(program.in_paths))
+    inputs = set(program.jaxpr.invars)
+    fresh = [
+        program.in_paths[i]
+        for i, out in zip(replaced, program.jaxpr.outvars, strict=True)
+        if i is not None and program.jaxpr.invars[i] in read and out not in inputs
+    ]
+    if fresh:
+        raise PipelineError(
+            all_offenders(
+                f"{where}: {method.name} takes gradients at weights that are one step old (Narayanan et al. 2021: "
+                "w(t+1) = w(t) - f'(w(t-1))), but the loop over microbatches reads those that this step replaces. "
+                "Pass the older version as an argument of its own: step(params, older, ...) takes gradients at "
+                "`older`, updates `params`, and returns (new_params, params, ...). Read and replaced are",
+                [*fresh[:4], *([f"and {len(fresh) - 4} more"] if len(fresh) > 4 else [])],
+            )
+        )
+
+
+def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Schedule:
+    """The schedule as it is before the costs of the tasks are known: which rank runs a stage, whether B is split."""
+    chunks = pipeline.chunks
+    if isinstance(pipeline.schedule, str) and pipeline.schedule == "auto":
+        return make_schedule(_stand_in(chunks or 1), ranks, microbatches, chunks)
+    try:
+        return make_schedule(pipeline.schedule, ranks, microbatches, chunks)
+    except PipelineError as error:
+        raise PipelineError(f"{where}: {error}") from None
+
+
+def _stand_in(chunks: int) -> str:
+    """The method that stands for the one that a search will find."""
+    return "zb-h1" if chunks == 1 else "interleaved"
+
+
+def _known(stage: Stage) -> dict[Var, Placement]:
+    known = dict(stage.plan.boxed.placements)
+    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values()):
+        if task.plan is not None:
+            known |= task.plan.boxed.placements
+    return known
+
+
+def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline) -> Schedule:
+    """The schedule for the costs of the planned tasks."""
+    count = len(stages)
+
+    def cost(stage: int, kind: str) -> float:
+        task = stages[stage].tasks.loop.get(position_of(Action(stage, kind, 0), count))
+        return 0.0 if task is None else task_seconds(task.plan)
+
+    costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
+    latency = stages[0].mesh.link.latency
+    backward = cut.body.backward or count == 1
+    costs = Costs.read(costs)
+    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
+
+
+def _ordered(
+    given: Any, ranks: int, microbatches: int, chunks: int, costs: Costs, backward: bool, latency: float = 0.0
+) -> Schedule:
+    """The schedule for tasks of given costs; without a backward pass its forwards alone."""
+    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
+    if backward:
+        return found
+    forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
+    return replace(found, rows=forward)
+
+
+def _registers(plan: MpmdPlan, pipeline: Pipeline, where: str) -> Sequence[int]:
+    """Of each channel, whatever the memory."""
+    net = plan.network
+    if pipeline.credits == "auto":
+        try:
+            return auto_credits(net, plan.cost, plan.link)
+        except PipelineError as error:
+            raise PipelineError(f"{where}: {error}") from None
+    if isinstance(pipeline.credits, int) and not isinstance(pipeline.credits, bool) and pipeline.credits > 0:
+        return [pipeline.credits] * len(net.channels)
+    raise PipelineError(
+        f'{where}: credits={pipeline.credits!r}; write "auto", or a number of registers for each channel, 1 or more.'
+    )
+
+
+def _squeezed(plan: MpmdPlan, net: Network) -> MpmdPlan:
+    """The plan with fewer registers, and slower, if that makes it fit; else the plan as it is.
+
+    Args:
+      plan: with the registers that are best for time.
+      net: its network without registers.
+    """
+    full = plan.memory.too_full
+    if not full or any(r.peak_without("registers") > r.capacity for r in full):
+        return plan
+    working = {id(t): working_bytes(t) for _, t in plan.built.tasks.values()}
+
+    def too_full(registers: Sequence[int]) -> list[int]:
+        memory = plan.with_registers(registers).memory_with(lambda task: working[id(task)])
+        return [r.rank for r in memory.too_full]
+
+    try:
+        found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
+    except PipelineError:
+        return plan
+    return keep_computed(replace(found, squeezed=tuple(r.rank for r in full)), found)

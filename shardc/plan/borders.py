@@ -1,0 +1,102 @@
+"""The borders of a plan: what is known of arguments and results, and which results take the buffers of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardc import compat
+from shardc.ir.constrain import constrain_p
+from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.passes.place.problem import Border, Problem, build_problem
+from shardc.plan.request import Argument, Request
+from shardc.sbp.placement import Pin
+
+
+def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:
+    """For each result the donated input that it replaces: the same path (but for the place in the result's tuple) and
+    aval."""
+    waiting: dict[tuple[str, tuple[int, ...], Any], list[int]] = {}
+    for i, (path, var, argument) in enumerate(zip(program.in_paths, program.jaxpr.invars, arguments, strict=False)):
+        if argument.donated:
+            aval = var.aval
+            for key in (path, path.partition("/")[2]):
+                waiting.setdefault((key, aval.shape, aval.dtype), []).append(i)
+    taken: set[int] = set()
+    ties: list[int | None] = []
+    for path, var in zip(program.out_paths, program.jaxpr.outvars, strict=True):
+        key_paths = dict.fromkeys((path, path.partition("/")[2] if path.partition("/")[0].isdigit() else path))
+        candidates = [i for k in key_paths for i in waiting.get((k, var.aval.shape, var.aval.dtype), ())]
+        hit = next((i for i in candidates if i not in taken), None)
+        if hit is not None:
+            taken.add(hit)
+        ties.append(hit)
+    return ties
+
+
+def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
+    """For each result that takes an input's buffer if it lies as that does, the input."""
+    results, arguments = enumerate(zip(ties, program.out_avals, strict=True)), program.in_avals
+    return {k: tie for k, (tie, aval) in results if tie is not None and arguments[tie].dtype == aval.dtype}
+
+
+def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
+    """Arguments that arrive elsewhere than they are pinned: `f x --> f constrain[pin] x`."""
+    moved: dict[compat.Var, compat.Var] = {}
+    eqns: list[compat.Eqn] = []
+    for var, a in zip(program.jaxpr.invars, arguments, strict=False):
+        if moves(a):
+            moved[var] = compat.fresh_var(var.aval)
+            eqns.append(compat.new_eqn([var], [moved[var]], constrain_p, {"pin": a.pin}, None))
+    if not moved:
+        return program
+
+    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
+        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
+
+    body = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns]
+    jaxpr = compat.new_jaxpr(
+        program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr
+    )
+    return replace(program, jaxpr=jaxpr)
+
+
+def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
+    """The inverse of `pin_entries`: `f constrain[pin] x --> f x`."""
+    count = sum(map(moves, arguments))
+    moved = {e.outvars[0]: e.invars[0] for e in program.jaxpr.eqns[:count]}
+
+    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
+        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
+
+    eqns = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns[count:]]
+    jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), eqns, program.jaxpr)
+    return replace(program, jaxpr=jaxpr)
+
+
+def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
+    """The placement problem of a request; of a plan's own `request` and `ties`, that plan's."""
+    mesh, program = request.mesh, request.program
+    inputs = [
+        Border(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments
+    ]
+    outputs = [Border(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
+    return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
+
+
+def moves(a: Argument) -> bool:
+    """Whether an argument arrives elsewhere than it is pinned."""
+    return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)
+
+
+def without_idle(pin: Pin | None, mesh: MeshView) -> Pin | None:
+    """Axes of one device place nothing."""
+    if pin is None:
+        return None
+    idle = [a for a, n in mesh.axes if n == 1]
+    if not idle:
+        return pin
+    fixed = None if pin.fixed is None else pin.fixed - set(idle)
+    return replace(pin, placement=pin.placement.without(idle), fixed=fixed)

@@ -1,0 +1,291 @@
+"""The search for a plan: a request --> the cheapest plan that fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from shardc import compat
+from shardc.ir.box import Boxed
+from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import Habits, habits_of
+from shardc.passes.place.insert_boxing import insert_boxing
+from shardc.passes.place.memory_limit import GOOD_ENOUGH, Fit, Fitted, Trial
+from shardc.passes.place.place import Placed, Placer
+from shardc.passes.recompute.choose_residuals import choose_residuals
+from shardc.passes.recompute.recompute import Choice, Offers, Repeated, compute_again, recomputed
+from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
+from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
+from shardc.plan.request import Argument, Request
+from shardc.sbp.placement import REPLICATED, Pin
+from shardc.solver import Assignment, relative_gap
+
+NOTHING: Final = Repeated()
+
+
+@dataclass(frozen=True, eq=False)
+class Misfit:
+    """The answer to a request that no plan was found for.
+
+    Attributes:
+      request: what was asked.
+      limit: bytes that each device has.
+      fitted: the search that came nearest to the limit.
+      plan: the cheapest plan without the limit.
+    """
+
+    request: Request
+    limit: int
+    fitted: Fitted
+    plan: SpmdPlan
+
+
+def make_plan(request: Request) -> SpmdPlan | Misfit:
+    """The cheapest plan that was found within the request's limit."""
+    jaxpr, cheaper = compute_again(request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh)))
+    placing = Placing.of(replace(request, program=replace(request.program, jaxpr=jaxpr)), cheaper)
+    return placing.plan if request.limit is None else placing.within(request.limit)
+
+
+@dataclass(frozen=True, eq=False)
+class Placing:
+    """A program that is to be placed on a mesh: once wherever is cheapest, then within any limits on memory."""
+
+    traced: Program
+    search: _Search
+
+    @classmethod
+    def of(cls, request: Request, cheaper: Repeated = NOTHING) -> Placing:
+        program, mesh = request.program, request.mesh
+        arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
+        arguments += [Argument()] * (len(program.in_paths) - len(arguments))
+        results = [without_idle(pin, mesh) for pin in request.results]
+        entered = pin_entries(program, arguments)
+        ties = match_donated(entered, arguments)
+        wanted: list[Pin | None] = []
+        for pin, tie, var in zip(results, ties, entered.jaxpr.outvars, strict=True):
+            if pin is None and tie is None and compat.is_literal(var):
+                pin = Pin(REPLICATED)
+            if pin is None and tie is not None and moves(arguments[tie]):
+                pin = arguments[tie].pin  # where the next call wants it
+            wanted.append(pin)
+        asked = replace(request, program=entered, arguments=tuple(arguments), results=tuple(wanted))
+        return cls(program, _Search(asked, tuple(ties), cheaper))
+
+    @property
+    def plan(self) -> SpmdPlan:
+        """The cheapest, whatever memory it takes."""
+        return self.search.plan
+
+    def nearest(self, limit: int) -> SpmdPlan:
+        """A plan that takes at most so many bytes of each device, or if none was found one that takes least. All that
+        it keeps without the limit it keeps."""
+        whole = _Within(self.search, limit)
+        if whole.fits:
+            return self.plan
+        fitted = whole.fit()
+        return self._instead(whole.plan_of(fitted.best or fitted.least))
+
+    def _instead(self, plan: SpmdPlan) -> SpmdPlan:
+        return keep_computed(replace(plan, unlimited=Unlimited(self.plan.seconds, self.plan.memory.peak)), plan)
+
+    def within(self, limit: int) -> SpmdPlan | Misfit:
+        """A plan that takes at most `limit` bytes of each device; it may recompute values instead of keeping them."""
+        whole = _Within(self.search, limit)
+        if whole.fits:
+            return self.plan
+        plans, fitted = _all_within(whole, self.traced)
+        if plans:
+            return self._instead(min(plans, key=lambda p: p.seconds))
+        return Misfit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
+
+
+def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[Fitted]]:
+    """Plans that fit, of the program as it is and as it computes again what it does not keep; and what was found where
+    none does at once."""
+    search, limit = whole.search, whole.limit
+    if whole.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
+        return [], [whole.fit()]
+    offers = Offers(search.plan.boxed, search.plan.profile(), search.mesh, search.habits)
+    plans, fitted = list[SpmdPlan](), dict[_Within, Fitted]()
+
+    def fit(s: _Within) -> None:
+        fitted[s] = found = s.fit(alone=not offers.most)
+        if found.best is not None:
+            plans.append(s.plan_of(found.best))
+
+    if offers.most < search.plan.memory.peak - limit and whole.may_fit:
+        fit(whole)
+    least_cost = whole.fitting.least_cost
+    hopeless = plans and least_cost(limit + offers.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
+    if not (hopeless or any(map(_near, plans))):
+        missed, found = _computing_again(whole, offers, traced)
+        plans += found
+        smallest = min(missed, key=lambda s: s.plan.memory.peak)
+        cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
+        for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
+            better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
+            if better or not plans:
+                fit(s)
+    return plans, list(fitted.values())
+
+
+def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
+    """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
+    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
+    all is too little, what is worth it comes first: the rest is to lie elsewhere."""
+    limit, peak = whole.limit, whole.plan.memory.peak
+    missed, plans, tried, dearest = [whole], list[SpmdPlan](), [Choice()], math.inf
+    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
+    for _ in range(TRIES):
+        choice, freed = offers.choose(wanted, dearest)
+        if choice in tried:
+            if wanted == math.inf or high < math.inf:
+                break
+            wanted = math.inf
+            continue
+        tried.append(choice)
+        trial = _Within(whole.search.computing_again(choice, traced), limit)
+        if trial.fits:
+            plans.append(trial.plan)
+            high = min(wanted, offers.most)
+            if _near(trial.plan) or trial.plan.memory.peak > FULL * limit:
+                break
+        else:
+            missed.append(trial)
+            both = choice.stacks and choice.values and dearest == math.inf
+            if both and trial.plan.memory.peak > peak - ENOUGH * freed:
+                # what is written out fills another point as it is computed again, as logits do: loops pay what is dear
+                dearest = offers.typical
+                continue
+            low = wanted = max(wanted, freed)
+        if high < math.inf:
+            wanted = (low + high) / 2
+        elif len(missed) <= PATIENT:
+            wanted += MORE * (trial.plan.memory.peak - limit)
+        else:
+            wanted = math.inf
+    return missed, plans
+
+
+def _near(plan: SpmdPlan) -> bool:
+    """Whether a plan is proved to cost next to nothing more than the best without a limit."""
+    return plan.gap is not None and plan.gap <= GOOD_ENOUGH
+
+
+TRIES: Final = 6
+"""To find what to compute again, at most."""
+
+
+PATIENT: Final = 3
+"""Tries that free too little after which all is computed again."""
+
+
+MORE: Final = 1.25
+"""So many times what one of them takes too much is freed besides by the next."""
+
+
+ENOUGH: Final = 0.9
+"""Part of the bytes that are to be freed which is, else what is computed again fills another point."""
+
+
+FULL: Final = 0.95
+"""Part of the limit that a plan takes for which no other is looked for that frees less."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The plans of one program: as it is, or as it computes again what it does not keep, of which some may be
+    `cheaper` than to keep it anyway."""
+
+    request: Request
+    ties: tuple[int | None, ...]
+    cheaper: Repeated
+    repeated: Repeated = NOTHING
+    bound: float = math.inf
+
+    @property
+    def program(self) -> Program:
+        return self.request.program
+
+    @property
+    def mesh(self) -> MeshView:
+        return self.request.mesh
+
+    def computing_again(self, choice: Choice, traced: Program) -> _Search:
+        """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
+        low as a bound may be."""
+        jaxpr, repeated = compute_again(self.program.jaxpr, choice, traced.jaxpr)
+        request = replace(self.request, program=replace(self.program, jaxpr=jaxpr))
+        return replace(self, request=request, repeated=repeated, bound=self.cheapest.bound)
+
+    @cached_property
+    def habits(self) -> Habits:
+        return habits_of(self.mesh.topology.kind)
+
+    @cached_property
+    def placer(self) -> Placer:
+        return Placer(problem_of(self.request, self.ties), self.mesh)
+
+    @cached_property
+    def cheapest(self) -> Assignment:
+        """The cheapest choices found. A program that computes something again may go without a proof of its own."""
+        if self.bound == math.inf:
+            return self.placer.tables.best()
+        found = self.placer.tables.best(proved=False)
+        return replace(found, bound=max(found.bound, min(self.bound, found.cost)))
+
+    @cached_property
+    def plan(self) -> SpmdPlan:
+        """The cheapest, whatever memory it takes."""
+        placed = self.placer.placed(self.cheapest)
+        return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
+
+    def plan_of(self, placed: Placed, boxed: Boxed) -> SpmdPlan:
+        problem = self.placer.problem
+        gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
+        return SpmdPlan(
+            self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
+            tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
+            gap=gap if math.isfinite(gap) else None,
+            recomputed=recomputed(boxed, self.mesh, self.habits, self.repeated),
+            cheaper=recomputed(boxed, self.mesh, self.habits, self.cheaper),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Within:
+    """A search, and a limit in bytes of each device."""
+
+    search: _Search
+    limit: int
+
+    @property
+    def plan(self) -> SpmdPlan:
+        """The cheapest, whatever memory it takes."""
+        return self.search.plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the cheapest does."""
+        return self.plan.memory.peak <= self.limit
+
+    @cached_property
+    def fitting(self) -> Fit:
+        """The search for what fits."""
+        s = self.search
+        return Fit(s.placer, may_replace(s.program, s.ties), s.habits, self.limit)
+
+    @cached_property
+    def may_fit(self) -> bool:
+        """Whether it would, were every value where it takes least."""
+        return self.fitting.charges.least() <= self.limit
+
+    def fit(self, alone: bool = True) -> Fitted:
+        return self.fitting.run(self.search.cheapest, alone)
+
+    def plan_of(self, trial: Trial) -> SpmdPlan:
+        return self.search.plan_of(trial.placed, trial.boxed)

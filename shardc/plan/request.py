@@ -1,0 +1,105 @@
+"""What a plan is asked for: a program, a mesh, and what is known of arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.sbp.placement import Pin, Placement
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of one input before planning.
+
+    Attributes:
+      pin: what the user said; None is AUTO.
+      arrival: where the array already lives on the mesh; None if it is put where the plan wants it.
+      donated: its buffer may be reused for a result.
+    """
+
+    pin: Pin | None = None
+    arrival: Placement | None = None
+    donated: bool = False
+
+
+class NamedArguments(tuple[Any, ...]):
+    """A tuple of arguments whose items may also be had by name."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> NamedArguments:
+        made = cls(values.values())
+        made.names = tuple(values)
+        return made
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self.names.index(key) if isinstance(key, str) else key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("names", ()):
+            return self[name]
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return "(" + ", ".join(f"{n}={v!r}" for n, v in zip(self.names, self, strict=True)) + ")"
+
+
+jax.tree_util.register_pytree_node(
+    NamedArguments,
+    lambda a: (tuple(a), a.names),
+    lambda names, values: NamedArguments.of(dict(zip(names, values, strict=True))),
+)
+
+
+@dataclass(frozen=True)
+class ArgumentsTree:
+    """The structure of a call's arguments.
+
+    Attributes:
+      tree: pytree structure of a dict from the name of an argument to its value.
+      arrays: the numbers of the leaves that are arrays; the others are static.
+      shown: of placements in this structure, what people see.
+    """
+
+    tree: Any
+    arrays: tuple[int, ...]
+    shown: Callable[[Any], Any] = lambda x: x
+
+    def unflatten(self, placements: Sequence[Placement]) -> Any:
+        """Placements of the inputs as the arguments stand in a call; None for a static leaf."""
+        leaves: list[Placement | None] = [None] * self.tree.num_leaves
+        for i, p in zip(self.arrays, placements, strict=False):
+            leaves[i] = p
+        return self.shown(NamedArguments.of(jax.tree.unflatten(self.tree, leaves)))
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+      program: what is to be placed.
+      mesh: where.
+      arguments: what is known of each input.
+      results: what the user said of each result.
+      notes: lines for `explain`.
+      limit: bytes that each device has; None: unlimited.
+      where: the function, for errors.
+      tree: structure of the arguments of a call.
+    """
+
+    program: Program
+    mesh: MeshView
+    arguments: Sequence[Argument]
+    results: Sequence[Pin | None]
+    notes: tuple[str, ...] = ()
+    limit: int | None = None
+    where: str = ""
+    tree: ArgumentsTree | None = None
