@@ -185,7 +185,7 @@ def compare(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> 
             print(f"{row['name']}: {'; '.join(found)}")
     times = [r["planning"] / old[r["name"]]["planning"] for r in now if "planning" in r and r["name"] in old]
     if times:
-        print(f"{len(now)} plans, {wrong} differ; planning takes {statistics.median(times):.2f} times as long (median).")
+        print(f"{len(now)} plans, {wrong} differ; planning takes {statistics.median(times):.2f} times as long.")
     return 1 if wrong else 0
 
 

@@ -101,7 +101,7 @@ def test_its_specs_are_its_signature():
     assert [str(p) for p in (*plan.inputs, *plan.outputs)] == ["{a: S(0), b: S(1)}", "{b: S(0)}", "{a: S(0)}"]
     (sent,) = plan.collectives
     assert (sent.kind, sent.axes, sent.value, sent.bytes) == ("all_reduce", ("b",), "f32[2,6]", 48)
-    assert "test_unit.py" in sent.source
+    assert "test_user_shard_map.py" in sent.source
 
 
 def test_another_mesh():
@@ -110,7 +110,7 @@ def test_another_mesh():
     with pytest.raises(shardc.PlacementError) as error:
         shardc.function(lambda x: f(x) + g(x).sum(), mesh=MESH)(np.ones((8, 8), np.float32))
     text = str(error.value)
-    assert "shard_map at test_unit.py:" in text
+    assert "shard_map at test_user_shard_map.py:" in text
     assert "its mesh (a=8) is another than the function's; give it the function's mesh." in text
     assert "its axis_names leave 'b' to the compiler; leave axis_names out, and name in the specs what is" in text
 
@@ -126,7 +126,7 @@ def test_groups_of_indices(send):
     with pytest.raises(shardc.PlacementError) as error:
         shardc.function(f, mesh=MESH).plan(np.ones((2, 8), np.float32))
     name = {"psum_scatter": "reduce_scatter"}.get(send.__name__, send.__name__)
-    assert f"axis_index_groups of {name} at test_unit.py:" in str(error.value)
+    assert f"axis_index_groups of {name} at test_user_shard_map.py:" in str(error.value)
     assert "give the mesh an axis for the groups and one for the devices of a group" in str(error.value)
 
 

@@ -15,7 +15,7 @@ from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementErro
 from shardc.passes.trace import accumulate
 from tests.pipeline.pipelines import batch, chain, dense, error, layers
 
-HERE = "test_pipeline_errors.py"
+HERE = "test_errors.py"
 
 
 def line_of(fn, text):

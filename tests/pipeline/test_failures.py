@@ -105,7 +105,7 @@ def test_a_failing_task_is_named_and_undone(case):
             within(60, step, params, DATA)
         failure = caught.value
         assert (failure.actor, str(failure.label)) == (actor, label)
-        assert failure.source.count("test_pipeline_failures.py:") or "pipelines.py" in failure.source
+        assert failure.source.count("test_failures.py:") or "pipelines.py" in failure.source
         assert str(failure).startswith(f"actor {actor} failed in {label} ({failure.source}): ")
         assert "kaputt" in str(failure) and "it can be run again" in str(failure)
         assert_same(params, before, 0)

@@ -47,4 +47,4 @@ def test_a_sum_over_stages_has_the_line_that_it_comes_from():
         params, jnp.ones((16, 8))
     )
     (norm,) = [t for t in plan.transfers if t.value == "f32[]" and t.source == 1]
-    assert norm.line.startswith("test_pipeline_transfers.py:")
+    assert norm.line.startswith("test_transfers.py:")

@@ -141,5 +141,5 @@ def test_a_value_without_a_name_is_an_error_with_near_names(mesh):
         plan.explain(why="down/dot_generale")
     with pytest.raises(shardc.ArgumentError, match=r"There are x, w, v\.$"):
         plan.explain(why="qqq")
-    with pytest.raises(shardc.ArgumentError, match=r"Near are test_why.py:\d+"):
-        plan.explain(why="test_why.py:1")
+    with pytest.raises(shardc.ArgumentError, match=r"Near are test_counterfactual.py:\d+"):
+        plan.explain(why="test_counterfactual.py:1")
