@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,4 +75,4 @@ def all_cases(models: Iterable[str] = tuple(SIZES)) -> Iterator[Case]:
 def _axes_of(spec: Any) -> set[str]:
     """The mesh axes that a plan names: the keys of its innermost dicts."""
     text = repr(spec)
-    return {axis for axis in ("data", "model") if f"'{axis}'" in text}
+    return {axis for axis in ("data", "model") if re.search(rf"\b{axis}'?: ", text)}
