@@ -40,6 +40,7 @@ SIZES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], int]]] = {
     "dlrm": {"tiny": ({}, 64), "larger": ({"width": 64}, 512)},
     "ppo": {"tiny": ({}, 64), "larger": ({"hidden": 256}, 64)},
     "unet": {"tiny": ({}, 64), "larger": ({}, 256)},
+    "mixer": {"tiny": ({}, 64), "larger": ({"width": 128, "hidden": 512}, 64)},
     "lstm": {"tiny": ({"units": 64}, 16), "larger": ({"units": 256}, 256)},
     "gru": {"tiny": ({"units": 64}, 16), "larger": ({"units": 256}, 256)},
 }

@@ -80,9 +80,7 @@ def schedules() -> Iterator[tuple[str, Made]]:
                     yield text, partial(plan_of_pipeline, model, config, name, method.chunks, stages, topology)
 
 
-def plan_of_pipeline(
-    model: str, config: Any, schedule: str, chunks: int, stages: str, topology: str | None
-) -> Any:
+def plan_of_pipeline(model: str, config: Any, schedule: str, chunks: int, stages: str, topology: str | None) -> Any:
     cfg = config(2 * chunks)
     hooks = [partial(shardc.accumulate, microbatches=4)]
     if stages == "marked":

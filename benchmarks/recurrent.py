@@ -97,7 +97,8 @@ def fsdp():
     split = rules({"*": {"data": S(-1)}})
     moments = rules({"*/mu/*": {"data": S(-1)}, "*/nu/*": {"data": S(-1)}})
     return {
-        "in_placements": {"params": split, "opt_state": moments, "batch": {"data": S(0)}}, "donate_argnames": DONATE
+        "in_placements": {"params": split, "opt_state": moments, "batch": {"data": S(0)}},
+        "donate_argnames": DONATE,
     }
 
 

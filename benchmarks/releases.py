@@ -24,7 +24,6 @@ from shardc.ir.walk import all_eqns
 MESH = {"data": 4, "model": 2}
 
 
-
 def plans() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each plan of each model, but pipelines: its name, and what stands in the table."""
     for name, model in MODELS.items():
@@ -40,14 +39,17 @@ def plans() -> Iterator[tuple[str, dict[str, Any]]]:
             primitives: dict[str, int] = {}
             for eqn in all_eqns(plan.program.jaxpr):
                 primitives[eqn.primitive.name] = primitives.get(eqn.primitive.name, 0) + 1
-            yield f"{name}/{plan_name}", {
-                "bytes": plan.bytes_per_device,
-                "collectives": len(plan.collectives),
-                "gathered": [g.primitive for g in plan.gathered],
-                "found": [f.primitive for f in plan.found],
-                "arguments": dict(zip(plan.program.in_paths, map(str, plan.inputs), strict=True)),
-                "primitives": primitives,
-            }
+            yield (
+                f"{name}/{plan_name}",
+                {
+                    "bytes": plan.bytes_per_device,
+                    "collectives": len(plan.collectives),
+                    "gathered": [g.primitive for g in plan.gathered],
+                    "found": [f.primitive for f in plan.found],
+                    "arguments": dict(zip(plan.program.in_paths, map(str, plan.inputs), strict=True)),
+                    "primitives": primitives,
+                },
+            )
 
 
 def compare(one: dict[str, Any], two: dict[str, Any]) -> str:
@@ -64,9 +66,7 @@ def compare(one: dict[str, Any], two: dict[str, Any]) -> str:
             continue
         names = sorted(x["primitives"].keys() | y["primitives"].keys())
         changed = [
-            f"{p} {m} -> {n}"
-            for p in names
-            if (m := x["primitives"].get(p, 0)) != (n := y["primitives"].get(p, 0))
+            f"{p} {m} -> {n}" for p in names if (m := x["primitives"].get(p, 0)) != (n := y["primitives"].get(p, 0))
         ]
         ratio = y["bytes"] / x["bytes"] if x["bytes"] else float("nan")
         rows.append(

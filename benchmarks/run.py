@@ -146,9 +146,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
 
 
 def chosen(cases: Iterable[Case], options: argparse.Namespace, quick: Sequence[str]) -> list[Case]:
-    return [
-        case for case in cases if str(case).startswith(options.case) and (not options.quick or str(case) in quick)
-    ]
+    return [case for case in cases if str(case).startswith(options.case) and (not options.quick or str(case) in quick)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

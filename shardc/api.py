@@ -218,7 +218,7 @@ class Function:
             if pipeline is not None:
                 raise PipelineError(
                     f"{arguments.where}: {in_placements} is for one mesh, and a pipeline has several; pin the batch, "
-                    "with in_placements={...: {\"data\": S(0)}}."
+                    'with in_placements={...: {"data": S(0)}}.'
                 )
             in_placements = self._strict.placements(arguments.names, static, arguments.where)
             self._view = replace(self._view, avoids=AVOIDS)
@@ -380,10 +380,7 @@ class Function:
 
     def _in_pins(self, call: Call) -> Pins:
         """One pin for each leaf of the call."""
-        leaves = [
-            _leaf(path, inner, x)
-            for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)
-        ]
+        leaves = [_leaf(path, inner, x) for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)]
         pins = Pins("in_placements", leaves, self._view)
         numbers: dict[str, Any] = jax.tree.unflatten(call.tree, range(len(leaves)))
         spec: Any = self._in_placements
@@ -467,8 +464,7 @@ class Function:
     def _constrained(self, xs: Sequence[Any], at: Sequence[tuple[Pin | None, str]]) -> list[Any]:
         """Arrays with their pins, if they have any, as sharding constraints."""
         return [
-            x if pin is None else _as_constraint(x, pin, self.mesh, path)
-            for x, (pin, path) in zip(xs, at, strict=True)
+            x if pin is None else _as_constraint(x, pin, self.mesh, path) for x, (pin, path) in zip(xs, at, strict=True)
         ]
 
 
@@ -647,7 +643,7 @@ def function(
 
     refuse_unknown("shardc.function", fn, unknown, function)
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule=\"1f1b\").")
+        raise ArgumentError(f'pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule="1f1b").')
 
     saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
     if saved is not None and pipeline is not None:
@@ -774,5 +770,3 @@ def _loose_pin(placement: Any) -> Pin:
         f"shardc.constrain: {code_text(placement)} is no placement; write a dict from axis to sbp, as "
         "{'data': S(0)}, with ...: AUTO in it for axes that are to be chosen."
     )
-
-

@@ -126,9 +126,7 @@ class PipelineExecutable:
         numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces
-        self._entry = self._gate(
-            pieces.inputs, self._borders(pieces.program.in_avals, plan.piece_inputs, plan.homes)
-        )
+        self._entry = self._gate(pieces.inputs, self._borders(pieces.program.in_avals, plan.piece_inputs, plan.homes))
         self._exits = self._borders(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
         self._exit = self._gate(pieces.outputs, self._exits)
         known = known or {}
@@ -145,9 +143,7 @@ class PipelineExecutable:
         self._executor: Executor | None = None
         self._updating = False
 
-    def _borders(
-        self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
-    ) -> list[Border]:
+    def _borders(self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]) -> list[Border]:
         placed = zip(avals, placements, stages, strict=True)
         return [Border(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
 
@@ -215,8 +211,7 @@ class PipelineExecutable:
             token: Sequence[Any] = ()
             if executable is not None:
                 given = [
-                    index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]]
-                    for v, at in inputs
+                    index if v is INDEX else residents[v] if at is None else values[at[0]][at[1]] for v, at in inputs
                 ]
                 with jax.enable_x64(wide):
                     *made, last = watch.run(label, executable, given)

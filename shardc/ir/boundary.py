@@ -1,8 +1,8 @@
 """Marks in a traced function that pipelines are cut at: identities that differentiate, batch and transpose.
 
-    x --> stage_boundary[cut k] x         one stage ends here, the next begins
-    ct --> stage_boundary[cut k, backward] ct      its transpose: the same cut, crossed by the gradient
-    xs --> microbatches xs                the stack of microbatches that a loop runs over
+x --> stage_boundary[cut k] x         one stage ends here, the next begins
+ct --> stage_boundary[cut k, backward] ct      its transpose: the same cut, crossed by the gradient
+xs --> microbatches xs                the stack of microbatches that a loop runs over
 """
 
 from __future__ import annotations
@@ -73,7 +73,5 @@ def stage_boundary(x: T) -> T:
 def mark_cut(x: T, cut: int) -> T:
     """`stage_boundary` with a number: equal numbers are one cut."""
     leaves, tree = jax.tree.flatten(x)
-    marks = [
-        stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)
-    ]
+    marks = [stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)]
     return jax.tree.unflatten(tree, marks)

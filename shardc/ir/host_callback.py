@@ -120,17 +120,13 @@ def _from_words(x: Any, aval: Any) -> Any:
 def _checked(values: Sequence[Any], avals: Sequence[Any]) -> Sequence[Any]:
     """What JAX asks of the results of a callback, asked where it can be told."""
     if len(values) != len(avals):
-        raise RuntimeError(
-            f"Mismatched number of outputs from callback. Expected: {len(avals)}, Actual: {len(values)}"
-        )
+        raise RuntimeError(f"Mismatched number of outputs from callback. Expected: {len(avals)}, Actual: {len(values)}")
     arrays = [narrow(np.asarray(v)) for v in values]
     for i, (array, aval) in enumerate(zip(arrays, avals, strict=True)):
         for what in ("shape", "dtype"):
             want, found = getattr(aval, what), getattr(array, what)
             if want != found:
-                raise RuntimeError(
-                    f"Incorrect output {what} for return value #{i}: Expected: {want}, Actual: {found}"
-                )
+                raise RuntimeError(f"Incorrect output {what} for return value #{i}: Expected: {want}, Actual: {found}")
     return arrays
 
 
@@ -142,9 +138,7 @@ def raise_kept(raised: list[BaseException]) -> None:
         raise jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error calling callback: {text}") from first
 
 
-def run_once(
-    eqn: Eqn, operands: Sequence[Any], sizes: Mapping[str, int], raised: list[BaseException]
-) -> Sequence[Any]:
+def run_once(eqn: Eqn, operands: Sequence[Any], sizes: Mapping[str, int], raised: list[BaseException]) -> Sequence[Any]:
     """The results on the first device, neutral values on the others. Runs inside shard_map.
 
     What a callback raises is added to `raised`.

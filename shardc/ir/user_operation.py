@@ -133,7 +133,10 @@ def _flops_of(jaxpr: Any) -> float:
 
 
 def signature(
-    text: str, *, linear: Sequence[int | Sequence[int]] = (), reduce: ReduceOp = "sum",
+    text: str,
+    *,
+    linear: Sequence[int | Sequence[int]] = (),
+    reduce: ReduceOp = "sum",
     flops: float | Callable[..., float] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.

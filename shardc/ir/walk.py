@@ -68,7 +68,14 @@ ADDITIONS: Final = frozenset(("add", "add_any"))
 
 LINEAR: Final = frozenset(
     (
-        "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "neg", "copy",
+        "convert_element_type",
+        "transpose",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "neg",
+        "copy",
         "copy_p",
     )
 )

@@ -113,9 +113,7 @@ def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
         return eqn
 
     jaxpr = program.jaxpr
-    return replace(
-        program, jaxpr=compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [pin(e) for e in jaxpr.eqns], jaxpr)
-    )
+    return replace(program, jaxpr=compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [pin(e) for e in jaxpr.eqns], jaxpr))
 
 
 def transfer_ends(plan: SpmdPlan) -> list[tuple[int, Placement, bool]]:

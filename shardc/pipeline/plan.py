@@ -204,11 +204,7 @@ class MpmdPlan:
     @cached_property
     def piece_outputs(self) -> tuple[Placement, ...]:
         """Placements of the results of the program in pieces."""
-        at = {
-            i: p
-            for stage in self.stages
-            for i, p in zip(stage.program.results, stage.plan.outputs, strict=True)
-        }
+        at = {i: p for stage in self.stages for i, p in zip(stage.program.results, stage.plan.outputs, strict=True)}
         return tuple(at[i] for i in range(len(self.pieces.outputs)))
 
     @cached_property
@@ -257,9 +253,7 @@ class MpmdPlan:
         return tuple(found)
 
     def _crossing_placements(self) -> dict[int, Placement]:
-        return {
-            n: p for stage in self.stages for n, p, sent in transfer_ends(stage.plan) if sent
-        }
+        return {n: p for stage in self.stages for n, p, sent in transfer_ends(stage.plan) if sent}
 
     @cached_property
     def bytes_per_device(self) -> int:
@@ -349,7 +343,9 @@ class MpmdPlan:
         def spent(labels: Sequence[Any], busy: float) -> Time:
             runs = Counter(id(tasks[label].plan) for label in labels if label in tasks)
             plans = {id(t.plan): t.plan for t in tasks.values() if t.plan is not None}
-            each = ((plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items())
+            each = (
+                (plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items()
+            )
             return sum(each, Time(wait=timeline.makespan - busy))
 
         return tuple(map(spent, timeline.order(), timeline.busy))

@@ -57,9 +57,7 @@ def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
         return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
 
     body = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns]
-    jaxpr = compat.new_jaxpr(
-        program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr
-    )
+    jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr)
     return replace(program, jaxpr=jaxpr)
 
 
@@ -79,9 +77,7 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
     """The placement problem of a request; of a plan's own `request` and `ties`, that plan's."""
     mesh, program = request.mesh, request.program
-    inputs = [
-        Border(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments
-    ]
+    inputs = [Border(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments]
     outputs = [Border(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
     return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
 

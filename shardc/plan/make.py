@@ -45,7 +45,9 @@ class Misfit:
 
 def make_plan(request: Request) -> SpmdPlan | Misfit:
     """The cheapest plan that was found within the request's limit."""
-    jaxpr, cheaper = compute_again(request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh)))
+    jaxpr, cheaper = compute_again(
+        request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh))
+    )
     placing = Placing.of(replace(request, program=replace(request.program, jaxpr=jaxpr)), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
 

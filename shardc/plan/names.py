@@ -124,9 +124,7 @@ class _Finder:
                 at, port = (node.exits[i], -1) if isinstance(node, Nested) else (node, len(node.operands) + i)
                 self.define("value", name, line, var, at, port, made_of)
 
-    def bodies(
-        self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str
-    ) -> None:
+    def bodies(self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str) -> None:
         outside = {n: a for n, a in zip(nested.entries, eqn.invars, strict=True) if not compat.is_literal(a)}
         runs = times * compat.trips_of(eqn)
         for k, (scope, body) in enumerate(zip(nested.scopes, bodies_of(eqn), strict=True)):

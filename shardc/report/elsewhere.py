@@ -16,12 +16,6 @@ MOST: Final = 8
 """Lines of an error about arrays that live elsewhere, at most."""
 
 
-
-
-
-
-
-
 def _place_text(x: Any) -> str:
     """`data=2, stage 3 on devices 6, 7`."""
     if isinstance(x, StackedArray):

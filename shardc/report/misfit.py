@@ -23,7 +23,12 @@ NAMED: Final = 8
 def misfit_text(found: Misfit) -> str:
     """The text of the error."""
     request, fitted, limit = found.request, found.fitted, found.limit
-    program, mesh, arguments, where = request.program, request.mesh, request.arguments, request.where or request.program.name
+    program, mesh, arguments, where = (
+        request.program,
+        request.mesh,
+        request.arguments,
+        request.where or request.program.name,
+    )
     least, alone = fitted.least, fitted.arguments > limit
     largest = least.profile.largest()
     if alone:

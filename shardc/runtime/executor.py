@@ -219,9 +219,7 @@ def _is_before(net: Network, one: PipelineTaskError, other: PipelineTaskError) -
     while True:
         for a, i in takes:
             needed[a] = max(needed[a], i + 1)
-        takes = [
-            giver[m] for a, steps in enumerate(net.actors) for s in steps[looked[a] : needed[a]] for m in s.takes
-        ]
+        takes = [giver[m] for a, steps in enumerate(net.actors) for s in steps[looked[a] : needed[a]] for m in s.takes]
         if looked == needed:
             return place[one] < needed[one.actor]
         looked = list(needed)

@@ -104,9 +104,12 @@ def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], sha
     return Group(
         math.prod(s.count for s in ways),
         MappingProxyType(wire),
-        MappingProxyType({
-            kind: round((launch + hops) * FEMTO / (shared if kind in combined else 1)) for kind, hops in latency.items()
-        }),
+        MappingProxyType(
+            {
+                kind: round((launch + hops) * FEMTO / (shared if kind in combined else 1))
+                for kind, hops in latency.items()
+            }
+        ),
     )
 
 

@@ -132,9 +132,7 @@ def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
         )
     )
     numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
-    return _reading(
-        axes, dim, *numbers, count, block, setting.cut(w.operand, dim), setting.cut(w.by, by_dim)
-    )
+    return _reading(axes, dim, *numbers, count, block, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
 
 
 @lru_cache(maxsize=65536)

@@ -318,18 +318,14 @@ def local_shape(shape: Sequence[int], placement: Placement, sizes: AxisSizes) ->
 def is_even(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> bool:
     """Whether no device holds padding."""
     return all(
-        d % math.prod(sizes[a] for a in axes) == 0
-        for i, d in enumerate(shape)
-        if (axes := placement.axes_of(i))
+        d % math.prod(sizes[a] for a in axes) == 0 for i, d in enumerate(shape) if (axes := placement.axes_of(i))
     )
 
 
-def local_extent(
-    size: int, axes: Sequence[str], sizes: AxisSizes, coords: Mapping[str, int]
-) -> tuple[int, int]:
+def local_extent(size: int, axes: Sequence[str], sizes: AxisSizes, coords: Mapping[str, int]) -> tuple[int, int]:
     """Offset and number of valid elements of the piece of a dimension at the device coordinates `coords`."""
     offset, valid = 0, size
-    for (axis, block) in zip(axes, block_sizes(size, [sizes[a] for a in axes])[1:], strict=True):
+    for axis, block in zip(axes, block_sizes(size, [sizes[a] for a in axes])[1:], strict=True):
         start = coords[axis] * block
         offset, valid = offset + start, min(max(valid - start, 0), block)
     return offset, valid

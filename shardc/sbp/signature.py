@@ -425,10 +425,8 @@ def parse_factors(text: str) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
     bad = [w for side in sides for part in side for w in part if not words.fullmatch(w)]
     if not arrow or bad:
         raise PlacementError(
-            f'{text!r} is not in factor notation{f": {bad[0]!r} is no name" if bad else ""}; write '
+            f"{text!r} is not in factor notation{f': {bad[0]!r} is no name' if bad else ''}; write "
             '"b s d, d f -> b s f", one group of names for each operand, an arrow, one for each result.'
         )
-    operands, results = (
-        tuple(tuple(None if w == "_" else w for w in part) for part in side) for side in sides
-    )
+    operands, results = (tuple(tuple(None if w == "_" else w for w in part) for part in side) for side in sides)
     return operands, results

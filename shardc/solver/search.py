@@ -319,8 +319,7 @@ class _Part:
                     mine = mine + table[some, values[j][0]]
             own.append(mine)
         pairwise = {
-            (a, b): self._kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w])
-            for a, b in pairs
+            (a, b): self._kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs
         }
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
         elimination = Elimination(own, pairwise, start, self._kernels)

@@ -132,9 +132,7 @@ def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[f
     for k, (axis, kind) in enumerate(pairs):
         slope = found[1 + len(axes) + k]
         error = max(e for e, s in zip(errors, samples, strict=True) if (s.axis, s.kind) == (axis, kind))
-        fits.append(
-            Fit(axis, kind, float(found[1 + axes.index(axis)]), float(1 / max(slope, FASTEST)), float(error))
-        )
+        fits.append(Fit(axis, kind, float(found[1 + axes.index(axis)]), float(1 / max(slope, FASTEST)), float(error)))
     return float(found[0]), tuple(fits)
 
 

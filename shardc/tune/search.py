@@ -102,9 +102,7 @@ def pipelines(
     probe = step.function.on(make_mesh(topology="cpu", **ones), Pipeline(axis=PIPE))
     program, _ = probe.look(*step.args)
     loop = find_loop(program, str(step))
-    cuts = {
-        e.params["cut"] for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END
-    }
+    cuts = {e.params["cut"] for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END}
     found: list[Choice] = []
     fewer: list[int] = []
     m = loop.microbatches

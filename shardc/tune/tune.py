@@ -221,9 +221,7 @@ def _rank(c: Candidate) -> tuple[float, ...]:
 def _planned(choice: Choice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candidate:
     mesh, step = mesh_of(choice.sizes), choice.step
     made = step.function.on(mesh, choice.pipeline)
-    bare = Candidate(
-        dict(choice.sizes), mesh, choice.pipeline, choice.loop, made, capacity=view(mesh).topology.hbm
-    )
+    bare = Candidate(dict(choice.sizes), mesh, choice.pipeline, choice.loop, made, capacity=view(mesh).topology.hbm)
     try:
         plan = made.plan(*step.args)
     except (ArgumentError, PlacementError, TracingError):

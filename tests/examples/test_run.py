@@ -55,8 +55,6 @@ def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path):
     run(RUNS[name], capsys, tmp_path)
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("name", SLOW)

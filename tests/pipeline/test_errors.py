@@ -41,9 +41,7 @@ def cut_at(*cuts):
 
 def refused(step, *args, kind=PipelineError, mesh=None, pipeline=None, **options):
     """The text of the error that planning gives."""
-    function = shardc.function(
-        step, mesh=mesh or make_mesh(pipe=2), pipeline=pipeline or shardc.Pipeline(), **options
-    )
+    function = shardc.function(step, mesh=mesh or make_mesh(pipe=2), pipeline=pipeline or shardc.Pipeline(), **options)
     with pytest.raises(kind) as caught:
         function.plan(*(args or (layers(3), batch(8))))
     assert type(caught.value) is kind
@@ -125,9 +123,7 @@ def test_boundaries_outside_of_the_loop():
     )
 
 
-WRITE = (
-    "Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write stages=\"auto\"."
-)
+WRITE = 'Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write stages="auto".'
 
 
 def test_too_few_boundaries():
@@ -472,9 +468,7 @@ def test_a_mesh_without_the_pipelines_axis(axes, has):
     )
 
 
-TAKEN = (
-    "axis 'pipe' is the pipeline's and stands in no placement: a value lives on the stages that use it; write"
-)
+TAKEN = "axis 'pipe' is the pipeline's and stands in no placement: a value lives on the stages that use it; write"
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
@@ -512,9 +506,7 @@ def test_meshes_of_ranks_that_cannot_be():
         return str(caught.value)
 
     wants = f"{STEP}: Pipeline(meshes=...) wants a mesh for each rank,"
-    write = (
-        "write meshes=[jax.sharding.Mesh(devices[:4], ('data',)), jax.sharding.Mesh(devices[4:6], ('data',))]."
-    )
+    write = "write meshes=[jax.sharding.Mesh(devices[:4], ('data',)), jax.sharding.Mesh(devices[4:6], ('data',))]."
     assert text() == f"{wants} got none; {write}"
     assert text(one, 3) == f"{wants} meshes[1] is 3; {write}"
     assert text(one, other) == (

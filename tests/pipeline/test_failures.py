@@ -127,9 +127,7 @@ def test_a_failing_update_says_what_is_gone():
     def plain(params, batch):
         return error(dense(params[1], stage_boundary(dense(params[0], batch["x"]))), batch)
 
-    function = shardc.function(
-        step, mesh=make_mesh(pipe=2), pipeline=shardc.Pipeline(), donate_argnames="params"
-    )
+    function = shardc.function(step, mesh=make_mesh(pipe=2), pipeline=shardc.Pipeline(), donate_argnames="params")
     params, _ = jax.block_until_ready(function(jax.tree.map(jnp.asarray, single(layers(2))), DATA))
     trap.at = DATA["number"].sum()
     with pytest.raises((StepFailedError, jax.errors.JaxRuntimeError)):

@@ -134,9 +134,7 @@ def test_it_asks_what_it_does_not_know():
     with pytest.raises(shardc.ArgumentError, match="names 'z'"):
         shardc.function(step, mesh=MESH, in_placements=shardc.data_parallel("data", batch="z"))
     with pytest.raises(shardc.PipelineError, match="is for one mesh, and a pipeline has several"):
-        shardc.function(
-            step, mesh=shardc.make_mesh(pipe=2, data=2), in_placements=STRICT, pipeline=shardc.Pipeline()
-        )
+        shardc.function(step, mesh=shardc.make_mesh(pipe=2, data=2), in_placements=STRICT, pipeline=shardc.Pipeline())
     with pytest.raises(shardc.PlacementError, match="is no placement"):
         shardc.function(step, mesh=MESH, in_placements={"x": shardc.data_parallel("data")}).plan(
             PARAMS, ADAM.init(PARAMS), X, Y

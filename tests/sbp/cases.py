@@ -286,8 +286,11 @@ for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     odd = np.array([-np.inf, 1, -np.inf, 2, np.inf, 3, np.nan, 4, -np.inf])
     for i in (7, 9):
         for back in (False, True):
-            case(f"{name}_odd_{i}_{back}",
-                 lambda x, name=name, back=back: getattr(lax, name)(x, axis=0, reverse=back), odd[i - 7 : i])
+            case(
+                f"{name}_odd_{i}_{back}",
+                lambda x, name=name, back=back: getattr(lax, name)(x, axis=0, reverse=back),
+                odd[i - 7 : i],
+            )
     if name != "cumlogsumexp":
         case(f"{name}_int8", lambda x, name=name: getattr(lax, name)(x, axis=0), ints(7, dtype=np.int8))
         case(f"{name}_uint8", lambda x, name=name: getattr(lax, name)(x, axis=0, reverse=True),
@@ -478,6 +481,7 @@ scatter("scatter_add_kept", lax.scatter_add, TABLE, WILD, floats(2, 3, 1, 4), Sc
 case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO_ROWS, update_shape=(2, 2, 4),
                                                      unique_indices=True), TABLE, np.array([[[0], [4]], [[1], [7]]]),
      primitive="scatter")  # fmt: skip
+
 
 # --- random numbers ---
 def keyed(fn: Callable[..., Any], name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> tuple[Any, Any]:

@@ -102,5 +102,3 @@ def test_conversions_agree_with_numpy_on_what_they_cover() -> None:
     assert conversion_ops(np.uint32, np.int32) == ("sum",)
     assert conversion_ops(np.complex64, np.float32) == ()
     assert conversion_ops("float16", "bfloat16") == conversion_ops("bfloat16", "float16") == ("max", "min")
-
-

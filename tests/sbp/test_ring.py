@@ -88,9 +88,7 @@ def test_rings_beside_another_axis(name: str) -> None:
     """Which may split the same dimension, on the outside."""
     eqn = PRODUCTS[name]()
     rule = find_rule(eqn.op)
-    pairs = [
-        {"b": (2, other), "a": (3, ring)} for ring in _rings(eqn) for other in signatures(rule, eqn.op)
-    ]
+    pairs = [{"b": (2, other), "a": (3, ring)} for ring in _rings(eqn) for other in signatures(rule, eqn.op)]
     legal = [combo for combo in pairs if _legal(eqn, combo)]
     assert len(legal) > 10
     for i in RNG.permutation(len(legal))[:12]:

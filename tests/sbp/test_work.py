@@ -45,9 +45,7 @@ def test_twice_as_many_cost_more(name: str) -> None:
         eqn = next((e for e in eqns if e.primitive.name == primitive), eqns[-1])
         avals = [v.aval for v in eqn.invars]
         bind = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
-        once, twice = (
-            price(bind, *(jax.ShapeDtypeStruct((n, *a.shape), a.dtype) for a in avals)) for n in (2, 4)
-        )
+        once, twice = (price(bind, *(jax.ShapeDtypeStruct((n, *a.shape), a.dtype) for a in avals)) for n in (2, 4))
     assert twice > once > 0
 
 
@@ -107,9 +105,9 @@ def test_an_operation_without_a_rule_and_one_of_the_users_have_a_price() -> None
     for make in (
         lambda x: shardc.signature("b _ -> b _")(opaque)(x),
         lambda x: shardc.signature("b _ -> b _", flops=lambda x: 1e6 * x.size)(opaque)(x),
-        lambda x: user_p.bind(
-            x, fn=lambda x: [x], text="b _ -> b _", linear=(), reduce="sum", flops=0.0, fused=False
-        )[0],
+        lambda x: user_p.bind(x, fn=lambda x: [x], text="b _ -> b _", linear=(), reduce="sum", flops=0.0, fused=False)[
+            0
+        ],
     ):
         assert price(make, b) > 1.9 * price(make, a)
     product = shardc.signature("b d, d f -> b f")(lambda x, w: x @ w)

@@ -101,9 +101,7 @@ def drawn(sizes, shape, roles):
     """The same told by the places of devices: along each axis, from the first on, in the machine turned all ways."""
     numbers = np.arange(math.prod(shape)).reshape([n for _, n in sizes])
     place = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape, order="F"), -1)
-    lines = {
-        a: place[np.moveaxis(numbers, k, 0).reshape(n, -1)[:, 0]] for k, (a, n) in enumerate(sizes) if n > 1
-    }
+    lines = {a: place[np.moveaxis(numbers, k, 0).reshape(n, -1)[:, 0]] for k, (a, n) in enumerate(sizes) if n > 1}
     turns = [t for t in permutations(range(len(shape))) if [shape[d] for d in t] == list(shape)]
     return min(
         sorted((repr(roles[a]), sorted(map(tuple, line[:, list(turn)].tolist()))) for a, line in lines.items())

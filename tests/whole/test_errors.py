@@ -480,7 +480,7 @@ MESHES = {
     ),
     "no memory": (
         {"topology": "v5p", "data": 4, "hbm": "95 gigs"},
-        "hbm='95 gigs' is not an amount of memory; write \"95GB\", \"16GiB\" or a number of bytes.",
+        'hbm=\'95 gigs\' is not an amount of memory; write "95GB", "16GiB" or a number of bytes.',
     ),
 }
 

@@ -34,7 +34,7 @@ def plans_of(f):
 def assert_same(got, want, **tolerance):
     """Two pytrees are equal: structure, shapes, dtypes, values."""
     got = jax.tree.map(np.asarray, got, is_leaf=lambda x: isinstance(x, PlacedArray))
-    want = jax.tree.map(lambda x: np.asarray(x if hasattr(x, 'shape') else jnp.asarray(x)), want)
+    want = jax.tree.map(lambda x: np.asarray(x if hasattr(x, "shape") else jnp.asarray(x)), want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
@@ -687,7 +687,7 @@ def test_compiled_is_called_like_the_function():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"in_placements": {"params": {"data": S(0)}}}, 'in_placements names .params., which is no argument of f'),
+        ({"in_placements": {"params": {"data": S(0)}}}, "in_placements names .params., which is no argument of f"),
         ({"donate_argnames": ("y",)}, "donate_argnames names 'y', which is no argument"),
         ({"static_argnames": "z"}, "static_argnames names 'z', which is no argument"),
     ],

@@ -179,9 +179,7 @@ def test_what_is_gathered_in_a_while_and_once_behind_it():
 
         return lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
 
-    placed = shardc.function(
-        f, mesh=shardc.make_mesh(data=8), in_placements={"x": {"data": S(0)}}, out_placements={}
-    )
+    placed = shardc.function(f, mesh=shardc.make_mesh(data=8), in_placements={"x": {"data": S(0)}}, out_placements={})
     x = np.arange(16, dtype=np.float32)
     np.testing.assert_allclose(placed(x), jax.jit(f)(x), rtol=1e-5)
     report = placed.compile(x).audit()

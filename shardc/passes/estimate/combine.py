@@ -32,9 +32,7 @@ class Started:
     seconds: float
 
 
-def combinations(
-    jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, float]
-) -> Iterator[Sequence[Started]]:
+def combinations(jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, float]) -> Iterator[Sequence[Started]]:
     """The collectives that start together, each set of them in the order in which their operands are made.
 
     Args:

@@ -109,9 +109,7 @@ class Lifetimes:
         return [self.values[i] for i in np.flatnonzero((self.begin <= point) & (point < self.end))]
 
 
-def lifetimes(
-    jaxpr: Jaxpr, ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU
-) -> Lifetimes:
+def lifetimes(jaxpr: Jaxpr, ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU) -> Lifetimes:
     """When each value of a program is in memory.
 
     Args:

@@ -60,8 +60,6 @@ MOST_FILLED: Final = 2**27
 """Bytes that XLA:TPU wastes on filled rows however many times as much as the array that is."""
 
 
-
-
 def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
     return math.prod(local_shape(var.aval.shape, placement, sizes)) * itemsize_of(var.aval)
 
@@ -265,5 +263,3 @@ def working_bytes(eqn: compat.Eqn) -> int:
     whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
     inside = max((estimate_memory(body, whole, {}, habits=GPU).temporaries for body in bodies_of(eqn)), default=0)
     return sum(bytes_of(v) for v in eqn.outvars) + inside
-
-

@@ -97,8 +97,6 @@ class Tally:
     added: float
 
 
-
-
 def tally(boxed: Boxed, mesh: MeshView) -> Tally:
     """The cost of a boxed program."""
     found = _Tallier(boxed, mesh)
@@ -441,7 +439,12 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
             seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds
             found.append(
                 Collective(
-                    s.kind, s.axes, cost.bytes, 1, "", compat.short_text(s.shape, s.dtype),
+                    s.kind,
+                    s.axes,
+                    cost.bytes,
+                    1,
+                    "",
+                    compat.short_text(s.shape, s.dtype),
                     f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
                     "one another" if s.operand is None else f"{op.name}'s window",
                 )
@@ -456,9 +459,7 @@ def _ring_seconds(
     counts = _counts(rule, eqn, placements, mesh, ring)
     flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
     atoms = (*eqn.invars, *eqn.outvars)
-    held = [
-        local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)
-    ]
+    held = [local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)]
     return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
 
 

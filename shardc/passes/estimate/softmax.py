@@ -99,9 +99,7 @@ def _origin_of(
     return at, order, joined
 
 
-def _products(
-    at: Var, order: Sequence[int], maker: Mapping[Var, Step]
-) -> list[tuple[Var, Sequence[int]]] | None:
+def _products(at: Var, order: Sequence[int], maker: Mapping[Var, Step]) -> list[tuple[Var, Sequence[int]]] | None:
     """The products whose sum a value is, and the order in which its dimensions are there; None: it is no such sum."""
     made = maker.get(at)
     if made is None:

@@ -204,8 +204,7 @@ def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callabl
 
 
 def _in_bytes(send: Callable[[Any], Any], x: Any) -> Any:
-    """`send(x)`; elements of less than four bits as bytes, which the plan counts: XLA:CPU gathers such past their end.
-    """
+    """`send(x)`; elements of less than four bits as bytes, which the plan counts: XLA:CPU gathers such past their end."""
     if bits_of(x.dtype) >= 4:
         return send(x)
     unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)

@@ -177,9 +177,7 @@ class _Inserter:
         """The places that a value is held in, each to be boxed from where it is born or from one before."""
 
         def cost(order: Sequence[Placement]) -> float:
-            return sum(
-                min(self._boxing(atom, p, q).seconds for p in (born, *order[:k])) for k, q in enumerate(order)
-            )
+            return sum(min(self._boxing(atom, p, q).seconds for p in (born, *order[:k])) for k, q in enumerate(order))
 
         places = tuple(dict.fromkeys(holds))
         return places if len(places) < 2 else min(itertools.permutations(places), key=cost)

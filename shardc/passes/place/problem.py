@@ -38,8 +38,6 @@ del _rules  # imported for its registrations
 _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 
 
-
-
 @dataclass(eq=False, slots=True)
 class Value:
     """One value of the program. `op` is what P means for it."""
@@ -330,12 +328,6 @@ class Builder:
             self.read(value, node, 0, weight)
 
 
-
-
-
-
-
-
 def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
     rule = find_rule(op)
     return rule, *_with_ops(signatures(rule, op), operands, len(op.results))
@@ -345,6 +337,7 @@ def _with_ops(
     options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
 ) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
     """The options whose partial operands are what the values can be, and what P means for each result."""
+
     def fits(sbp: object, value: Value | None) -> bool:
         return not isinstance(sbp, P) or value is None or value.op == sbp.op
 

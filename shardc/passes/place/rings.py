@@ -65,9 +65,7 @@ def _is_heavy(domains: ValueTables, n: Node) -> bool:
 class _Offer:
     """The rings of one node."""
 
-    def __init__(
-        self, domains: ValueTables, n: Node, values: Sequence[Value], signatures: Sequence[Signature]
-    ) -> None:
+    def __init__(self, domains: ValueTables, n: Node, values: Sequence[Value], signatures: Sequence[Signature]) -> None:
         assert n.rule is not None
         self.domains, self.node, self.values, self.signatures = domains, n, values, signatures
         self.tables = [domains.table(v) for v in values]

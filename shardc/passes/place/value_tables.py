@@ -79,9 +79,7 @@ class ValueTables:
         orders = np.arange(len(self.all_orders))
         return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
 
-    def rows_of(
-        self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]
-    ) -> NDArray[np.int64]:
+    def rows_of(self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]) -> NDArray[np.int64]:
         """The rows in a value's table for each line of sbps on all axes, as `digits` counts them, and the number of the
         order of these."""
         codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))

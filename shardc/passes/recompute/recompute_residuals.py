@@ -257,9 +257,7 @@ def _computing(
     outvars = [a if compat.is_literal(a) else names.get(a, a) for a in body.outvars]
     order = [*consts, *carries, *rows]
     made = compat.new_jaxpr([v for v, _ in order], outvars, eqns, body)
-    return eqn.replace(
-        invars=[a for _, a in order], params=compat.scan_params(eqn, made, len(consts), len(carries))
-    )
+    return eqn.replace(invars=[a for _, a in order], params=compat.scan_params(eqn, made, len(consts), len(carries)))
 
 
 def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:

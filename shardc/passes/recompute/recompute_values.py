@@ -242,9 +242,7 @@ def drop_values(jaxpr: Jaxpr, choice: Mapping[Var, Var]) -> tuple[Jaxpr, dict[Va
 class _Again:
     """One scope that computes some of its values again."""
 
-    def __init__(
-        self, body: Jaxpr, eqns: Sequence[Eqn], mine: Mapping[Var, Var], again: dict[Var, Var]
-    ) -> None:
+    def __init__(self, body: Jaxpr, eqns: Sequence[Eqn], mine: Mapping[Var, Var], again: dict[Var, Var]) -> None:
         self.body, self.old, self.mine, self.again = body, eqns, mine, again
         self.made_by = {v: n for n, e in enumerate(eqns) for v in e.outvars}
         self.since = min(self.made_by[v] for v in mine.values())
@@ -305,9 +303,7 @@ class _Again:
             outs = [*held.values(), *(compat.fresh_var(a.aval) for a in after)]
             self.eqns.append(compat.new_eqn([*held, *after], outs, optimization_barrier_p, {}, group[0]))
         for e in group:
-            invars: list[Atom] = [
-                a if compat.is_literal(a) else self.names.get(a) or held.get(a, a) for a in e.invars
-            ]
+            invars: list[Atom] = [a if compat.is_literal(a) else self.names.get(a) or held.get(a, a) for a in e.invars]
             outs = [compat.fresh_var(v.aval) for v in e.outvars]
             self.names.update(zip(e.outvars, outs, strict=True))
             self.again.update(zip(outs, e.outvars, strict=True))

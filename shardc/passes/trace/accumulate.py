@@ -156,9 +156,7 @@ class _Loop:
         """The same; raises if what is written is not like what was there."""
         call = self.call
         assert call.opened is not None or not written
-        self._refuse_others(
-            (call.opened.paths[i], self.held[i], avals[i]) for i in written if call.opened is not None
-        )
+        self._refuse_others((call.opened.paths[i], self.held[i], avals[i]) for i in written if call.opened is not None)
         return written
 
     def _refuse_others(self, pairs: Any) -> None:
@@ -189,8 +187,13 @@ class _Loop:
                 f'accumulate: reduce={known[0]!r}; it is one of {", ".join(REDUCTIONS)}, or "{CARRY}" with the name of '
                 "an argument."
             )
-        wide = iter(zip([w for w, part in zip(words, parts, strict=True) for _ in jax.tree.leaves(part)],
-                        leaves_by_path(out), strict=True))
+        wide = iter(
+            zip(
+                [w for w, part in zip(words, parts, strict=True) for _ in jax.tree.leaves(part)],
+                leaves_by_path(out),
+                strict=True,
+            )
+        )
         number, found, unclear = 0, list[str](), list[str]()
         for word, (path, x) in wide:
             if not is_array(x):
@@ -265,10 +268,7 @@ class _Loop:
         def step(carry: Any, xs: Any) -> Any:
             state, kept = carry
             arrays, state = self._step(xs, whole, state)
-            now = [
-                x if kind == "last" else kept[i] + x
-                for i, (x, kind) in enumerate(_held(arrays, kinds, stacked))
-            ]
+            now = [x if kind == "last" else kept[i] + x for i, (x, kind) in enumerate(_held(arrays, kinds, stacked))]
             return (state, now), [x for x, s in zip(arrays, stacked, strict=True) if s]
 
         zeros = [jnp.zeros(a.shape, a.dtype) for a, _ in _held(avals[: len(kinds)], kinds, stacked)]

@@ -169,9 +169,7 @@ def take_apart(
         )
     # the state of several arguments stands in the order of the arguments
     counts = {n: sum(map(is_array, jax.tree.leaves(values[n]))) for n in names if n in carried}
-    return Call(
-        fn, where, tuple(names), len(args), tuple(trees), tuple(roles), pools, counts, frozenset(sizes), opened
-    )
+    return Call(fn, where, tuple(names), len(args), tuple(trees), tuple(roles), pools, counts, frozenset(sizes), opened)
 
 
 _NUMBERS: Final = (int, float, complex)
@@ -238,9 +236,7 @@ def _axes_for(
             )
     else:
         if len(in_axes) not in (positional, len(names)):
-            raise ArgumentError(
-                f"accumulate: in_axes has {len(in_axes)} entries, {where} is called with {len(names)}."
-            )
+            raise ArgumentError(f"accumulate: in_axes has {len(in_axes)} entries, {where} is called with {len(names)}.")
         said = dict(zip(names, in_axes, strict=False))
         said |= {n: 0 for n in names[len(in_axes) :] if not _is_flag(values[n]) and n not in without}
     wrong = [n for n in without if jax.tree.leaves(said.get(n))]

@@ -205,9 +205,7 @@ def held_by_nnx(values: Any) -> dict[str, Any]:
     """What nnx modules among the arguments hold, by path."""
     pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
     modules = [(path, x) for path, x in pairs if is_nnx(x)]
-    return {
-        path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)
-    }
+    return {path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)}
 
 
 _IMPORT_FLAX: Final = (
@@ -235,8 +233,6 @@ def _has_hash(x: object) -> bool:
     except TypeError:
         return False
     return True
-
-
 
 
 def settings() -> tuple[Any, ...]:
@@ -269,9 +265,7 @@ def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any
     return make(*avals)
 
 
-def trace(
-    arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()
-) -> Program:
+def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
     `replicate` names primitives without a rule for which no signatures are looked for (`canonicalize`).

@@ -186,7 +186,7 @@ def _in_loops(eqn: Eqn) -> list[str]:
         return [line for inner in bodies_of(eqn)[0].eqns for line in _in_loops(inner)]
     return [
         f"{compat.source_line(e)}: inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}), which runs "
-        "as a whole on one stage; unroll the loop over layers at the boundaries, or let stages=\"auto\" cut it."
+        'as a whole on one stage; unroll the loop over layers at the boundaries, or let stages="auto" cut it.'
         for e in _inside(eqn)
         if e.primitive is stage_boundary_p
     ]

@@ -364,16 +364,12 @@ class _Assembler:
         outvars = [self.outvars[i] for i in results]
         read |= {a for a in outvars if not compat.is_literal(a)}
         arguments = [i for i, v in enumerate(inputs) if v in read]
-        jaxpr: Jaxpr = compat.new_jaxpr(
-            [inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr
-        )
+        jaxpr: Jaxpr = compat.new_jaxpr([inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr)
         program = Program(
             f"{self.program.name}.stage{stage}", jaxpr, tuple(self.program.in_paths[i] for i in arguments),
             tuple(self.program.out_paths[i] for i in results), (), None, None,
         )  # fmt: skip
-        return StageProgram(
-            stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage]
-        )
+        return StageProgram(stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage])
 
     def _build(self) -> None:
         """The equations of every stage, with sends and receives; `self.levels`: when each value is there."""
@@ -428,4 +424,3 @@ def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:
 
 def _receive(v: Var, number: int) -> Eqn:
     return compat.new_eqn([], [v], receive_p, {"number": number, "pin": None, "aval": v.aval}, None)
-

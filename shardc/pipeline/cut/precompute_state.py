@@ -46,9 +46,7 @@ def precompute_state(program: Program) -> Program:
     outer = [*jaxpr.eqns[: loop.index], *first, _rest(loop, fixed, ahead, rows), *jaxpr.eqns[loop.index + 1 :]]
     names: dict[Var, Atom] = {loop.eqn.outvars[j]: starts[j] for j in fixed}
     outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
-    return replace(
-        program, jaxpr=compat.new_jaxpr(jaxpr.invars, outvars, [with_atoms(e, names) for e in outer], jaxpr)
-    )
+    return replace(program, jaxpr=compat.new_jaxpr(jaxpr.invars, outvars, [with_atoms(e, names) for e in outer], jaxpr))
 
 
 def _ahead(

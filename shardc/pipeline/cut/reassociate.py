@@ -1,6 +1,6 @@
 """Sums of what several stages make, put together anew: each stage sums its own, one sum of the partial sums is left.
 
-    convert(add(a0, add(b3, c0)))   -->   stage 0: convert a0 + convert c0;  stage 3: convert b3
+convert(add(a0, add(b3, c0)))   -->   stage 0: convert a0 + convert c0;  stage 3: convert b3
 """
 
 from __future__ import annotations

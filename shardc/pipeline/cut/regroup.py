@@ -1,7 +1,7 @@
 """Long sums of what several stages make, outside of the loop over microbatches: each stage sums its own first.
 
-    add (add a0 b3) c0   -->   stage 0: s0 = add a0 c0;  s = add s0 b3
-    reduce_and (concatenate a0 b3)   -->   stage 0: s0 = reduce_and a0;  stage 3: s3 = reduce_and b3;  s = and s0 s3
+add (add a0 b3) c0   -->   stage 0: s0 = add a0 c0;  s = add s0 b3
+reduce_and (concatenate a0 b3)   -->   stage 0: s0 = reduce_and a0;  stage 3: s3 = reduce_and b3;  s = and s0 s3
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def _join(parts: Sequence[Atom], primitive: Primitive, like: Eqn, out: Var | Non
     return eqns
 
 
-def _in_groups(
-    terms: Sequence[Atom], stage_of: Callable[[Atom], int | None], like: Eqn
-) -> list[Group]:
+def _in_groups(terms: Sequence[Atom], stage_of: Callable[[Atom], int | None], like: Eqn) -> list[Group]:
     """Terms of one operation by the stage that makes them, those that are made on none with the first."""
     by_stage = _by_stage(terms, stage_of)
     found: list[Group] = []

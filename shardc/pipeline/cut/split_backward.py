@@ -48,6 +48,7 @@ def split_backward(body: PlacedBody) -> PlacedBody:
 
 def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int, Eqn]]:
     """By position: a microbatch passes them in this order, weight gradients of the last stages first."""
+
     def key(item: tuple[int, Eqn]) -> tuple[int, int]:
         p = item[0]
         return (backward_position(stage_of(p, stages), stages), 1) if p >= 2 * stages else (p, 0)
@@ -55,9 +56,7 @@ def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int,
     return sorted(placed, key=key)
 
 
-def part(
-    eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = ()
-) -> tuple[list[Eqn], list[Eqn]]:
+def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = ()) -> tuple[list[Eqn], list[Eqn]]:
     """The equations that the awaited values need, and the others; nested ones that are both are taken apart.
 
     `results` are wanted too, but not by those who wait.
@@ -172,9 +171,7 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var])
     )  # fmt: skip
     late_carry = [i for i in late if i < nk]
     stacks = dict(zip(kept, kept_outer, strict=True))
-    b = _scan(
-        eqn, body, second, consts, late_carry, xs, [i for i in late if i >= nk], (), (), operand | stacks, kept
-    )
+    b = _scan(eqn, body, second, consts, late_carry, xs, [i for i in late if i >= nk], (), (), operand | stacks, kept)
     return [a, b]
 
 

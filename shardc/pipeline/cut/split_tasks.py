@@ -321,9 +321,7 @@ class _Splitter:
         last_read: dict[Var, int] = {}
         for at, eqns in parts.items():
             for eqn in eqns:
-                last_read |= {
-                    a: max(at, last_read.get(a, 0)) for a in eqn.invars if not compat.is_literal(a)
-                }
+                last_read |= {a: max(at, last_read.get(a, 0)) for a in eqn.invars if not compat.is_literal(a)}
         ties = {
             out: self.arguments[tie]
             for out, tie in zip(self.jaxpr.outvars, self.plan.ties, strict=True)
@@ -370,4 +368,3 @@ def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
 def _shifted(placement: Placement) -> Placement:
     """With one more leading dimension."""
     return Placement([(a, S(s.dim + 1) if isinstance(s, S) else s) for a, s in placement.items()])
-

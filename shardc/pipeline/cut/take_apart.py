@@ -110,9 +110,7 @@ class _Branch:
         self.made = {v: e for e in self.eqns for v in e.outvars}
 
     @classmethod
-    def of(
-        cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]
-    ) -> _Branch:
+    def of(cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]) -> _Branch:
         names = dict(zip(body.invars, operands, strict=True))
         read = lambda atoms: [a if compat.is_literal(a) else names.get(a, a) for a in atoms]  # noqa: E731
         named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)

@@ -272,7 +272,7 @@ def _instead(measured: _Measured) -> str:
     if largest.primitive.name in REMAT and seconds.max() > seconds.sum() / len(measured.wanted.views):
         return (
             f"Most of the work is rematerialised as one block ({compat.source_line(largest)}), which runs as a whole "
-            "on one stage: put jax.checkpoint around the layers, or leave it to shardc.Pipeline(recompute=\"full\")."
+            'on one stage: put jax.checkpoint around the layers, or leave it to shardc.Pipeline(recompute="full").'
         )
     return "Take fewer stages."
 

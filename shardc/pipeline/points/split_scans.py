@@ -195,9 +195,7 @@ class _Level:
             return
         made: list[list[Var]] = []
         for k, (a, b) in enumerate(pairwise(self.ends_of[values[0]])):
-            operands = [
-                self.pieces(x)[k] if s else self.whole(x) for x, s in zip(eqn.invars, use.stacked, strict=True)
-            ]
+            operands = [self.pieces(x)[k] if s else self.whole(x) for x, s in zip(eqn.invars, use.stacked, strict=True)]
             self.eqns.append(piece_eqn(eqn, use, b - a, operands))
             made.append(self.eqns[-1].outvars)
         for out, found in zip(eqn.outvars, zip(*made, strict=True), strict=True):

@@ -36,9 +36,7 @@ def gather(op: Operation) -> Rule | None:
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     offsets = iter([None if d in found else f for d, f in enumerate(operand) if d not in dropped])
     rows = iter(batch)
-    result = tuple(
-        next(offsets) if d in numbers.offset_dims else next(rows) for d in range(len(op.results[0].shape))
-    )
+    result = tuple(next(offsets) if d in numbers.offset_dims else next(rows) for d in range(len(op.results[0].shape)))
     return Rule(
         (tuple(operand), (*batch, None)), (result,),
         reduced=dict.fromkeys(found.values(), "max" if op.operands[0].dtype == np.bool_ else "sum"),

@@ -159,9 +159,7 @@ def concatenate(op: Operation) -> Rule:
     long = [a.shape[grown] * FEW >= op.results[0].shape[grown] for a in op.operands]
     if is_extended(op.operands[0].dtype):
         names, long = whole, [False] * n
-    windows = tuple(
-        Window(i, str(names[grown]), n, -begin) for i, begin in enumerate(_begins(op)) if long[i]
-    )
+    windows = tuple(Window(i, str(names[grown]), n, -begin) for i, begin in enumerate(_begins(op)) if long[i])
     return Rule(
         tuple(names if l else whole for l in long), (names,), partials=passes(n, range(n)), windows=windows,
         across=_join_windows,

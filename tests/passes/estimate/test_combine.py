@@ -28,10 +28,7 @@ RNG = np.random.default_rng(0)
 
 
 def layers(*sizes: int) -> list[dict[str, Any]]:
-    return [
-        {"w": RNG.normal(size=s).astype("f") / s[0] ** 0.5, "b": np.zeros(s[1], "f")}
-        for s in pairwise(sizes)
-    ]
+    return [{"w": RNG.normal(size=s).astype("f") / s[0] ** 0.5, "b": np.zeros(s[1], "f")} for s in pairwise(sizes)]
 
 
 def mlp(params: Any, x: Any) -> Any:

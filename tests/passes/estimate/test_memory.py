@@ -128,9 +128,7 @@ ABOVE = {"whole": 1.5, "rows": 1.5, "columns": 1.95}
 def compare(function, args):
     predicted = function.plan(*args).memory
     xla = function.compile(*args).memory_stats()
-    allotted = (
-        xla.argument_size_in_bytes + xla.temp_size_in_bytes + xla.output_size_in_bytes - xla.alias_size_in_bytes
-    )
+    allotted = xla.argument_size_in_bytes + xla.temp_size_in_bytes + xla.output_size_in_bytes - xla.alias_size_in_bytes
     return predicted.peak / allotted
 
 
@@ -143,9 +141,7 @@ def test_never_below_what_xla_allots(step, args, donated, place):
 
     names = list(inspect.signature(step).parameters)
     places = {name: jax.tree.map(placement, tree) for name, tree in zip(names, args, strict=False)}
-    function = shardc.function(
-        step, mesh=shardc.make_mesh(data=8), in_placements=places, donate_argnames=donated
-    )
+    function = shardc.function(step, mesh=shardc.make_mesh(data=8), in_placements=places, donate_argnames=donated)
     shared = 1.3 if step is recomputed and not IS_OLDEST else 1.0  # by XLA:CPU of jaxlib 0.12
     assert 1.0 <= compare(function, args) <= ABOVE[place] * shared
 

@@ -129,6 +129,7 @@ def test_megatron_with_split_sequences(slow, axes):
 
 def test_weights_come_around_in_training(slow):
     """Forward and backward of fully sharded weights, under scan."""
+
     def loss(w, x):
         def layer(x, w):
             return jnp.tanh(x @ w), None

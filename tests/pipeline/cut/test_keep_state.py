@@ -65,7 +65,10 @@ def training(cuts, m=M):
 
     def step(params, state, batch, noise):
         (loss, (state, more)), grads = shardc.accumulate(
-            run, microbatches=m, in_axes={"batch": 0}, keys="noise",
+            run,
+            microbatches=m,
+            in_axes={"batch": 0},
+            keys="noise",
             reduce=((None, ("carry:state", {"seen": "stack", "largest": "last"})), None),
         )(params, state, batch, noise)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state, loss, more
@@ -121,9 +124,7 @@ PIPELINES = {
 SLOW = ("zb-v", "interleaved", "auto", "recompute")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PIPELINES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PIPELINES])
 def test_it_is_the_loop_under_a_pipeline(name):
     ranks, options = PIPELINES[name]
     stages = ranks * (2 if name == "zb-v" else options.get("chunks", 1))

@@ -84,7 +84,7 @@ def _called(function: object, *args: object) -> Schedule:
     """The schedule that a user's function gives."""
     if not callable(function):
         raise PipelineError(
-            f"schedule={function!r} is no schedule; write a name, as \"1f1b\", the text of a grid, a Schedule, or a "
+            f'schedule={function!r} is no schedule; write a name, as "1f1b", the text of a grid, a Schedule, or a '
             "function of (ranks, microbatches, chunks, costs) that gives a Schedule."
         )
     name = getattr(function, "__name__", repr(function))
