@@ -89,6 +89,7 @@ without-rules: $(VENV)/.has-dev
 
 lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: export NO_MKDOCS_2_WARNING := 1
