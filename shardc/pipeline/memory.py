@@ -19,7 +19,7 @@ from shardc import compat
 from shardc.compat import Atom, Var
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import estimate_memory, local_bytes
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
@@ -64,8 +64,8 @@ def working_bytes(task: StageTask) -> int:
     if task.plan is None:
         return 0
     boxed, mesh = task.plan.boxed, task.plan.mesh
-    habits = habits_of(mesh.topology.kind)
-    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), habits=habits).temporaries
+    backend = backend_of(mesh.topology.kind)
+    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
 
 
 class _Account:

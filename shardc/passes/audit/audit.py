@@ -26,7 +26,7 @@ from shardc.passes.audit.hlo_text import itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCollective:
     """One tensor of a collective in the HLO, in the terms of a planned Collective.
 
     Attributes:
@@ -59,11 +59,11 @@ class Audit:
     """
 
     planned: tuple[Collective, ...]
-    found: tuple[Found, ...]
-    surprises: tuple[Found, ...]
-    compiler_added: tuple[Found, ...]
+    found: tuple[FoundCollective, ...]
+    surprises: tuple[FoundCollective, ...]
+    compiler_added: tuple[FoundCollective, ...]
     missing: tuple[Collective, ...]
-    iterated: tuple[Found, ...] = ()
+    iterated: tuple[FoundCollective, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -92,8 +92,8 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     """
     exact = platform == "cpu"
     plans = [_planned_lot(c, axes) for c in planned if c.bytes]
-    lots: list[_Lot[Found]] = []
-    added: list[Found] = []
+    lots: list[_Lot[FoundCollective]] = []
+    added: list[FoundCollective] = []
     for op in parse_collectives(hlo):
         for tensor in op.tensors:
             record, padding = _found(op, tensor, axes, exact)
@@ -126,7 +126,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
 # --- the two sides in one form -------------------------------------------------------------------------------------
 
 _Group: TypeAlias = tuple[str, frozenset[str] | None]
-_Record = TypeVar("_Record", Collective, Found)
+_Record = TypeVar("_Record", Collective, FoundCollective)
 
 
 @dataclass(slots=True)
@@ -158,19 +158,19 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
-def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:
+def _found_lot(f: FoundCollective, tensor: Tensor, padding: int, looped: bool) -> _Lot[FoundCollective]:
     # Groups that follow no axes match no plan: no planned group is None.
     along = None if f.axes is None or f.kind not in KINDS else frozenset(f.axes)
     each = Fraction(tensor.bytes - padding)
     return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 
 
-def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[Found, int]:
+def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[FoundCollective, int]:
     along = () if op.kind == "permute" else axes_of_groups(op.groups, axes)
     padding = 0 if exact else tensor.padding
     count = 1 if op.trips is None else op.trips
     value = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
-    return Found(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
+    return FoundCollective(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
 
 
 def _rest(lot: _Lot[_Record]) -> _Record:
@@ -191,25 +191,25 @@ def _close(a: Fraction, b: Fraction) -> bool:
     return abs(a - b) <= 1  # 2(n-1)/n of a few bytes is rounded
 
 
-def _same(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _same(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     return p.width in (None, f.width) and _close(f.each, p.each)
 
 
-def _narrowed(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _narrowed(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     """XLA has moved a narrowing conversion before the collective: as many elements, of fewer bytes."""
     if p.width is None or f.width is None or f.width >= p.width:
         return False
     return _close(f.each * p.width / f.width, p.each)
 
 
-def _promoted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _promoted(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     """The backend has no collective of this type: XLA:CPU moves bf16 as f32, f8 and f4 as f16."""
     widens = f.promoted or p.dtype.startswith(("bf16", "f8", "f4"))
     whole = p.width is None or f.width == 2 * max(p.width, 1)  # what is smaller is planned as bytes
     return widens and whole and _close(f.each / 2, p.each)
 
 
-def _reinterpreted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _reinterpreted(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     return _close(f.each, p.each)
 
 
@@ -217,9 +217,9 @@ _FITS: Final = (_same, _narrowed, _promoted, _reinterpreted)
 
 
 def _match(
-    lots: Sequence[_Lot[Found]],
+    lots: Sequence[_Lot[FoundCollective]],
     by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
-    fits: Callable[[_Lot[Found], _Lot[Collective]], bool],
+    fits: Callable[[_Lot[FoundCollective], _Lot[Collective]], bool],
     alike: bool,
 ) -> None:
     """Matches what fits: only what is in a `while` in the plan and in a loop in the HLO, or in neither, if `alike`."""
@@ -232,10 +232,10 @@ def _match(
 
 
 def _match_iterations(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
-) -> list[Found]:
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+) -> list[FoundCollective]:
     """What runs in a loop and is as planned for an iteration of a `while` may run as often as that goes around."""
-    found: list[Found] = []
+    found: list[FoundCollective] = []
     for f in lots:
         kind, along = f.group
         planned = any(p.looped and fits(f, p) for p in by_group.get(f.group, ()) for fits in _FITS)
@@ -248,10 +248,10 @@ def _match_iterations(
 
 
 def _match_all_reduces(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
-) -> list[Found]:
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
+) -> list[FoundCollective]:
     """XLA:TPU may run a reduce-scatter as an all-reduce and a slice: the second half of its bytes is the compiler's."""
-    added: list[Found] = []
+    added: list[FoundCollective] = []
     for f in lots:
         kind, along = f.group
         for p in by_group.get(("reduce_scatter", along), ()) if kind == "all_reduce" else ():
@@ -264,7 +264,7 @@ def _match_all_reduces(
 
 
 def _match_totals(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
 ) -> None:
     """Settles what has moved in other portions than planned, by the bytes that are left in each group.
 
@@ -306,7 +306,7 @@ def _along(axes: tuple[str, ...] | None) -> str:
     return "(not along axes)" if axes is None else ",".join(axes)
 
 
-def _summary(records: Sequence[Collective | Found]) -> str:
+def _summary(records: Sequence[Collective | FoundCollective]) -> str:
     plural = "" if len(records) == 1 else "s"
     return f"{len(records)} collective{plural}, {_size(sum(c.bytes for c in records))}"
 

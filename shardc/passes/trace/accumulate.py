@@ -25,7 +25,7 @@ from shardc import compat
 from shardc.compat import short_text
 from shardc.errors import ArgumentError, all_offenders
 from shardc.ir.boundary import END, mark_cut
-from shardc.passes.trace.microbatches import CARRY, Call, take_apart
+from shardc.passes.trace.microbatches import CARRY, MicrobatchCall, Split, microbatch_call
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 
 REDUCTIONS: Final = ("mean", "sum", "stack", "last")
@@ -81,12 +81,11 @@ def accumulate(
     """
     if microbatches < 1:
         raise ArgumentError(f"accumulate: microbatches={microbatches}; it has to be 1 or more.")
-    split = (keys,) if isinstance(keys, str) else tuple(keys)
+    split = Split(microbatches, in_axes, reduce, (keys,) if isinstance(keys, str) else tuple(keys))
 
     @functools.wraps(fn, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        call = take_apart(fn, args, kwargs, microbatches, in_axes, reduce, split)
-        return _Loop(call, microbatches, reduce).run()
+        return _Loop(microbatch_call(fn, args, kwargs, split), microbatches, reduce).run()
 
     return accumulated
 
@@ -111,7 +110,7 @@ class _Result:
 
 
 class _Loop:
-    def __init__(self, call: Call, m: int, reduce: Any) -> None:
+    def __init__(self, call: MicrobatchCall, m: int, reduce: Any) -> None:
         self.call, self.m, self.reduce = call, m, reduce
         self.rows, self.whole, self.given = (call.pools[p] for p in ("row", "whole", "state"))
         self.held = list(call.opened.leaves) if call.opened is not None else []

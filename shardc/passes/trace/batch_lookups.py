@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 
-MOST: Final = 2**24
+MOST_COMPUTED: Final = 2**24
 """Elements of an index component up to which it is computed."""
 
 
@@ -163,7 +163,11 @@ class _Batcher:
         return self.values[atom]
 
     def _value(self, x: Var) -> NDArray[Any] | None:
-        if not isinstance(x.aval.dtype, np.dtype) or x.aval.dtype.kind not in "iub" or compat.size_of(x.aval) > MOST:
+        if (
+            not isinstance(x.aval.dtype, np.dtype)
+            or x.aval.dtype.kind not in "iub"
+            or compat.size_of(x.aval) > MOST_COMPUTED
+        ):
             return None
         if x in self.known:
             held = self.known[x]

@@ -21,7 +21,7 @@ from shardc.ir.boundary import MARKS
 from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
-from shardc.passes.trace.find_signatures import Found, find_signatures
+from shardc.passes.trace.find_signatures import FoundSignatures, find_signatures
 from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
@@ -75,42 +75,40 @@ class _Inliner:
             eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
             if caller is not None and caller.primitive.name != "while" and eqn.primitive.name in NESTED:
                 eqn = compat.with_rounds_of(eqn, caller)
-            invars = [read(a) for a in eqn.invars]
-            if eqn.primitive.name == "split":
-                slices = _slices_of(eqn, invars[0])
-                env |= zip(eqn.outvars, [e.outvars[0] for e in slices], strict=True)
-                self.eqns += slices
-                continue
-            if eqn.primitive.name in IDENTITIES or (eqn.primitive in MARKS and not self.marks):
-                env[eqn.outvars[0]] = invars[0]
-                continue
-            call = _inlined(eqn, invars)
-            if call is None and self.has_no_rule(eqn):
-                found = find_signatures(eqn.replace(invars=invars))
-                if isinstance(found, Found):
-                    eqn = found.put_into(eqn)
-                elif found is not None:
-                    call = found, invars
-            if call is not None:
-                closed, args = call
-                results = self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
-                env |= dict(zip(eqn.outvars, results, strict=True))
-                continue
-            if eqn.primitive.name == "device_put":
-                env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
-                continue
-            if eqn.primitive.name == "reshard":
-                eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
-            if eqn.primitive.name == CAST and self.untyped:
-                env[eqn.outvars[0]] = invars[0]
-                continue
-            if eqn.primitive.name in UNTYPED and self.untyped:
-                params = {**eqn.params, "axis_index_groups": None}
-                eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
-            outvars = [self.fresh(v.aval) for v in eqn.outvars]
-            env |= dict(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
+            env |= zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars]), strict=True)
         return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: Eqn, invars: list[Atom]) -> Sequence[Atom]:
+        """The results of an equation, its canonical form added to `eqns`."""
+        name = eqn.primitive.name
+        if name == "split":
+            slices = _slices_of(eqn, invars[0])
+            self.eqns += slices
+            return [e.outvars[0] for e in slices]
+        if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
+            return invars[:1]
+        call = _inlined(eqn, invars)
+        if call is None and self.has_no_rule(eqn):
+            found = find_signatures(eqn.replace(invars=invars))
+            if isinstance(found, FoundSignatures):
+                eqn = found.put_into(eqn)
+            elif found is not None:
+                call = found, invars
+        if call is not None:
+            closed, args = call
+            return self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
+        return self.put(eqn, invars) if name == "device_put" else self.kept(eqn, invars)
+
+    def kept(self, eqn: Eqn, invars: list[Atom]) -> list[Var]:
+        """The results of an equation that stays."""
+        if eqn.primitive.name == "reshard":
+            eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
+        if eqn.primitive.name in UNTYPED and self.untyped:
+            params = {**eqn.params, "axis_index_groups": None}
+            eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
+        outvars = [self.fresh(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
+        return outvars
 
     def has_no_rule(self, eqn: Eqn) -> bool:
         """Whether signatures are to be looked for."""

@@ -39,12 +39,12 @@ from shardc.sbp.signature import is_extended, parse_factors
 
 log = logging.getLogger("shardc")
 
-Aval: TypeAlias = jax.ShapeDtypeStruct
+ShapeDtypeStruct: TypeAlias = jax.ShapeDtypeStruct
 Axes: TypeAlias = tuple[int | None, ...]
 
 DRAWS: Final = 6
 """Draws of random operands in an experiment, besides those of edge values."""
-MOST: Final = 2**22
+MOST_RUN: Final = 2**22
 """Elements of operands and results up to which an operation is run to compare what it gives."""
 GUESSES: Final = 96
 """Ways to batch the operands, and parameters without a dimension, that are listed at most."""
@@ -94,7 +94,7 @@ class FoundOperation:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundSignatures:
     """Signatures that were found for an operation, as `shardc.signature` takes them.
 
     Attributes:
@@ -128,19 +128,19 @@ class Found:
         return eqn.replace(primitive=user_p, params=params)
 
 
-def found_of(eqn: Eqn) -> Found | None:
+def found_of(eqn: Eqn) -> FoundSignatures | None:
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
     if not isinstance(fn, FoundOperation):
         return None
-    return Found(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
+    return FoundSignatures(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
 
 
-_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | Found | None]]]] = {}
+_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | FoundSignatures | None]]]] = {}
 """By primitive and avals: parameters, and what was found."""
 
 
-def find_signatures(eqn: Eqn) -> ClosedJaxpr | Found | None:
+def find_signatures(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
     """The body to plan in place of an equation, or its signatures; None if nothing is justified."""
     kind = (eqn.primitive, *((a.aval.shape, a.aval.dtype, a.aval.weak_type) for a in eqn.invars))
     known = _known.setdefault((*kind, bool(jax.config.jax_enable_x64)), [])  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,18 +150,18 @@ def find_signatures(eqn: Eqn) -> ClosedJaxpr | Found | None:
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):  # a draw may give a NaN
         found = _find(eqn)
     known.append((dict(eqn.params), found))
-    said = found if isinstance(found, Found) else "replicated" if found is None else "planned as its body"
+    said = found if isinstance(found, FoundSignatures) else "replicated" if found is None else "planned as its body"
     log.info("no rule for %s: %s", eqn.primitive.name, said)
     return found
 
 
-def _find(eqn: Eqn) -> ClosedJaxpr | Found | None:
+def _find(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
     if eqn.effects or not eqn.invars or any(compat.size_of(v.aval) == 0 for v in (*eqn.invars, *eqn.outvars)):
         return None
     body = compat.definition_of(eqn) or _body_in_params(eqn)
     if body is not None and not _has_while(body.jaxpr):
         return body
-    avals = ([Aval(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
+    avals = ([ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
     operation = _Operation(eqn.primitive, eqn.params, *avals)
     return _found_by_batching(operation) or body or _found_by_experiment(operation)
 
@@ -184,7 +184,7 @@ def _body_in_params(eqn: Eqn) -> ClosedJaxpr | None:
     sides = ((closed.jaxpr.invars, eqn.invars), (closed.jaxpr.outvars, eqn.outvars))
     if any(list(map(_type, mine)) != list(map(_type, theirs)) for mine, theirs in sides):
         return None
-    avals = [Aval(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     same = _give_the_same(compat.bind_with(eqn.primitive, eqn.params), jex.jaxpr_as_fun(closed), avals)
     return closed if same else None
 
@@ -202,14 +202,14 @@ class _Operation:
 
     primitive: Any
     params: Mapping[str, Any]
-    operands: list[Aval]
-    results: list[Aval]
+    operands: list[ShapeDtypeStruct]
+    results: list[ShapeDtypeStruct]
 
     def __call__(self, *operands: Any) -> list[Any]:
         return compat.bind_with(self.primitive, self.params)(*operands)
 
 
-def _found_by_batching(operation: _Operation) -> Found | None:
+def _found_by_batching(operation: _Operation) -> FoundSignatures | None:
     """The dimensions that the primitive can be batched over."""
     levels: list[Level] = []
     core, left = operation, _Left()
@@ -226,7 +226,7 @@ def _found_by_batching(operation: _Operation) -> Found | None:
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
     linear = _linear_groups(operation, fn, small)
-    return Found(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
+    return FoundSignatures(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
 
 
 @dataclass
@@ -241,7 +241,7 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
     """A dimension that an operation is the vmap over, and the operation without it."""
     for into in _ways_to_batch(operation.operands):
         less = [
-            a if d is None else Aval((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
+            a if d is None else ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
             for a, d in zip(operation.operands, into, strict=True)
         ]
         for params, out in _params_without(operation, into):
@@ -262,12 +262,12 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
                 left.runs -= 1
                 same = _give_the_same(batched, operation, operation.operands)
             if same:
-                types = [Aval(y.shape, y.dtype) for y in results]
+                types = [ShapeDtypeStruct(y.shape, y.dtype) for y in results]
                 return Level(into, out), _Operation(operation.primitive, params, less, types)
     return None
 
 
-def _ways_to_batch(operands: Sequence[Aval]) -> list[Axes]:
+def _ways_to_batch(operands: Sequence[ShapeDtypeStruct]) -> list[Axes]:
     """For each operand the dimension to batch over, or None: those of many operands first, and those in which all have
     the same number."""
     ways: list[Axes] = []
@@ -327,7 +327,7 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _traced(fn: Callable[..., Any], operands: Sequence[Aval]) -> Any:
+def _traced(fn: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> Any:
     """The jaxpr of a function; None if it cannot be traced."""
     closed = _or_none(jax.make_jaxpr(fn), *operands)
     return None if closed is None else closed.jaxpr
@@ -362,12 +362,14 @@ def _text(factors: Sequence[Sequence[str | None]], operands: int) -> str:
     return f"{', '.join(words[:operands])} -> {', '.join(words[operands:])}"
 
 
-def _cut(aval: Aval, factors: Sequence[str | None], size: int) -> Aval:
+def _cut(aval: ShapeDtypeStruct, factors: Sequence[str | None], size: int) -> ShapeDtypeStruct:
     """The type with so many elements in each dimension that may be split."""
-    return Aval(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
+    return ShapeDtypeStruct(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
 
 
-def _holds_in_pieces(fn: FoundOperation, operands: Sequence[Aval], factors: Sequence[Sequence[str | None]]) -> bool:
+def _holds_in_pieces(
+    fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], factors: Sequence[Sequence[str | None]]
+) -> bool:
     """Whether pieces give pieces of the results. What is too large to run, a batching rule is believed."""
     if not _can_run(operands):
         return True
@@ -391,7 +393,9 @@ def _holds_in_pieces(fn: FoundOperation, operands: Sequence[Aval], factors: Sequ
 # --- linearity -------------------------------------------------------------------------------------------------------
 
 
-def _linear_groups(operation: _Operation, fn: FoundOperation, small: Sequence[Aval]) -> tuple[tuple[int, ...], ...]:
+def _linear_groups(
+    operation: _Operation, fn: FoundOperation, small: Sequence[ShapeDtypeStruct]
+) -> tuple[tuple[int, ...], ...]:
     """The groups of operands that partial sums pass: the derivative along them is the operation itself, and sums that
     nearly cancel are as precise behind it as before. (The derivative of rounding to fewer bits is the identity.)"""
     real = [i for i, a in enumerate(operation.operands) if _keeps_sums(a.dtype, operation.results)]
@@ -399,7 +403,7 @@ def _linear_groups(operation: _Operation, fn: FoundOperation, small: Sequence[Av
     return tuple(g for g in groups if _is_own_derivative(operation, g) and _adds_up(fn, small, g))
 
 
-def _keeps_sums(dtype: Any, results: Sequence[Aval]) -> bool:
+def _keeps_sums(dtype: Any, results: Sequence[ShapeDtypeStruct]) -> bool:
     """Whether the results have all values of a dtype of floats."""
     return jnp.issubdtype(dtype, np.inexact) and all("sum" in conversion_ops(dtype, y.dtype) for y in results)
 
@@ -424,7 +428,7 @@ def _is_own_derivative(operation: _Operation, group: Sequence[int]) -> bool:
     return _is_this(jaxpr, operation, wanted)
 
 
-def _adds_up(fn: FoundOperation, operands: Sequence[Aval], group: Sequence[int]) -> bool:
+def _adds_up(fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], group: Sequence[int]) -> bool:
     """Whether f(a) + f(b) = f(a + b), to the precision of a and b, where a and b nearly cancel."""
     if not _can_run(operands):
         return False
@@ -454,7 +458,7 @@ def _adds_up(fn: FoundOperation, operands: Sequence[Aval], group: Sequence[int])
 # --- experiment ------------------------------------------------------------------------------------------------------
 
 
-def _found_by_experiment(operation: _Operation) -> Found | None:
+def _found_by_experiment(operation: _Operation) -> FoundSignatures | None:
     """All dimensions, if each element of the results follows from the same element of the operands."""
     every, shape = (*operation.operands, *operation.results), tuple(operation.results[0].shape)
     fits = all(tuple(a.shape) == shape for a in operation.results)
@@ -469,8 +473,8 @@ def _found_by_experiment(operation: _Operation) -> Found | None:
             return None
     factors = [[f"d{i}" for i in range(len(a.shape))] for a in every]
     fn = FoundOperation(operation.primitive, operation.params, (), BY_EXPERIMENT)
-    small = [Aval((3,) * len(a.shape), a.dtype) for a in operation.operands]
-    return Found(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
+    small = [ShapeDtypeStruct((3,) * len(a.shape), a.dtype) for a in operation.operands]
+    return FoundSignatures(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
 
 
 def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[int, ...], results: int) -> bool:
@@ -511,11 +515,11 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     return lambda *xs: [np.asarray(y) for y in jitted(*xs)]
 
 
-def _can_run(avals: Sequence[Aval]) -> bool:
-    return sum(math.prod(a.shape) for a in avals) <= MOST
+def _can_run(avals: Sequence[ShapeDtypeStruct]) -> bool:
+    return sum(math.prod(a.shape) for a in avals) <= MOST_RUN
 
 
-def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: Sequence[Aval]) -> bool:
+def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> bool:
     """Whether two functions give the same values on some draws."""
     if not _can_run(operands):
         return False
@@ -529,7 +533,7 @@ def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: S
     return True
 
 
-def _draw(make: Callable[..., np.ndarray], aval: Aval, rng: np.random.Generator) -> Any:
+def _draw(make: Callable[..., np.ndarray], aval: ShapeDtypeStruct, rng: np.random.Generator) -> Any:
     """Values of a type; keys are random, however values are made."""
     if not is_extended(aval.dtype):
         return make(tuple(aval.shape), aval.dtype, rng)

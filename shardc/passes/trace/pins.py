@@ -290,36 +290,46 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
         return spec
     if isinstance(spec, FullySharded):
         return Pin(_fully_sharded(spec, shape, dtype, mesh))
-    fixed: frozenset[str] | None = None
+    if isinstance(spec, Mapping) and not isinstance(spec, Placement):
+        placement, fixed = _from_axes(dict(spec), mesh)
+    else:
+        placement, fixed = _from_whole(spec, mesh), None
+    return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
+
+
+def _from_whole(spec: Any, mesh: MeshView) -> Placement:
+    """The placement of a spec that says all axes."""
     if isinstance(spec, NamedSharding):
         _same_axes(spec, mesh)
-        placement = Placement.from_sharding(spec)
-    elif isinstance(spec, PartitionSpec):
-        placement = Placement.from_spec(spec)
-    elif isinstance(spec, Placement):
-        placement = spec
-    elif isinstance(spec, tuple):
-        if len(spec) != len(mesh.axes):
-            fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
-            raise PlacementError(
-                f"{code_text(spec)} has {_number(len(spec), 'sbp')}, but the mesh has "
-                f"{len(mesh.axes)} axes; write one for each, as {code_text(fitting)}."
-            )
-        placement = Placement([(a, s) for (a, _), s in zip(mesh.axes, spec, strict=True)])
-    elif isinstance(spec, Mapping):
-        said: dict[Any, Any] = dict(spec)
-        rest: object = said.pop(..., B)
-        open_axes = {a for a, s in said.items() if isinstance(s, Auto)}
-        if rest is not B and not isinstance(rest, Auto):
-            raise PlacementError(f"`...: {rest}` is not possible; `...: AUTO` leaves the other axes to the compiler.")
-        _known_axes(said, mesh)
-        if isinstance(rest, Auto) or open_axes:
-            named = set(said) - open_axes
-            fixed = frozenset(named if isinstance(rest, Auto) else (set(dict(mesh.axes)) - open_axes))
-        placement = Placement([(a, as_sbp(s)) for a, s in said.items() if a not in open_axes])
-    else:
+        return Placement.from_sharding(spec)
+    if isinstance(spec, PartitionSpec):
+        return Placement.from_spec(spec)
+    if isinstance(spec, Placement):
+        return spec
+    if not isinstance(spec, tuple):
         raise PlacementError(f"{code_text(spec)} is no placement; {_as_dict(mesh)}.")
-    return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
+    if len(spec) != len(mesh.axes):
+        fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
+        raise PlacementError(
+            f"{code_text(spec)} has {_number(len(spec), 'sbp')}, but the mesh has "
+            f"{len(mesh.axes)} axes; write one for each, as {code_text(fitting)}."
+        )
+    return Placement([(a, s) for (a, _), s in zip(mesh.axes, spec, strict=True)])
+
+
+def _from_axes(said: dict[Any, Any], mesh: MeshView) -> tuple[Placement, frozenset[str] | None]:
+    """The placement of a dict by axis, and the axes that it fixes; None: all."""
+    rest: object = said.pop(..., B)
+    if rest is not B and not isinstance(rest, Auto):
+        raise PlacementError(f"`...: {rest}` is not possible; `...: AUTO` leaves the other axes to the compiler.")
+    _known_axes(said, mesh)
+    open_axes = {a for a, s in said.items() if isinstance(s, Auto)}
+    fixed: frozenset[str] | None = None
+    if isinstance(rest, Auto):
+        fixed = frozenset(set(said) - open_axes)
+    elif open_axes:
+        fixed = frozenset(set(dict(mesh.axes)) - open_axes)
+    return Placement([(a, as_sbp(s)) for a, s in said.items() if a not in open_axes]), fixed
 
 
 def _fully_sharded(spec: FullySharded, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Placement:

@@ -12,7 +12,7 @@ with, each device has a part. Rows that fill up the last devices add nothing, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -148,49 +148,44 @@ class _Sharer:
     def devices_of(self, rows: Var) -> int:
         """How many devices split the first dimension of a value, as the pins of what it is made of say."""
         todo, seen = [(rows, 0)], {(rows, 0)}
-
-        def look(atom: Atom, dim: int) -> None:
-            if not compat.is_literal(atom) and (atom, dim) not in seen:
-                seen.add((atom, dim))
-                todo.append((atom, dim))
-
         while todo:
             v, dim = todo.pop()
             if v in self.outer:
                 atom, more = self.outer[v]
-                look(atom, dim + more)
-                continue
-            eqn, port = self.made.get(v, (None, 0))
-            pin = self.pins.get(v) if eqn is None else pin_of(eqn)
-            if pin is not None:
-                n = math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
-                if n > 1:
+                origins: Iterable[tuple[Atom, int]] = [(atom, dim + more)]
+            else:
+                eqn, port = self.made.get(v, (None, 0))
+                pin = self.pins.get(v) if eqn is None else pin_of(eqn)
+                if pin is not None and (n := self.devices_by(pin, dim)) > 1:
                     return n
-            if eqn is None or pin is not None:
-                continue
-            if eqn.primitive.name in NESTED:
-                self.look_inside(eqn, port, dim, look)
-                continue
-            if is_unit(eqn) or is_transfer(eqn) or runs_once(eqn):
-                continue
-            rule = find_rule(operation_of(eqn))
-            factor = rule.results[port][dim]
-            for a, factors in zip(eqn.invars, rule.operands, strict=True):
-                if factor and factor in factors:
-                    look(a, factors.index(factor))
+                origins = () if eqn is None or pin is not None else _origins(eqn, port, dim)
+            for atom, d in origins:
+                if not compat.is_literal(atom) and (atom, d) not in seen:
+                    seen.add((atom, d))
+                    todo.append((atom, d))
         return 1
 
-    def look_inside(self, eqn: Eqn, port: int, dim: int, look: Callable[[Atom, int], None]) -> None:
-        """Looks at what bodies give for a dimension of a result; of stacked rows at all that are taken in step."""
+    def devices_by(self, pin: Pin, dim: int) -> int:
+        """The number of devices that split a dimension, as a pin says."""
+        return math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
+
+
+def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
+    """The dimensions of operands, or of bodies' results, that a dimension of a result of an equation comes from; of
+    stacked rows all that the loop takes row by row."""
+    if eqn.primitive.name in NESTED:
         if eqn.primitive.name == "scan" and port >= (scan := compat.scan_of(eqn)).carries:
             if dim == 0:
-                for a in eqn.invars[scan.rows_at :]:
-                    look(a, 0)
+                yield from ((a, 0) for a in eqn.invars[scan.rows_at :])
                 return
             dim -= 1
-        for body in bodies_of(eqn):
-            if len(body.outvars) == len(eqn.outvars):
-                look(body.outvars[port], dim)
+        yield from ((b.outvars[port], dim) for b in bodies_of(eqn) if len(b.outvars) == len(eqn.outvars))
+    elif not (is_unit(eqn) or is_transfer(eqn) or runs_once(eqn)):
+        rule = find_rule(operation_of(eqn))
+        factor = rule.results[port][dim]
+        for a, factors in zip(eqn.invars, rule.operands, strict=True):
+            if factor and factor in factors:
+                yield a, factors.index(factor)
 
 
 def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
@@ -265,35 +260,61 @@ def _readers(maker: Mapping[Var, Eqn]) -> dict[Var, Eqn]:
     return {a: e for e in maker.values() for a in e.invars if not compat.is_literal(a)}
 
 
+@dataclass(frozen=True)
+class _Rounds:
+    """The rows of a loop, in `rounds` rounds of one row for each of `n` devices; the last devices' are filled up."""
+
+    n: int
+    length: int
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.length // self.n)
+
+    @property
+    def missing(self) -> int:
+        return self.n * self.rounds - self.length
+
+    @property
+    def valid(self) -> Any:
+        """[rounds, n]: whether a row is one of the loop's."""
+        shape = self.rounds, self.n
+        at = lax.broadcasted_iota(jnp.int32, shape, 1) * self.rounds + lax.broadcasted_iota(jnp.int32, shape, 0)
+        return at < self.length
+
+    def by_round(self, x: Any) -> Any:
+        """[length, ...] --> [rounds, n, ...]"""
+        if self.missing and is_extended(x.dtype):
+            x = jax.random.wrap_key_data(self._filled(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        elif self.missing:
+            x = self._filled(x)
+        return jnp.swapaxes(lax.reshape(x, (self.n, self.rounds, *x.shape[1:])), 0, 1)
+
+    def by_row(self, y: Any) -> Any:
+        """[rounds, n, ...] --> [length, ...]"""
+        y = jnp.swapaxes(y, 0, 1)
+        y = lax.reshape(y, (self.n * self.rounds, *y.shape[2:]))
+        return lax.slice_in_dim(y, 0, self.length) if self.missing else y
+
+    def _filled(self, x: Any) -> Any:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, self.missing, 0), *[(0, 0, 0)] * (x.ndim - 1)])
+
+
+def _neutral(start: Any, c: Combination) -> Any:
+    """The neutral element of a combination, of the type of a carry."""
+    return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
+
+
 def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int) -> Any:
     """The closed jaxpr of a scan whose rounds take a row of each of `n` devices."""
-    body, first = compat.close(scan.body), scan.consts
-    rounds = -(-scan.length // n)
-    missing = n * rounds - scan.length
-
-    def filled(x: Any) -> Any:
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, missing, 0), *[(0, 0, 0)] * (x.ndim - 1)])
-
-    def by_round(x: Any) -> Any:
-        if missing and is_extended(x.dtype):
-            x = jax.random.wrap_key_data(filled(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        elif missing:
-            x = filled(x)
-        return jnp.swapaxes(lax.reshape(x, (n, rounds, *x.shape[1:])), 0, 1)
-
-    def by_row(y: Any) -> Any:
-        y = jnp.swapaxes(y, 0, 1)
-        y = lax.reshape(y, (n * rounds, *y.shape[2:]))
-        return lax.slice_in_dim(y, 0, scan.length) if missing else y
+    body, first, by = compat.close(scan.body), scan.consts, _Rounds(n, scan.length)
+    combined = [c for c in carries if c is not None]
 
     def run(*operands: Any) -> list[Any]:
         consts, starts, rows = operands[:first], operands[first : scan.rows_at], operands[scan.rows_at :]
 
-        def neutral(start: Any, c: Combination) -> Any:
-            return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
-
         def once(*row: Any) -> list[Any]:
-            given = [s if c is None else neutral(s, c) for s, c in zip(starts, carries, strict=True)]
+            given = [s if c is None else _neutral(s, c) for s, c in zip(starts, carries, strict=True)]
             given = [compat.as_aval(g, v.aval) for g, v in zip(given, scan.body.invars[first:], strict=False)]
             return jex.jaxpr_as_fun(body)(*consts, *given, *row)
 
@@ -302,24 +323,22 @@ def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int)
             out = jax.vmap(once)(*row)
             terms = [x for x, c in zip(out, carries, strict=False) if c is not None]
             after: list[Any] = []
-            for s, x, c in zip(sums, terms, kinds, strict=True):
-                if missing:
+            for s, x, c in zip(sums, terms, combined, strict=True):
+                if by.missing:
                     real = lax.broadcast_in_dim(valid, x.shape, (0,))
                     x = lax.select(real, x, lax.full_like(x, neutral_value(c.neutral, x.dtype)))
                 after.append(c.both(s, x))
             return after, out[scan.carries :]
 
-        kinds = [c for c in carries if c is not None]
-        zeros = [neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
+        zeros = [_neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
         zeros = [lax.broadcast(z, (n,)) for z in zeros]
-        at = lax.broadcasted_iota(jnp.int32, (rounds, n), 1) * rounds + lax.broadcasted_iota(jnp.int32, (rounds, n), 0)
         sums, ys = lax.scan(
-            step, zeros, (at < scan.length, list(map(by_round, rows))),
-            length=rounds, reverse=scan.reverse, unroll=scan.unroll,
+            step, zeros, (by.valid, list(map(by.by_round, rows))),
+            length=by.rounds, reverse=scan.reverse, unroll=scan.unroll,
         )  # fmt: skip
         parts = iter(sums)
         ends = [s if c is None else c.both(s, c.reduce(next(parts))) for s, c in zip(starts, carries, strict=True)]
-        results = [*ends, *map(by_row, ys)]
+        results = [*ends, *map(by.by_row, ys)]
         return [compat.as_aval(x, v.aval) for x, v in zip(results, eqn.outvars, strict=True)]
 
     avals = (a.aval for a in eqn.invars)

@@ -18,7 +18,7 @@ from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
 from shardc.ir.collective import KINDS
 from shardc.ir.walk import itemsize_of
-from shardc.passes.estimate.overlap import hidden_seconds, late_values
+from shardc.passes.estimate.overlap import late_values, overlapped_seconds
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.plan.borders import problem_of
@@ -86,7 +86,7 @@ def test_late_is_what_no_product_depends_on() -> None:
     assert late_values(jaxpr, [False], heavy) == set()
 
 
-def hidden(seconds: float, results: list[bool] | None = None) -> float:
+def overlapped(seconds: float, results: list[bool] | None = None) -> float:
     """Of a reduction (here: cos) that is read by nothing heavy and whose operand is made first; three products of a
     second each follow."""
 
@@ -98,14 +98,14 @@ def hidden(seconds: float, results: list[bool] | None = None) -> float:
     jaxpr = chain(f, X, X)
     late = late_values(jaxpr, results or [True, True], products(jaxpr))
     reducing = {id(e): seconds for e in jaxpr.eqns if e.primitive.name == "cos"}
-    return hidden_seconds(jaxpr, late, reducing, dict.fromkeys(products(jaxpr), 1.0))
+    return overlapped_seconds(jaxpr, late, reducing, dict.fromkeys(products(jaxpr), 1.0))
 
 
 def test_a_reduction_hides_behind_what_follows_its_operand() -> None:
-    assert hidden(0.5) == 0.5
-    assert hidden(3.0) == 3.0
-    assert hidden(5.0) == 3.0  # two seconds are waited for
-    assert hidden(0.5, [False, True]) == 0.0  # somebody waits for it
+    assert overlapped(0.5) == 0.5
+    assert overlapped(3.0) == 3.0
+    assert overlapped(5.0) == 3.0  # two seconds are waited for
+    assert overlapped(0.5, [False, True]) == 0.0  # somebody waits for it
 
 
 def test_reductions_share_the_links_and_what_comes_before_hides_nothing() -> None:
@@ -116,7 +116,7 @@ def test_reductions_share_the_links_and_what_comes_before_hides_nothing() -> Non
     jaxpr = chain(f, X, X)
     heavy = products(jaxpr)
     reducing = {id(e): 1.5 for e in jaxpr.eqns if id(e) not in heavy}
-    found = hidden_seconds(jaxpr, late_values(jaxpr, [True, True], heavy), reducing, dict.fromkeys(heavy, 1.0))
+    found = overlapped_seconds(jaxpr, late_values(jaxpr, [True, True], heavy), reducing, dict.fromkeys(heavy, 1.0))
     assert found == 1.5  # that of w, which is there at once; that of b comes after all products
 
 
@@ -146,19 +146,19 @@ def test_gradients_hide_behind_the_backward_pass() -> None:
     assert [c.kind for c in plan.collectives if c.bytes > 100] == ["all_reduce"] * 2
     # that of b comes first and hides behind the products of the other; that of a has nothing behind it
     one = find_boxing((256, 256), 4, Placement({"data": P()}), Placement(), plan.mesh).seconds
-    assert one <= plan.time.hidden < plan.time.all_reduce
-    assert plan.time.all_reduce - plan.time.hidden >= one * (1 - 1e-9)
+    assert one <= plan.time.overlapped < plan.time.all_reduce
+    assert plan.time.all_reduce - plan.time.overlapped >= one * (1 - 1e-9)
 
 
 def test_gradients_that_are_combined_wait_for_the_last() -> None:
-    assert planned(batch=2**16).time.hidden == 0
+    assert planned(batch=2**16).time.overlapped == 0
 
 
 def test_time_is_the_sum_of_its_parts() -> None:
     plan = planned()
     time = plan.time
     assert plan.seconds == pytest.approx(
-        time.compute + time.memory + sum(getattr(time, k) for k in KINDS) - time.hidden, rel=1e-12
+        time.compute + time.memory + sum(getattr(time, k) for k in KINDS) - time.overlapped, rel=1e-12
     )
     assert plan.compute_seconds == time.computing
     assert {k for k in KINDS if getattr(time, k)} == {c.kind for c in plan.collectives}

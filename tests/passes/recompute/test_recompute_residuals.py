@@ -14,8 +14,8 @@ from examples import gpt2
 from shardc import compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.estimate.memory import GAPS
-from shardc.passes.recompute.recompute import Choice, choice_named, names_of
-from shardc.passes.recompute.recompute_residuals import Slices, drop_residuals, find_residuals
+from shardc.passes.recompute.recompute import RecomputeChoice, choice_named, names_of
+from shardc.passes.recompute.recompute_residuals import Slices, find_residuals, recompute_residuals
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.plan.counterfactual import ports_in
 
@@ -106,12 +106,12 @@ def test_the_same_numbers(fn, shape, least):
         jaxpr = canonical(fn, *args)
         stacks = what_follows(jaxpr)
         assert len(stacks) >= least
-        fewer, again = drop_residuals(jaxpr, stacks)
+        fewer, again = recompute_residuals(jaxpr, stacks)
         assert not {v for e in all_eqns(fewer) for v in e.outvars} & set(stacks)
         carried = [Slices(r.maker, stacks).carries(r.stack) for r in find_residuals(jaxpr) if r.stack in stacks]
         assert any(carried) == (fn is normed)
         assert set(filter(None, again.values())) == set(stacks)
-        same_program(jaxpr, fewer, again, Choice(tuple(stacks)), args)
+        same_program(jaxpr, fewer, again, RecomputeChoice(tuple(stacks)), args)
 
 
 def test_what_is_carried_is_not_there_again():

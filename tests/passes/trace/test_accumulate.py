@@ -13,7 +13,7 @@ import pytest
 
 import shardc
 from shardc import S, compat
-from shardc.passes.trace import accumulate
+from shardc.passes.trace.accumulate import accumulate
 
 LINE = shardc.make_mesh(data=8)
 EVERYWHERE = shardc.rules({"*": {}})
