@@ -165,7 +165,6 @@ class LiveAtPeak:
         return Repeatable(
             [number[v] for v in self.crossing if v in number],
             np.asarray([np.inf if f else self.size(v) for v, f in zip(self.values, fused, strict=True)]),
-
             np.asarray([self.maker[v] if r else -1 for v, r in zip(self.values, may_run, strict=True)], np.int64),
             np.asarray(self.price),
             [[number[v] for v in compat.variables(e.invars) if v in number] for e in self.early],

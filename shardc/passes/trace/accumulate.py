@@ -1,12 +1,12 @@
 """Gradient accumulation: a function over a batch as a loop over microbatches.
 
 Microbatch j of m is rows j, j+m, j+2m, ... of the batch: contiguous slices of a split batch would have to be gathered,
-strided ones lie where the batch lies.
+strided ones stay on their devices.
 
     scan over j: results, state = fn(rows[j], keys[j], whole, state)   -->   results reduced over j, the last state
 
-State is what goes from a microbatch to the next: a result that `reduce` names an argument for, and what the function
-writes to objects among its arguments.
+State passes from a microbatch to the next: a result that `reduce` names an argument for, and writes of the function to
+objects among its arguments.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class _Result:
     """The results of `fn`, as it was traced.
 
     Attributes:
-      avals: of its arrays, after these of what the objects hold.
+      avals: of its arrays, then of those that the objects hold.
       tree: of the result.
-      fixed: for each leaf of the result None, or what it is that is no array.
+      fixed: for each leaf of the result None, or the leaf if it is no array.
       kinds: of each array its reduction; the carried ones are "state".
       written: numbers of the arrays of the objects that are written to.
     """
@@ -152,7 +152,7 @@ class _Loop:
         return _Result(avals, jax.tree.structure(out), fixed, kinds, self._checked(written, avals[count:]))
 
     def _checked(self, written: list[int], avals: Sequence[Any]) -> list[int]:
-        """The same; raises if what is written is not like what was there."""
+        """`written`; raises if a written array has another type than before."""
         call = self.call
         assert call.opened is not None or not written
         self._refuse_others((call.opened.paths[i], self.held[i], avals[i]) for i in written if call.opened is not None)
@@ -223,7 +223,8 @@ class _Loop:
         return ""
 
     def _check_carried(self, words: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Puts the carried results in the order of their arguments; raises if one is not like its argument."""
+        """Sorts the carried results in the order of their arguments; raises if one has another type than its
+        argument."""
         call = self.call
         results = {w[len(CARRY) :]: part for w, part in zip(words, parts, strict=True) if w and w.startswith(CARRY)}
         starts = iter(self.given)
@@ -260,7 +261,7 @@ class _Loop:
         return arrays, [*ordered, *(after[i] for i in result.written)]
 
     def _loop(self, rows: Any, whole: Any) -> tuple[list[Any], list[Any]]:
-        """The loop itself: a scan whose carry is the state, the sums and the last."""
+        """The loop itself: a scan whose carry is the state, the sums and the last results."""
         kinds, avals = self.result.kinds, self.result.avals
         stacked = [k == "stack" or (k == "last" and _is_extended(a)) for k, a in zip(kinds, avals, strict=False)]
 
@@ -285,7 +286,7 @@ class _Loop:
         return jax.tree.unflatten(self.result.tree, [next(rest) if x is None else x for x in self.result.fixed])
 
     def _with_gradient(self) -> Any:
-        """The loop, differentiated microbatch by microbatch: `fn` gives one float scalar, and there is no state."""
+        """The loop, differentiated microbatch by microbatch: `fn` returns one float scalar, and there is no state."""
         rows, whole, m = self.rows, self.whole, self.m
         scale = 1 / m if self.result.kinds[0] == "mean" else 1.0
         dtype = self.result.avals[0].dtype
@@ -328,7 +329,7 @@ class _Loop:
 
 
 def _held(xs: Sequence[Any], kinds: Sequence[str], stacked: Sequence[bool]) -> list[tuple[Any, str]]:
-    """Of the results those that the loop sums or overwrites, and how."""
+    """The results that the loop sums or overwrites, with their reduction."""
     return [(x, k) for x, k, s in zip(xs, kinds, stacked, strict=True) if not s and k != "state"]
 
 

@@ -1,20 +1,20 @@
-"""Signatures of operations that no table knows: a new JAX release's, a library's or a user's own primitive.
+"""Signatures of operations that no table has: a primitive of a new JAX release, of a library or of a user.
 
     y = foo x  -->  y = user_operation[fn=foo text="a b -> a b"] x
 
-Only what can be justified is offered. In this order:
+Only signatures that can be justified are offered, in this order:
 
 1. A body in the parameters that gives the same results, or a definition in JAX's terms (`compat.definition_of`): the
-   body is planned in its place. A body with a loop of unknown length comes after 2: all devices would wait for the
-   condition of such a loop in every round.
-2. The batching rule. A dimension may be split if the operation is the `vmap` of the same primitive without it: then no
-   index along the dimension sees another. It is that if JAX makes the same equation of the `vmap`, or if both give the
-   same values. Dimensions are taken off one by one.
-3. An experiment, for what shapes say may work element by element: every element of the results is computed from
+   body is planned in its place. A body with a loop of unknown length is tried after 2: all devices would wait for the
+   condition of such a loop in every iteration.
+2. The batching rule. A dimension may be split if the operation is the `vmap` of the same primitive without it, because
+   then no index along the dimension depends on another. That holds if JAX makes the same equation of the `vmap`, or if
+   both give the same values. Dimensions are removed one by one.
+3. An experiment, if shapes suggest that the operation is elementwise: every element of the results is computed from
    operands of one element and compared, on several draws and on edge values.
 
-Partial sums pass operands along which the derivative is the operation itself, if sums of results hold in numbers, too.
-What is found depends on the operation alone, and is remembered for the process.
+Partial sums pass through operands along which the derivative is the operation itself, if sums of results hold in
+numbers, too. Results depend on the operation alone, and are cached for the process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Axes: TypeAlias = tuple[int | None, ...]
 DRAWS: Final = 6
 """Draws of random operands in an experiment, besides those of edge values."""
 MOST_RUN: Final = 2**22
-"""Elements of operands and results up to which an operation is run to compare what it gives."""
+"""Elements of operands and results up to which an operation is run to compare its values."""
 GUESSES: Final = 96
 """Ways to batch the operands, and parameters without a dimension, that are listed at most."""
 TRACES: Final = 256
@@ -57,7 +57,7 @@ BY_EXPERIMENT: Final = "experiment"
 
 @dataclass(frozen=True)
 class Level:
-    """One dimension that an operation is batched over: its number in each operand, None where an operand has it not,
+    """One dimension that an operation is batched over: its number in each operand, None if an operand does not have it,
     and in each result."""
 
     into: Axes
@@ -66,12 +66,12 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class FoundOperation:
-    """An operation with signatures that were found, called on arrays of any sizes along the dimensions of `levels`.
+    """An operation whose signatures were found, called on arrays of any sizes along the dimensions of `levels`.
 
     Attributes:
-      primitive, params: what runs on arrays without these dimensions; on whole arrays if there are no levels.
+      primitive, params: the operation on arrays without these dimensions; on whole arrays if there are no levels.
       levels: dimensions that it is batched over, the outermost first.
-      how: what justifies the signatures.
+      how: the justification of the signatures.
     """
 
     primitive: Any
@@ -86,7 +86,7 @@ class FoundOperation:
         return fn(*operands)
 
     def batched(self, into: Axes, results: int) -> FoundOperation:
-        """The same over one more dimension, the first."""
+        """The operation over one more dimension, the first."""
         return replace(self, levels=(Level(into, (0,) * results), *self.levels))
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class FoundOperation:
 
 @dataclass(frozen=True, eq=False)
 class FoundSignatures:
-    """Signatures that were found for an operation, as `shardc.signature` takes them.
+    """Signatures that were found for an operation, in the form of `shardc.signature`.
 
     Attributes:
       text: factor notation.
@@ -110,7 +110,7 @@ class FoundSignatures:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it may be fused with others: it works element by element."""
+        """Whether it works element by element, and so may fuse with others."""
         operands, results = parse_factors(self.text)
         return all(fs in ((), results[0]) for fs in (*operands, *results))
 
@@ -137,7 +137,7 @@ def found_of(eqn: Eqn) -> FoundSignatures | None:
 
 
 _known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | FoundSignatures | None]]]] = {}
-"""By primitive and avals: parameters, and what was found."""
+"""Cache by primitive and avals: parameters, and the result."""
 
 
 def find_signatures(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
@@ -176,7 +176,7 @@ def _has_while(jaxpr: Any) -> bool:
 
 
 def _body_in_params(eqn: Eqn) -> ClosedJaxpr | None:
-    """The one jaxpr among the parameters that takes and gives what the equation does, if it gives the same values."""
+    """The one jaxpr among the parameters that has the equation's types and gives the same values."""
     bodies = compat.jaxprs_in(eqn.params.values())
     if len(bodies) != 1:
         return None
@@ -198,7 +198,7 @@ def _type(atom: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Operation:
-    """A primitive with its parameters, and the types that it takes and gives."""
+    """A primitive with its parameters, and the types of its operands and results."""
 
     primitive: Any
     params: Mapping[str, Any]
@@ -210,7 +210,7 @@ class _Operation:
 
 
 def _found_by_batching(operation: _Operation) -> FoundSignatures | None:
-    """The dimensions that the primitive can be batched over."""
+    """The signatures for the dimensions that the primitive can be batched over."""
     levels: list[Level] = []
     core, left = operation, _Left()
     while (found := _without_one(core, left)) is not None:
@@ -268,8 +268,8 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
 
 
 def _ways_to_batch(operands: Sequence[ShapeDtypeStruct]) -> list[Axes]:
-    """For each operand the dimension to batch over, or None: those of many operands first, and those in which all have
-    the same number."""
+    """For each operand the dimension to batch over, or None. Ways that batch many operands come first, and those with
+    the same dimension in all."""
     ways: list[Axes] = []
     for size in dict.fromkeys(n for a in operands for n in a.shape if n > 1):
         choices = [[*(d for d, n in enumerate(a.shape) if n == size), None] for a in operands]
@@ -283,8 +283,8 @@ def _ways_to_batch(operands: Sequence[ShapeDtypeStruct]) -> list[Axes]:
 
 
 def _params_without(operation: _Operation, into: Axes) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Parameters that the operation may have without a dimension, and its number in the results: numbers of dimensions
-    behind it are one less, and lists with an entry for each dimension are shorter."""
+    """Parameters that the operation may have without a dimension, and the dimension's number in the results. Numbers of
+    later dimensions are one less, and lists with an entry for each dimension are shorter."""
     dim = next(d for d in into if d is not None)
     rank = max(len(a.shape) for a, d in zip(operation.operands, into, strict=True) if d is not None)
     ranks = [len(a.shape) for a in operation.results]
@@ -298,7 +298,7 @@ def _values_without(value: Any, dim: int, rank: int, out: int, out_rank: int) ->
     """Guesses for a parameter without dimension `dim` of `rank`, and without `out` of `out_rank` of the results."""
     if type(value) is int:
         return _distinct([value, _less(value, dim)])
-    if type(value) not in (tuple, list):  # a named tuple is something of its own
+    if type(value) not in (tuple, list):  # named tuples have a meaning of their own
         return [value]
     found = [value]
     if all(type(v) is int for v in value):
@@ -334,7 +334,7 @@ def _traced(fn: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> Any
 
 
 def _is_this(jaxpr: Any, operation: _Operation, operands: Sequence[Any] | None = None) -> bool:
-    """Whether a jaxpr is an operation on its own inputs, or on `operands`, and nothing else."""
+    """Whether a jaxpr is exactly one operation on its own inputs, or on `operands`."""
     if jaxpr is None or len(jaxpr.eqns) != 1:
         return False
     (eqn,) = jaxpr.eqns
@@ -363,14 +363,15 @@ def _text(factors: Sequence[Sequence[str | None]], operands: int) -> str:
 
 
 def _cut(aval: ShapeDtypeStruct, factors: Sequence[str | None], size: int) -> ShapeDtypeStruct:
-    """The type with so many elements in each dimension that may be split."""
+    """The type with `size` elements in each dimension that may be split."""
     return ShapeDtypeStruct(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
 
 
 def _holds_in_pieces(
     fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], factors: Sequence[Sequence[str | None]]
 ) -> bool:
-    """Whether pieces give pieces of the results. What is too large to run, a batching rule is believed."""
+    """Whether pieces of operands give pieces of the results. A batching rule is trusted if arrays are too large to
+    run."""
     if not _can_run(operands):
         return True
     rng, count = np.random.default_rng(0), len(operands)
@@ -396,15 +397,15 @@ def _holds_in_pieces(
 def _linear_groups(
     operation: _Operation, fn: FoundOperation, small: Sequence[ShapeDtypeStruct]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of operands that partial sums pass: the derivative along them is the operation itself, and sums that
-    nearly cancel are as precise behind it as before. (The derivative of rounding to fewer bits is the identity.)"""
+    """The groups of operands that partial sums pass through: the derivative along them is the operation itself, and
+    sums that nearly cancel lose no precision in it. (The derivative of rounding to fewer bits is the identity.)"""
     real = [i for i, a in enumerate(operation.operands) if _keeps_sums(a.dtype, operation.results)]
     groups = [*((i,) for i in real), *([tuple(real)] if len(real) > 1 else [])]
     return tuple(g for g in groups if _is_own_derivative(operation, g) and _adds_up(fn, small, g))
 
 
 def _keeps_sums(dtype: Any, results: Sequence[ShapeDtypeStruct]) -> bool:
-    """Whether the results have all values of a dtype of floats."""
+    """Whether the results can represent all values of a float dtype."""
     return jnp.issubdtype(dtype, np.inexact) and all("sum" in conversion_ops(dtype, y.dtype) for y in results)
 
 
@@ -459,7 +460,8 @@ def _adds_up(fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], group: Se
 
 
 def _found_by_experiment(operation: _Operation) -> FoundSignatures | None:
-    """All dimensions, if each element of the results follows from the same element of the operands."""
+    """The signatures for all dimensions, if each element of the results follows from the same element of the
+    operands."""
     every, shape = (*operation.operands, *operation.results), tuple(operation.results[0].shape)
     fits = all(tuple(a.shape) == shape for a in operation.results)
     fits &= all(tuple(a.shape) in ((), shape) for a in operation.operands)
@@ -494,7 +496,7 @@ def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[
 
 
 def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call, or None if it raises: an unknown operation may refuse a guess in any way."""
+    """The result of a call, or None if it raises: an unknown operation may reject a guess with any exception."""
     try:
         return fn(*args)
     except Exception as error:  # noqa: BLE001
@@ -534,7 +536,7 @@ def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: S
 
 
 def _draw(make: Callable[..., np.ndarray], aval: ShapeDtypeStruct, rng: np.random.Generator) -> Any:
-    """Values of a type; keys are random, however values are made."""
+    """Values of a type; keys are always random."""
     if not is_extended(aval.dtype):
         return make(tuple(aval.shape), aval.dtype, rng)
     words = jax.eval_shape(jax.random.key_data, aval)
@@ -543,7 +545,7 @@ def _draw(make: Callable[..., np.ndarray], aval: ShapeDtypeStruct, rng: np.rando
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Operands of several scales, and positive ones: where a function does something depends on it."""
+    """Random operands of several scales, or positive ones: functions may be defined or behave differently there."""
     kind = np.dtype(dtype).kind
     if kind == "b":
         return rng.integers(0, 2, shape).astype(dtype)
@@ -561,7 +563,7 @@ def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.
 
 
 def _edges(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Operands at which functions change: zeros, ones, the largest and the least, and what is not finite."""
+    """Operands at which functions change: zeros, ones, the largest and the least, and values that are not finite."""
     kind = np.dtype(dtype).kind
     if kind == "b":
         values: list[Any] = [False, True]
@@ -579,7 +581,7 @@ def _edges(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.n
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two results are the same, but for the last bits of floats."""
+    """Whether two results are equal, up to the last bits of floats."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not jnp.issubdtype(a.dtype, np.inexact):

@@ -1,8 +1,8 @@
-"""Calls of a function over microbatches, taken apart: what is a row of a batch, a key, the same for all, or state.
+"""Splits calls of a function into microbatches: leaves are rows of a batch, keys, the same for all, or state.
 
     args -> rows [m, ...], keys [m], whole, state
 
-Objects that functions write to, such as modules of flax.nnx, are taken apart by the openers of `OPENERS`.
+Functions in `OPENERS` open objects that functions write to, such as modules of flax.nnx.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shardc.passes.trace.trace import (
 )
 
 CARRY: Final = "carry:"
-"""Prefix of a reduction that names an argument: the result is that argument in the next microbatch."""
+"""Prefix of a reduction that names an argument: the result becomes that argument in the next microbatch."""
 
 
 class Opened(Protocol):
-    """Objects among the arguments of a call that functions write to, taken apart into arrays."""
+    """Objects among the arguments of a call that functions write to, as arrays."""
 
     leaves: Sequence[Any]
     paths: Sequence[str]
 
     def build(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The arguments that hold objects, by name, with objects of their own that hold `leaves`."""
+        """The arguments that hold objects, by name, with new objects that hold `leaves`."""
         ...
 
     def read(self, built: Mapping[str, Any]) -> Sequence[Any]:
@@ -55,7 +55,7 @@ class Opened(Protocol):
 
 
 OPENERS: Final[list[Callable[[str, Mapping[str, Any]], Opened | None]]] = []
-"""Functions that take the objects of a call apart; None: it has none of their kind."""
+"""Functions that open the objects of a call; they return None if it has none of their kind."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class MicrobatchCall:
       fn: the function.
       where: it and its line, for errors.
       names: of each argument, the positional ones first.
-      positional: how many are.
-      trees: of each argument its structure; None: it holds objects.
-      roles: of each leaf of those arguments the pool that it comes from: "row", "whole", "state" or "static".
+      positional: number of these.
+      trees: structure of each argument; None: it holds objects.
+      roles: the pool of each leaf of those arguments: "row", "whole", "state" or "static".
       pools: the leaves of each pool; a row has the microbatches in its first dimension.
-      carried: the names whose leaves are state, in their order, and how many each has.
+      carried: the names of arguments whose leaves are state, in their order, and the number of leaves of each.
       sizes: rows of one microbatch in the batches.
       opened: the objects.
     """
@@ -96,7 +96,7 @@ class MicrobatchCall:
         return [n for role in ("row", "whole", "state") for n, r in pairs if r == role]
 
     def __call__(self, rows: Sequence[Any], whole: Sequence[Any], state: Sequence[Any], held: Sequence[Any]) -> Any:
-        """The function's result, and what its objects hold after it."""
+        """The function's result, and the arrays that its objects hold after it."""
         pools = {"row": iter(rows), "whole": iter(whole), "state": iter(state), "static": iter(self.pools["static"])}
         leaves = (next(pools[role]) for role in self.roles)
         built = self.opened.build(held) if self.opened is not None else {}
@@ -226,7 +226,7 @@ _NUMBERS: Final = (int, float, complex)
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters, `*args` and `**kwargs` among them; of one without a signature none."""
+    """The names of a function's parameters, with `*args` and `**kwargs`; none if it has no signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -269,7 +269,7 @@ def _is_flag(x: Any) -> bool:
 def _axes_for(
     where: str, in_axes: Any, values: Mapping[str, Any], positional: int, without: set[str]
 ) -> dict[str, Any]:
-    """What is said of the batch dimensions of each argument, a pytree prefix of it."""
+    """The batch dimensions of each argument, as a pytree prefix of it."""
     names = list(values)
     if in_axes is None:
         arrays = [n for n in names if not _is_flag(values[n])]
@@ -309,7 +309,7 @@ def _spread(where: str, name: str, axes: Any, value: Any) -> list[int | None]:
 
 
 def _why_no_rows(at: str, x: Any, axis: int, m: int) -> str:
-    """Why a leaf cannot be cut into microbatches; empty: it can."""
+    """The reason why a leaf cannot be split into microbatches; empty: it can."""
     if not -jnp.ndim(x) <= axis < jnp.ndim(x):
         return (
             f"argument {at} has {jnp.ndim(x)} dimensions, and no dimension {axis}. Say None in in_axes for what has no "

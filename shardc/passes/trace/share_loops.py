@@ -1,12 +1,12 @@
-"""Shares the rounds of a loop among the devices that hold its rows.
+"""Shares the iterations of a loop among the devices that hold its rows.
 
     c, ys = scan f c0 xs[n·m]    -->    cs, ys = scan (vmap f) zeros[n] xs[m, n]; c = c0 + sum cs
 
-A loop over examples saves memory. A scan takes its rows one after the other: where they are split over n devices, they
-would be exchanged for something else to split. Where no round reads what another made, each device can go through its
+A loop over examples saves memory. A scan takes its rows one after the other: if they are split over n devices, the
+planner has to exchange them for another split. If no iteration reads a result of another, each device can loop over its
 own rows. The loop then has m rounds of n rows each, one of each device; the rows of a round are a dimension like any
-other, which the planner splits as the rows were. Of a carry that rounds only add to, or take the maximum or minimum
-with, each device has a part. Rows that fill up the last devices add nothing, and what they give is cut off.
+other, which the planner splits as the rows were. Each device has its own part of a carry that iterations only add to,
+or take the maximum or minimum with. Rows that pad the last devices contribute nothing, and their results are cut off.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from shardc.sbp.placement import Pin
 from shardc.sbp.signature import Neutral, find_rule, is_extended, neutral_value
 
 COUNTS: Final = "threefry"
-"""Generators whose bits for many keys at once are those for each key."""
+"""Generators whose bits for many keys at once equal those for each key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How a carry is combined with what a round gives: its neutral element, and the reduction over devices."""
+    """How a carry is combined with the result of an iteration: its neutral element, and the reduction over devices."""
 
     neutral: Neutral
     reduce: Callable[[Any], Any]
@@ -59,12 +59,13 @@ def share_loops(
     program: Program, pins: Sequence[Pin | None], mesh: MeshView, replicate: Collection[str] = (),
     known: Sequence[int] | None = None,
 ) -> Program:  # fmt: skip
-    """The program whose loops over split rows run on the devices that hold these.
+    """The program with loops over split rows that are shared among the devices of these rows.
 
     Args:
       pins: of its arguments.
-      replicate: primitives for which no signatures are looked for.
-      known: how many devices share each loop (`Program.shared`), as a saved plan has it; None: as the pins say.
+      replicate: primitives that get no signatures.
+      known: the number of devices that share each loop (`Program.shared`), from a saved plan; None: it follows from
+        pins.
     """
     sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, replicate, known)
     jaxpr = sharer.run(program.jaxpr)
@@ -75,11 +76,13 @@ def share_loops(
 
 
 class _Sharer:
-    """Attributes:
-    pins: of arguments.
-    made: of variables seen so far the equation that makes them, and which of its results they are.
-    outer: of variables of bodies the value outside, and how many dimensions that has in front.
-    found: of loops that can be shared how many devices share each.
+    """The walk that shares loops.
+
+    Attributes:
+      pins: of arguments.
+      made: for each variable seen so far the equation that makes it, and the number of the result.
+      outer: for each variable of a body the value outside, and the number of dimensions that this has in front.
+      found: for each loop that can be shared the number of devices that share it.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class _Sharer:
         return compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
 
     def note(self, eqns: Sequence[Eqn]) -> None:
-        """Notes what new equations and their bodies make."""
+        """Records the results of new equations and their bodies."""
         for eqn in eqns:
             self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
             for body in bodies_of(eqn):
@@ -129,7 +132,7 @@ class _Sharer:
                 self.note(body.eqns)
 
     def shared(self, eqn: Eqn) -> tuple[list[Eqn], list[Atom]] | None:
-        """A loop shared among those that hold its rows: its equations, and its results; None if it is to stay."""
+        """A shared loop: its equations, and its results; None if it stays as it is."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None
         scan = compat.scan_of(eqn)
@@ -146,7 +149,8 @@ class _Sharer:
         return None if n == 1 else inlined_eqns(_shared(eqn, scan, carries, n), eqn.invars, eqn, self.replicate)
 
     def devices_of(self, rows: Var) -> int:
-        """How many devices split the first dimension of a value, as the pins of what it is made of say."""
+        """The number of devices that split the first dimension of a value, by the pins of the values that it comes
+        from."""
         todo, seen = [(rows, 0)], {(rows, 0)}
         while todo:
             v, dim = todo.pop()
@@ -166,7 +170,7 @@ class _Sharer:
         return 1
 
     def devices_by(self, pin: Pin, dim: int) -> int:
-        """The number of devices that split a dimension, as a pin says."""
+        """The number of devices that split a dimension, by a pin."""
         return math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
 
 
@@ -189,7 +193,7 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
 
 
 def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
-    """For the variables that a body is given the value outside, and its dimensions in front."""
+    """For the variables of a body the value outside, and the number of dimensions that this has in front."""
     name = eqn.primitive.name
     if name == "scan":
         first = compat.scan_of(eqn).rows_at
@@ -208,7 +212,7 @@ def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
 
 
 def _may_be_batched(eqn: Eqn) -> bool:
-    """Whether many rows at once give what they give one by one, with no row waiting for another."""
+    """Whether iterations batched together give the same results as one by one, without waiting for each other."""
     if eqn.effects or eqn.primitive.name == "while" or is_unit(eqn) or runs_once(eqn):
         return False
     for atom in eqn.invars:
@@ -218,7 +222,8 @@ def _may_be_batched(eqn: Eqn) -> bool:
 
 
 def _carries(scan: Scan) -> list[Combination | None] | None:
-    """For each carry how rounds are combined (None: it stays as it is); None if a round reads what another made."""
+    """For each carry how iterations are combined (None: it does not change); None if an iteration reads a result of
+    another."""
     body = scan.body
     inside = body.invars[scan.consts : scan.rows_at]
     reads: dict[Var, int] = {}
@@ -240,7 +245,8 @@ def _carries(scan: Scan) -> list[Combination | None] | None:
 
 
 def _way(before: Var, after: Atom, maker: Mapping[Var, Eqn], reads: Mapping[Var, int]) -> list[str] | None:
-    """The names of the operations that lead from a carry to its next value, if nothing else reads what is between."""
+    """The names of the operations from a carry to its next value, if nothing else reads the values between; else
+    None."""
     if reads.get(before) != 1:
         return None
     now, names, step = before, list[str](), _readers(maker)
@@ -256,13 +262,13 @@ def _way(before: Var, after: Atom, maker: Mapping[Var, Eqn], reads: Mapping[Var,
 
 
 def _readers(maker: Mapping[Var, Eqn]) -> dict[Var, Eqn]:
-    """An equation that reads each value."""
+    """For each value an equation that reads it."""
     return {a: e for e in maker.values() for a in e.invars if not compat.is_literal(a)}
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """The rows of a loop, in `rounds` rounds of one row for each of `n` devices; the last devices' are filled up."""
+    """The rows of a loop, in `rounds` rounds of one row for each of `n` devices; padding follows the last row."""
 
     n: int
     length: int
