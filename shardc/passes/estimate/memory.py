@@ -56,20 +56,6 @@ POINTER: Final = 8
 """Bytes of the table in which XLA gives one result."""
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 class Around(NamedTuple):
     """What a product whose pieces go around holds besides its operands and its result.
 
