@@ -14,7 +14,7 @@ from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
 from shardc.machine.mesh import view
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import RecomputeChoice, insert_recompute
+from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
@@ -131,7 +131,7 @@ def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
     cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
     if not cheaper:
         return replace(request, program=program)
-    program = replace(program, jaxpr=insert_recompute(program.jaxpr, cheaper)[0])
+    program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
     count = len(cheaper.stacks)
     note = f"Of what loops would keep, {count} values are computed again, which takes less time."
     return replace(request, program=program, notes=(*request.notes, note))

@@ -16,13 +16,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import (
-    Recomputation,
-    RecomputeChoice,
-    RecomputeOptions,
-    insert_recompute,
-    recomputed,
-)
+from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
@@ -51,10 +45,10 @@ class Misfit:
 
 def make_plan(request: Request) -> SpmdPlan | Misfit:
     """The cheapest plan that was found within the request's limit."""
-    jaxpr, cheaper = insert_recompute(
+    jaxpr, cheaper = recompute(
         request.program.jaxpr, RecomputeChoice(*choose_residuals(request.program.jaxpr, request.mesh))
     )
-    placing = Placing.of(replace(request, program=replace(request.program, jaxpr=jaxpr)), cheaper)
+    placing = Placing.of(replace(request, program=request.program.after("recompute_residuals", jaxpr)), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -228,8 +222,8 @@ class _Search:
     def computing_again(self, choice: RecomputeChoice, traced: Program) -> _Search:
         """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
         low as a bound may be."""
-        jaxpr, recomputation = insert_recompute(self.program.jaxpr, choice, traced.jaxpr)
-        request = replace(self.request, program=replace(self.program, jaxpr=jaxpr))
+        jaxpr, recomputation = recompute(self.program.jaxpr, choice, traced.jaxpr)
+        request = replace(self.request, program=self.program.after("recompute", jaxpr))
         return replace(self, request=request, recomputation=recomputation, bound=self.cheapest.bound)
 
     @cached_property

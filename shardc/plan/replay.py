@@ -19,7 +19,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.place.insert_boxing import latest
 from shardc.passes.place.problem import Node, Problem
-from shardc.passes.recompute.recompute import choice_named, insert_recompute, recomputed
+from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
 from shardc.plan.borders import match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.plan.counterfactual import ports_in
 from shardc.plan.plan import SpmdPlan
@@ -50,9 +50,9 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
         )
     arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
     results = [without_idle(pin, mesh) for pin in request.results]
-    jaxpr, cheaper = insert_recompute(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
-    jaxpr, recomputation = insert_recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
-    program = replace(program, jaxpr=jaxpr)
+    jaxpr, cheaper = recompute(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
+    jaxpr, recomputation = recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
+    program = program.after("recompute", jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:
         raise ArgumentError(

@@ -6,7 +6,7 @@ fused into the loops that read it, and then costs only the reads of those. The c
 minimum cut (the min-cut of PyTorch's partitioner, He and Yu 2023, with seconds as in Checkmate, Jain et al. 2020).
 
 Before anything is placed, `choose_residuals` recomputes by light operations alone, and assumes that a device holds its
-share of every value. If memory is short, `insert_recompute` asks it of a plan, at a price on memory.
+share of every value. If memory is short, `recompute` asks it of a plan, at a price on memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
-from shardc.ir.walk import all_eqns, bytes_of
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import IN_LOOPS, Backend, FusionKind, kind_of
-from shardc.passes.estimate.memory import local_bytes, piece_bytes
 from shardc.passes.estimate.plan_cost import alone_seconds
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.min_cut import Repeatable
 from shardc.passes.recompute.recompute_residuals import find_residuals, may_recompute
 from shardc.sbp.cost import memory_seconds, send_price

@@ -19,8 +19,9 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend
 from shardc.passes.estimate.live_ranges import scopes_at
-from shardc.passes.estimate.memory import Profile, piece_bytes
+from shardc.passes.estimate.memory import Profile
 from shardc.passes.estimate.plan_cost import alone_seconds, plan_cost
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.choose_residuals import ResidualLoop, loops_of, placed_costs
 from shardc.passes.recompute.recompute_residuals import RecomputedVars, Slices, find_residuals, recompute_residuals
 from shardc.passes.recompute.recompute_values import LiveAtPeak, recompute_values
@@ -125,7 +126,7 @@ class RecomputeOptions:
         return in_loops + sum(c.choose(min(price, dearest))[-1] for c in self.peaks)
 
 
-def insert_recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:
+def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:
     """The program with the chosen recomputations, and what they are.
 
     Args:

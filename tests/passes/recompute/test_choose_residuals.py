@@ -17,7 +17,7 @@ from shardc.machine.topology import TOPOLOGIES
 from shardc.passes.estimate.backend import IN_LOOPS, kind_of
 from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import RecomputeChoice, insert_recompute
+from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.passes.recompute.recompute_residuals import Slices, find_residuals
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import REPLICATED
@@ -43,7 +43,7 @@ def test_the_same_numbers(fn, shape):
         jaxpr = canonical(fn, *args)
         choice = RecomputeChoice(*choose_residuals(jaxpr, ONE))
         assert choice.stacks
-        fewer, recomputation = insert_recompute(jaxpr, choice)
+        fewer, recomputation = recompute(jaxpr, choice)
         same_program(jaxpr, fewer, recomputation.variables, choice, args)
 
 
@@ -95,7 +95,7 @@ def test_no_other_choice_takes_less(layer):
     the plan says."""
     jaxpr = step_of(layer)
     choice = RecomputeChoice(*choose_residuals(jaxpr, ONE))
-    least, now = seconds(jaxpr), seconds(insert_recompute(jaxpr, choice)[0])
+    least, now = seconds(jaxpr), seconds(recompute(jaxpr, choice)[0])
     assert now < least
     residuals = list(find_residuals(jaxpr))
     maker = residuals[0].maker
@@ -108,7 +108,7 @@ def test_no_other_choice_takes_less(layer):
             slices.keep(instead)
             eqns = [slices.of(v) for v in stacks]
             if stacks and None not in eqns and all(kind_of(e) in IN_LOOPS for e in chain.from_iterable(eqns)):
-                least = min(least, seconds(insert_recompute(jaxpr, RecomputeChoice(stacks, instead))[0]))
+                least = min(least, seconds(recompute(jaxpr, RecomputeChoice(stacks, instead))[0]))
     assert now <= least * (1 + 1e-6)
 
 
@@ -147,7 +147,7 @@ def test_what_is_pinned_is_not_done_twice():
         jaxpr, _ = canonicalize(jax.make_jaxpr(step)(*args), marks=True)
         choice = RecomputeChoice(*choose_residuals(jaxpr, view(mesh)))
         assert choice.stacks
-        (*_, backward) = (e for e in insert_recompute(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
+        (*_, backward) = (e for e in recompute(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
         return [e.primitive.name for e in bodies_of(backward)[0].eqns]
 
     plain = names(lambda h: h)

@@ -16,7 +16,7 @@ from examples.zoo import MODELS
 from shardc import compat
 from shardc.compat import bodies_of
 from shardc.passes.estimate.backend import backend_of
-from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, insert_recompute
+from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute
 from shardc.passes.recompute.recompute_residuals import NOT_RECOMPUTED
 from shardc.passes.recompute.recompute_values import recompute_values
 from shardc.passes.trace.canonicalize import canonicalize
@@ -76,7 +76,7 @@ def test_any_choice_gives_the_same_numbers(fn, data):
             since = scope.eqns[now].outvars[0]
             made = [v for e in scope.eqns[:now] if e.primitive.name not in NOT_RECOMPUTED for v in e.outvars]
             chosen |= {v: since for v in made if data.draw(st.booleans())}
-        again_too, recomputation = insert_recompute(jaxpr, RecomputeChoice(values=chosen))
+        again_too, recomputation = recompute(jaxpr, RecomputeChoice(values=chosen))
         assert set(filter(None, recomputation.variables.values())) <= chosen.keys()
         same_program(jaxpr, again_too, recomputation.variables, RecomputeChoice(values=chosen), args)
 
