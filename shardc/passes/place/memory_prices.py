@@ -29,7 +29,7 @@ from shardc.solver.cost_tables import Table, whole
 
 PRICE_STEP: Final = 0.25
 """Step of the logarithm of prices."""
-LEAST_SHARE: Final = 1e-4
+LEAST_PRICE_SHARE: Final = 1e-4
 """Prices below this share of the highest count as zero."""
 
 
@@ -88,7 +88,7 @@ class MemoryModel:
         """(terms,) prices a byte, from those at each point of the program; rounded, so that layers share tables."""
         total = np.concatenate(([0.0], np.cumsum(at)))
         found = total[self._end] - total[self._begin]
-        some = found > LEAST_SHARE * found.max(initial=0.0)
+        some = found > LEAST_PRICE_SHARE * found.max(initial=0.0)
         found[~some] = 0.0
         found[some] = np.exp(np.round(np.log(found[some]) / PRICE_STEP) * PRICE_STEP)
         return found

@@ -553,7 +553,7 @@ def _keep_sums_apart(b: Builder) -> None:
 
 
 def _add_traffic(value: Value) -> None:
-    """Adds the bytes of a value to the traffic of light operations that move it once fused (`fused_bytes` counts later).
+    """Adds a value to the traffic of light operations that move its bytes once fused (`fused_bytes` counts them later).
     Its maker writes it if another kind of operation reads it. If another kind made it, all light readers together read
     it once."""
     maker = value.maker

@@ -21,7 +21,7 @@ from shardc.ir.boundary import MARKS
 from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
-from shardc.passes.trace.find_signatures import FoundSignatures, find_signatures
+from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
 from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
@@ -98,7 +98,7 @@ class _Inliner:
         call = _inlined(eqn, invars)
         if call is None and self.has_no_rule(eqn):
             found = find_signatures(eqn.replace(invars=invars))
-            if isinstance(found, FoundSignatures):
+            if isinstance(found, OperationSignatures):
                 eqn = found.put_into(eqn)
             elif found is not None:
                 call = found, invars

@@ -94,7 +94,7 @@ class FoundOperation:
 
 
 @dataclass(frozen=True, eq=False)
-class FoundSignatures:
+class OperationSignatures:
     """Signatures that were found for an operation, in the form of `shardc.signature`.
 
     Attributes:
@@ -128,19 +128,19 @@ class FoundSignatures:
         return eqn.replace(primitive=user_p, params=params)
 
 
-def found_of(eqn: Eqn) -> FoundSignatures | None:
+def found_of(eqn: Eqn) -> OperationSignatures | None:
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
     if not isinstance(fn, FoundOperation):
         return None
-    return FoundSignatures(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
+    return OperationSignatures(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
 
 
-_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | FoundSignatures | None]]]] = {}
+_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | OperationSignatures | None]]]] = {}
 """Cache by primitive and avals: parameters, and the result."""
 
 
-def find_signatures(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
+def find_signatures(eqn: Eqn) -> ClosedJaxpr | OperationSignatures | None:
     """The body to plan in place of an equation, or its signatures; None if nothing is justified."""
     kind = (eqn.primitive, *((a.aval.shape, a.aval.dtype, a.aval.weak_type) for a in eqn.invars))
     known = _known.setdefault((*kind, bool(jax.config.jax_enable_x64)), [])  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,12 +150,12 @@ def find_signatures(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):  # a draw may give a NaN
         found = _find(eqn)
     known.append((dict(eqn.params), found))
-    said = found if isinstance(found, FoundSignatures) else "replicated" if found is None else "planned as its body"
+    said = found if isinstance(found, OperationSignatures) else "replicated" if found is None else "planned as its body"
     log.info("no rule for %s: %s", eqn.primitive.name, said)
     return found
 
 
-def _find(eqn: Eqn) -> ClosedJaxpr | FoundSignatures | None:
+def _find(eqn: Eqn) -> ClosedJaxpr | OperationSignatures | None:
     if eqn.effects or not eqn.invars or any(compat.size_of(v.aval) == 0 for v in (*eqn.invars, *eqn.outvars)):
         return None
     body = compat.definition_of(eqn) or _body_in_params(eqn)
@@ -209,7 +209,7 @@ class _Operation:
         return compat.bind_with(self.primitive, self.params)(*operands)
 
 
-def _found_by_batching(operation: _Operation) -> FoundSignatures | None:
+def _found_by_batching(operation: _Operation) -> OperationSignatures | None:
     """The signatures for the dimensions that the primitive can be batched over."""
     levels: list[Level] = []
     core, left = operation, _Left()
@@ -226,7 +226,7 @@ def _found_by_batching(operation: _Operation) -> FoundSignatures | None:
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
     linear = _linear_groups(operation, fn, small)
-    return FoundSignatures(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
+    return OperationSignatures(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
 
 
 @dataclass
@@ -459,7 +459,7 @@ def _adds_up(fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], group: Se
 # --- experiment ------------------------------------------------------------------------------------------------------
 
 
-def _found_by_experiment(operation: _Operation) -> FoundSignatures | None:
+def _found_by_experiment(operation: _Operation) -> OperationSignatures | None:
     """The signatures for all dimensions, if each element of the results follows from the same element of the
     operands."""
     every, shape = (*operation.operands, *operation.results), tuple(operation.results[0].shape)
@@ -476,7 +476,7 @@ def _found_by_experiment(operation: _Operation) -> FoundSignatures | None:
     factors = [[f"d{i}" for i in range(len(a.shape))] for a in every]
     fn = FoundOperation(operation.primitive, operation.params, (), BY_EXPERIMENT)
     small = [ShapeDtypeStruct((3,) * len(a.shape), a.dtype) for a in operation.operands]
-    return FoundSignatures(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
+    return OperationSignatures(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
 
 
 def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[int, ...], results: int) -> bool:

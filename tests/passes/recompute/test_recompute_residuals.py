@@ -18,6 +18,7 @@ from shardc.passes.recompute.recompute import RecomputeChoice, choice_named, nam
 from shardc.passes.recompute.recompute_residuals import Slices, find_residuals, recompute_residuals
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.plan.counterfactual import ports_in
+from tests.passes.programs import before_after
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
 
@@ -95,6 +96,16 @@ def same_program(jaxpr, other, again, choice, args):
     want, got = (jaxpr_as_fun(compat.close(j))(*flat) for j in (jaxpr, other))
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_the_text(golden):
+    def fn(x, c):
+        c, r = lax.scan(lambda c, x: (lax.mul(c, lax.tanh(x)), lax.tanh(x)), c, x)
+        return lax.scan(lambda d, r: (lax.add(d, r), None), c, r)[0]
+
+    before = canonical(fn, jax.ShapeDtypeStruct((3, 4), np.float32), jax.ShapeDtypeStruct((4,), np.float32))
+    after, _ = recompute_residuals(before, [r.stack for r in find_residuals(before)])
+    golden("recompute_residuals", before_after(before, after))
 
 
 @pytest.mark.parametrize(
