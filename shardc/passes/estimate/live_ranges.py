@@ -432,7 +432,7 @@ class _Backward:
             self.whole[v] = max(self.whole.get(v, t), done)
         begin = self.early.at[v] if self.backend.eager else t
         if self.backend.one_layout and _turns(eqn):
-            if eqn.params["dst"].items() <= eqn.params["src"].items():  # gathered, then copied
+            if eqn.params["dst"].items() <= eqn.params["src"].items():  # the result is copied into its layout
                 several = self.ahead.readers.get(v, 0) > 1
                 self.lives.append((v, begin, (self.last(v, t) if several else t) + 1))
                 begin = begin if not several else t

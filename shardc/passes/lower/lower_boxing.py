@@ -105,7 +105,7 @@ def _in_order(x: jax.Array, op: str) -> jax.Array:
 
 def _from_order(x: jax.Array, dtype: Any) -> jax.Array:
     found = lax.bitcast_convert_type(_turn_negative(x), dtype)
-    return jnp.where(jnp.isnan(found), jnp.asarray(jnp.nan, dtype), found)  # one with a sign would be sorted first
+    return jnp.where(jnp.isnan(found), jnp.asarray(jnp.nan, dtype), found)  # a NaN with a sign would sort first
 
 
 def _turn_negative(bits: jax.Array) -> jax.Array:
@@ -229,7 +229,9 @@ class MeshWire:
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
         if not x.size:
             return x
-        in_order = tuple(a for a in self.sizes if a in axes)  # JAX counts devices so, in whatever order axes are named
+        in_order = tuple(
+            a for a in self.sizes if a in axes
+        )  # JAX numbers devices in this order, however axes are named
         number = np.arange(self._count(axes)).reshape([self.sizes[a] for a in in_order])
         number = number.transpose([in_order.index(a) for a in axes]).ravel()
         return lax.ppermute(x, in_order, [(int(number[s]), int(number[t])) for s, t in pairs])

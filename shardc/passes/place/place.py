@@ -77,7 +77,7 @@ class Tables:
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
                 i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
-                if i == j:  # a loop that reads what it carries
+                if i == j:  # a loop that reads its own carry
                     alone = unary[i]
                     unary[i] = memo.do(
                         ("loop", id(alone), id(cost)), (alone, cost), lambda u=alone, c=cost: u + np.diagonal(whole(c))

@@ -33,7 +33,7 @@ from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 from shardc.solver.kernels.numpy_kernels import kinds
 
-del _rules  # imported for its registrations
+del _rules  # importing it has registered its rules
 
 _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 

@@ -41,12 +41,12 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Runs `fn` over microbatches of its batch arguments, one after the other.
 
-    What `fn` writes to the nnx modules, optimizers, metrics and random streams among its arguments is there in the next
+    Writes of `fn` to nnx modules, optimizers, metrics and random streams among its arguments are visible in the next
     microbatch, and afterwards, as in a loop over the microbatches (`import shardc.flax`).
 
     Args:
       fn: a function of a batch. Its arguments may hold None, and leaves that are no arrays.
-      microbatches: how many, m; it has to divide the batch.
+      microbatches: their number m, which has to divide the batch.
       in_axes: for each argument the batch dimension, None for one that has none; as in jax.vmap, a tuple with one
         entry an argument, each a pytree prefix, or a dict of these by name, the others None. By default every argument
         but the first has it at 0 (a function of one argument: that one). Flags, keys, carried arguments and modules
@@ -56,7 +56,7 @@ def accumulate(
         "stack", all of them in a new first dimension,
         "last", that of the last microbatch, or
         "carry:state", which is the last too, and the argument `state` of the next microbatch.
-        By default the mean, of floats that are no rows of a batch; other results need a word.
+        By default the mean, for floats that are no rows of a batch; other results need an explicit reduction.
       keys: names of arguments that hold random keys: microbatch j gets `jax.random.split(key, m)[j]`.
 
     Returns:
@@ -167,7 +167,7 @@ class _Loop:
         if wrong:
             raise ArgumentError(
                 all_offenders(
-                    f"accumulate: {self.call.where}: what goes from microbatch to microbatch keeps its shape and dtype",
+                    f"accumulate: {self.call.where}: what microbatches carry has to keep its shape and dtype",
                     wrong,
                 )
             )
@@ -204,7 +204,7 @@ class _Loop:
             unclear += [f"{f'result {at}' if at else 'the result'}, {_text(aval)}, {problem}"] if problem else []
             found.append("state" if word is not None and word.startswith(CARRY) else word or "mean")
         if unclear:
-            raise ArgumentError(all_offenders(f"accumulate: {where}: say in `reduce` how to put together", unclear))
+            raise ArgumentError(all_offenders(f"accumulate: {where}: say in `reduce` how to combine", unclear))
         self._check_carried(words, parts)
         return found
 

@@ -59,8 +59,9 @@ def fsdp(
     """A placement for parameters and optimizer state: each array is split along its largest dimension.
 
     Fully sharded data parallel, or ZeRO (Rajbhandari et al. 2019): weights are gathered where they are used, gradients
-    reduce-scattered, and each device updates its part. It stands where a placement stands: for an argument, for a
-    subtree, or for a pattern of `shardc.rules`. Arrays of one shape are split alike, so moments lie as their weights.
+    reduce-scattered, and each device updates its part. It can be given wherever a placement can: for an argument, for a
+    subtree, or for a pattern of `shardc.rules`. Arrays of one shape are split alike, so moments are placed as their
+    weights.
 
     Args:
       axis: axis of the mesh over which arrays are split, or several, outermost first.

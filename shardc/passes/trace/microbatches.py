@@ -160,10 +160,12 @@ def microbatch_call(
             for (path, x), axis in zip(leaves_by_path(value), _spread(where, name, axes[name], value), strict=True):
                 pools.add(name, path_text(path), x, axis)
     if pools.wrong:
-        raise ArgumentError(all_offenders(f"accumulate: {where}: batches that make no microbatches", pools.wrong))
+        raise ArgumentError(
+            all_offenders(f"accumulate: {where}: batches that cannot be split into microbatches", pools.wrong)
+        )
     if split.in_axes is None and values and not pools.leaves["row"]:
         raise ArgumentError(
-            f"accumulate: {where}: no argument has a batch, by default; say in in_axes which has, such as "
+            f"accumulate: {where}: no argument has a batch, by default; name it in in_axes, such as "
             f'in_axes={{"{names[-1]}": 0}}, or in_axes={{}} if none has.'
         )
     # the state of several arguments stands in the order of the arguments

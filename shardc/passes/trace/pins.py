@@ -138,7 +138,7 @@ class Pins:
             names = {k: {k: s} for k, s in spec.items()}
             of = "arguments" if self.what == "in_placements" and not at else "items"
             self._wrong(
-                at, f"{code_text(spec)} may be of axes of the mesh, or of {of} that are called so; write "
+                at, f"{code_text(spec)} can name axes of the mesh or {of}; write "
                 f"shardc.Placement({code_text(spec)}) for the axes, {code_text(names)} for the {of}.",
             )  # fmt: skip
             return
@@ -355,7 +355,7 @@ def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
     if mesh.taken in said:
         rest = {a: s for a, s in said.items() if a != mesh.taken}
         raise PlacementError(
-            f"{code_text(said)}: axis {mesh.taken!r} is the pipeline's and stands in no placement: a value lives on "
+            f"{code_text(said)}: axis {mesh.taken!r} is the pipeline's and cannot be in a placement: a value is on "
             f"the stages that use it; write {code_text(rest)}."
         )
     unknown = [a for a in said if a not in mesh.sizes]
@@ -390,7 +390,7 @@ def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView
             raise PlacementError(f"{code_text(placement)}: {dtype} values cannot be a partial {kind}; write {whole}.")
         if border and kind != "sum":
             raise PlacementError(
-                f"{code_text(placement)}: P({placement.partial_op!r}) lives only inside a function; write {whole}."
+                f"{code_text(placement)}: P({placement.partial_op!r}) is allowed only inside a function; write {whole}."
             )
     return placement.resolve(rank)
 

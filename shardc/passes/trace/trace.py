@@ -168,18 +168,18 @@ class Arguments:
         inner = tuple(path_text(path[1:]) for path, _ in flat)
         call = Call(names, inner, tuple(x for _, x in flat), tree, static)
         wrong = [
-            f"{n}: a static argument wants a hash, and a {type(v).__name__} has none; pass a tuple, or another "
-            "immutable value."
+            f"{n}: a static argument has to be hashable, and a {type(v).__name__} is not; pass a tuple, or "
+            "another immutable value."
             for n, v in static
             if not _has_hash(v)
         ]
         wrong += [
-            f"{path}: a {type(x).__name__} is neither an array nor a constant with a hash; pass an array."
+            f"{path}: a {type(x).__name__} is neither an array nor a hashable constant; pass an array."
             for path, x in zip(call.paths, call.leaves, strict=True)
             if not is_array(x) and not _has_hash(x)
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: arguments that cannot be taken", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: invalid arguments", wrong))
         return call
 
     def call(self, values: Mapping[str, Any]) -> Any:
@@ -215,8 +215,8 @@ def held_by_nnx(values: Any) -> dict[str, Any]:
 
 
 _IMPORT_FLAX: Final = (
-    "Import shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
-    "is written to them. Or return the modules."
+    "Import shardc.flax and write shardc.flax.function instead of shardc.function: it accepts modules and keeps writes "
+    "to them. Or return the modules."
 )
 
 
