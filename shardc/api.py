@@ -59,7 +59,7 @@ AnyCompiled: TypeAlias = Compiled | CompiledPipeline
 
 @dataclass(frozen=True)
 class Options:
-    """What `shardc.function` is told besides the function and the mesh.
+    """The arguments of `shardc.function` besides the function and the mesh.
 
     Attributes:
       donate, static: names of arguments.
@@ -278,7 +278,7 @@ class Function:
         return Plan.of(found)
 
     def _program(self, call: Call) -> Program:
-        """What a call runs, with the marks of pipelines if this is one."""
+        """The program of a call, with its stage boundaries if this is a pipeline."""
         marks = self._ranks is not None
         key = (self._key(call), marks)
         if key not in self._programs:
@@ -287,7 +287,7 @@ class Function:
         return self._programs[key]
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
-        """What is said of a call's arguments, and of its results."""
+        """The pins of a call's arguments, and of its results."""
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
@@ -301,14 +301,14 @@ class Function:
     # -- for `shardc.tune`
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
-        """The same function on another mesh, or as a pipeline; what was traced is not traced again."""
+        """This function on another mesh, or as a pipeline. Traced programs are kept."""
         made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None))
         made._programs = self._programs
         return made
 
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
-        """The program of a call, with the marks of pipelines if this is one, and all that is said of where its
-        arguments and results live."""
+        """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
+        results."""
         call = self._arguments.take_apart(args, {})
         program = self._program(call)
         into, out = self._pins(call, program)

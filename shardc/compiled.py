@@ -1,4 +1,4 @@
-"""What `Function.compile` gives: the executable of one plan, called like the function."""
+"""The result of `Function.compile`: the executable of one plan, called like the function."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan]):
         self.executable.trace(path)
 
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
-        """The same pipeline under another schedule, without anything placed or compiled again.
+        """This pipeline under another schedule. Nothing is placed or compiled again.
 
         Args:
           schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if

@@ -73,7 +73,7 @@ def _is_same(theirs: AnyMesh, ours: AnyMesh) -> bool:
 
 
 def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement | str | None:
-    """The same for a pipeline: on one rank's mesh, or on the whole one."""
+    """The placement of an array of a pipeline: on one rank's mesh, or on the whole mesh."""
     if isinstance(x, StackedArray):
         return x.placement if x.mesh in meshes else None
     devices = set(x.sharding.device_set) if isinstance(x, jax.Array) else set[Any]()

@@ -1,4 +1,4 @@
-"""What the user says of the arguments and results of a call, as one pin for each leaf."""
+"""The pins of a call: one for each leaf of its arguments and results, as the user placed them."""
 
 from __future__ import annotations
 

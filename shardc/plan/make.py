@@ -13,10 +13,10 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
+from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitSearch, LimitResult, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
+from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, Recomputation, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
@@ -138,9 +138,9 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
 def _computing_again(
     whole: _Within, options: RecomputeOptions, traced: Program
 ) -> tuple[list[_Within], list[SpmdPlan]]:
-    """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
-    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
-    all is too little, what is worth it comes first: the rest is to lie elsewhere."""
+    """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
+    the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
+    all recomputation is too little, the part that is worth its time is tried first: placements have to free the rest."""
     limit, peak = whole.limit, whole.plan.memory.peak
     missed, plans, tried, dearest = [whole], list[SpmdPlan](), [RecomputeChoice()], math.inf
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= options.most else options.worth)
@@ -220,8 +220,8 @@ class _Search:
         return self.request.mesh
 
     def computing_again(self, choice: RecomputeChoice, traced: Program) -> _Search:
-        """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
-        low as a bound may be."""
+        """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
+        limits its own bound from above."""
         jaxpr, recomputation = recompute(self.program.jaxpr, choice, traced.jaxpr)
         request = replace(self.request, program=self.program.after("recompute", jaxpr))
         return replace(self, request=request, recomputation=recomputation, bound=self.cheapest.bound)

@@ -112,7 +112,7 @@ def _other_leaves(what: str, saved: Mapping[str, SavedLeaf], paths: Sequence[str
 
 
 def _other_operations(saved: SavedPlan, program: Program, *, with_types: bool) -> list[str]:
-    """What the operations differ in: their kinds and types, else their order, else what they are told and read.
+    """The differences between the operations: kinds and types, else order, else parameters and operands.
 
     Without types only the kinds: where arguments have other types, so have most operations.
     """
