@@ -13,10 +13,10 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitSearch, LimitResult, Trial
+from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, Recomputation, recompute, recomputed
+from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
@@ -124,7 +124,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
     least_cost = whole.fitting.least_cost
     hopeless = plans and least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
     if not (hopeless or any(map(_near, plans))):
-        missed, found = _computing_again(whole, options, traced)
+        missed, found = _recomputing(whole, options, traced)
         plans += found
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
         cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
@@ -135,9 +135,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
     return plans, list(fitted.values())
 
 
-def _computing_again(
-    whole: _Within, options: RecomputeOptions, traced: Program
-) -> tuple[list[_Within], list[SpmdPlan]]:
+def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
     """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
     the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
     all recomputation is too little, the part that is worth its time is tried first: placements have to free the rest."""
@@ -152,7 +150,7 @@ def _computing_again(
             wanted = math.inf
             continue
         tried.append(choice)
-        trial = _Within(whole.search.computing_again(choice, traced), limit)
+        trial = _Within(whole.search.recomputing(choice, traced), limit)
         if trial.fits:
             plans.append(trial.plan)
             high = min(wanted, options.most)
@@ -219,7 +217,7 @@ class _Search:
     def mesh(self) -> MeshView:
         return self.request.mesh
 
-    def computing_again(self, choice: RecomputeChoice, traced: Program) -> _Search:
+    def recomputing(self, choice: RecomputeChoice, traced: Program) -> _Search:
         """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
         limits its own bound from above."""
         jaxpr, recomputation = recompute(self.program.jaxpr, choice, traced.jaxpr)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from shardc import compat
 from shardc.compat import bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
-from shardc.passes.estimate.backend import CPU, GPU, TPU, FusionKind, backend_of, kind_of
+from shardc.passes.estimate.backend import CPU, GPU, TPU
 from shardc.passes.estimate.live_ranges import live_ranges
-from shardc.passes.estimate.sizes import tiled_bytes
 from shardc.passes.trace.canonicalize import canonicalize
 
 ROWS, COLS = 4, 8
@@ -183,33 +181,6 @@ def test_what_is_recomputed_is_not_kept():
         return live_ranges(traced(jax.grad(loss), X, W), {}, TPU).live(bytes_of).max()
 
     assert peak(jax.checkpoint) < 0.8 * peak(lambda f: f)
-
-
-def test_kinds():
-    (eqn,) = jax.make_jaxpr(lambda x: x.reshape(-1))(X).jaxpr.eqns
-    assert kind_of(eqn) is FusionKind.VIEW
-    (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
-    assert kind_of(eqn) is FusionKind.COSTLY
-    (eqn,) = jax.make_jaxpr(jax.lax.cumsum)(X).jaxpr.eqns
-    assert kind_of(eqn) is FusionKind.MADE
-    assert backend_of("cpu") is CPU and backend_of("v5p") is TPU and not backend_of("h200").tiles
-
-
-@pytest.mark.parametrize(
-    ("shape", "itemsize", "want"),
-    [
-        ((), 4, 4),
-        ((10,), 4, 128 * 4),
-        ((16, 128), 4, 16 * 128 * 4),
-        ((3, 128), 4, 4 * 128 * 4),  # rows up to a power of two
-        ((512, 16), 4, 512 * 16 * 4),  # the first dimension along the lanes
-        ((256, 130), 4, 256 * 136 * 4),
-        ((128, 9), 2, 128 * 16 * 2),
-        ((0, 5), 4, 0),
-    ],
-)
-def test_tiles(shape, itemsize, want):
-    assert tiled_bytes(shape, itemsize) == want
 
 
 def test_what_follows_from_what_a_step_begins_with_begins_with_it():

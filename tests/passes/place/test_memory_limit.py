@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitSearch
 from shardc.passes.place.memory_prices import points_without_boxings
 from shardc.passes.place.place import Placer
-from shardc.plans import Plan
 from tests.passes.place.test_optimal import random_problem
 
 BOUND_TOLERANCE = 1000
@@ -247,10 +247,7 @@ def test_copies_are_parted(tmp_path):
         taken = profile_memory(boxed.jaxpr, boxed.placements, {"data": 8}, backend=backend_of("v5p")).bytes
         between.append(taken[points == 4].min())
     assert between[0] - between[1] >= x.size * 4
-    parted = Plan(
-        plan.program, plan.mesh, apart, None, plan.inputs, [apart.placements[v] for v in apart.jaxpr.outvars],
-        plan.ties, plan.arguments, plan.results, (),
-    )  # fmt: skip
+    parted = replace(plan, boxed=apart, outputs=tuple(apart.placements[v] for v in apart.jaxpr.outvars))
     parted.save(tmp_path / "plan.json")
     saved = shardc.function(two_readers, mesh=mesh, plan=tmp_path / "plan.json")
     assert [len(e.invars) for e in boxes(saved.plan(x, ws).boxed)] == [1, 2]

@@ -176,7 +176,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     (crossing,) = options.crossings
     assert set(choice.values.values()) == {crossing.since}
     said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice.values})
-    plan = placing.search.computing_again(choice, placing.traced).plan
+    plan = placing.search.recomputing(choice, placing.traced).plan
     assert 0.7 * options.worth < plan.recomputed.bytes < 1.4 * options.worth
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 
