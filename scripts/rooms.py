@@ -17,17 +17,17 @@ PACKAGE: Final = REPOSITORY / "shardc"
 PAGE: Final = REPOSITORY / "docs" / "where-is-what.md"
 
 ROOMS: Final = (
-    "errors", "versions", "compat",
+    "errors", "versions", "compat", "passes",
     "machine", "sbp", "arrays", "ir", "solver",
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
     "runtime", "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.points", "pipeline",
-    "report", "execute", "plans", "api", "flax", "equinox", "tune", "__init__", "__main__",
+    "report", "execute", "plans", "calls", "compiled", "api", "flax", "equinox", "tune", "__init__", "__main__",
 )  # fmt: skip
 """A module may import those of its own room and of the rooms before it."""
 
-NOT_DRAWN: Final = frozenset({"errors", "versions", "compat", "__init__", "__main__"})
-"""Files that nearly every room imports, and files that import nearly every room."""
+NOT_DRAWN: Final = frozenset({"errors", "versions", "compat", "passes", "__init__", "__main__"})
+"""Files that nearly every room imports, files that import nearly every room, and the list of passes."""
 
 DRAWING: Final = re.compile(r"(?<=```mermaid\n)(?:(?!```).*\n)*(?=```)", re.MULTILINE)
 """The body of the page's mermaid block."""

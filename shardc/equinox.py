@@ -108,7 +108,7 @@ class Function:
 class Compiled:
     """The result of `Function.compile`: it is called like the function, and has all that `shardc.function`'s has."""
 
-    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

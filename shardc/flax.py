@@ -209,7 +209,7 @@ def _has_nnx(tree: Any) -> bool:
 class Compiled:
     """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
 
-    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     @compat.face

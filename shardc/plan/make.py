@@ -48,7 +48,7 @@ def make_plan(request: Request) -> SpmdPlan | Misfit:
     jaxpr, cheaper = compute_again(
         request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh))
     )
-    placing = Placing.of(replace(request, program=replace(request.program, jaxpr=jaxpr)), cheaper)
+    placing = Placing.of(replace(request, program=request.program.after("recompute_residuals", jaxpr)), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -136,9 +136,9 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[F
 
 
 def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
-    """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
-    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
-    all is too little, what is worth it comes first: the rest is to lie elsewhere."""
+    """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
+    the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
+    all recomputation is too little, the part that is worth its time is tried first: placements have to free the rest."""
     limit, peak = whole.limit, whole.plan.memory.peak
     missed, plans, tried, dearest = [whole], list[SpmdPlan](), [Choice()], math.inf
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
@@ -218,10 +218,10 @@ class _Search:
         return self.request.mesh
 
     def computing_again(self, choice: Choice, traced: Program) -> _Search:
-        """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
-        low as a bound may be."""
+        """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
+        limits its own bound from above."""
         jaxpr, repeated = compute_again(self.program.jaxpr, choice, traced.jaxpr)
-        request = replace(self.request, program=replace(self.program, jaxpr=jaxpr))
+        request = replace(self.request, program=self.program.after("recompute", jaxpr))
         return replace(self, request=request, repeated=repeated, bound=self.cheapest.bound)
 
     @cached_property

@@ -196,12 +196,12 @@ class SpmdPlan(PlacedProgram):
 
     @property
     def arguments(self) -> Sequence[Argument]:
-        """What was known of each input before planning."""
+        """The inputs as they were known before planning."""
         return self.request.arguments
 
     @property
     def results(self) -> Sequence[Pin | None]:
-        """What was said of each result before planning."""
+        """The pins of the results."""
         return self.request.results
 
     @property

@@ -52,7 +52,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     results = [without_idle(pin, mesh) for pin in request.results]
     jaxpr, cheaper = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
     jaxpr, repeated = compute_again(jaxpr, choice_named(jaxpr, saved.recomputed))
-    program = replace(program, jaxpr=jaxpr)
+    program = program.after("recompute", jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:
         raise ArgumentError(
@@ -112,7 +112,7 @@ def _other_leaves(what: str, saved: Mapping[str, SavedLeaf], paths: Sequence[str
 
 
 def _other_operations(saved: SavedPlan, program: Program, *, with_types: bool) -> list[str]:
-    """What the operations differ in: their kinds and types, else their order, else what they are told and read.
+    """The differences between the operations: kinds and types, else order, else parameters and operands.
 
     Without types only the kinds: where arguments have other types, so have most operations.
     """

@@ -101,7 +101,7 @@ class SavedPlan:
 
 
 def record(plan: SpmdPlan) -> SavedPlan:
-    """What is saved of a plan."""
+    """The saved form of a plan."""
     jaxpr, count = plan.boxed.jaxpr, sum(map(moves, plan.arguments))
     recorder = _Recorder(plan.boxed.placements)
     entered, begin = _entered(plan, count)

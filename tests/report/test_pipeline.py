@@ -222,7 +222,11 @@ def test_measuring_another_call_is_refused(exe):
 def test_what_is_no_pipeline_says_so(tmp_path):
     f = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=2))
     compiled = f.compile(zeros(4))
-    for look in (compiled.timeline, lambda: compiled.trace(tmp_path / "x.json"), lambda: compiled.measure(zeros(4))):
+    for look in (
+        lambda: compiled.timeline(),
+        lambda: compiled.trace(tmp_path / "x.json"),
+        lambda: compiled.measure(zeros(4)),
+    ):
         with pytest.raises(PipelineError, match=r"is one program, no pipeline.*jax\.profiler\.trace"):
             look()
 
