@@ -76,7 +76,7 @@ def room_graph(imports: Mapping[str, Set[str]]) -> dict[str, set[str]]:
     return found
 
 
-def without_transitive(arrows: Mapping[str, Set[str]]) -> dict[str, set[str]]:
+def without_transitive(arrows: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """The arrows of an acyclic graph that no longer way implies: `a --> b --> c, a --> c` becomes `a --> b --> c`."""
 
     def reached(room: str) -> set[str]:
