@@ -96,12 +96,12 @@ class Function:
         closed = _close((args, kwargs))
         fixed = [(p, x.value) for p, x in leaves_by_path(closed, _is_fixed) if isinstance(x, _Fixed)]
         wrong = [
-            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a constant with a hash."
+            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a hashable constant."
             for p, x in fixed
             if getattr(x, "__hash__", None) is None
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self._where}: arguments that cannot be taken", wrong))
+            raise ArgumentError(all_offenders(f"{self._where}: invalid arguments", wrong))
         return closed
 
 

@@ -14,7 +14,7 @@ from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
 from shardc.machine.mesh import view
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Choice, compute_again
+from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
@@ -128,10 +128,10 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
 def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
     """The request for a program whose loops recompute what takes less time to recompute than to keep."""
     program = precompute_state(request.program)
-    cheaper = Choice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
+    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
     if not cheaper:
         return replace(request, program=program)
-    program = program.after("recompute_residuals", compute_again(program.jaxpr, cheaper)[0])
+    program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
     count = len(cheaper.stacks)
     note = f"Of what loops would keep, {count} values are computed again, which takes less time."
     return replace(request, program=program, notes=(*request.notes, note))

@@ -20,7 +20,7 @@ from shardc import compat
 from shardc.compat import Atom, Var
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import estimate_memory
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import StageProgram
@@ -81,8 +81,8 @@ def working_bytes(task: StageTask) -> int:
     if task.plan is None:
         return 0
     boxed, mesh = task.plan.boxed, task.plan.mesh
-    habits = habits_of(mesh.topology.kind)
-    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), habits=habits).temporaries
+    backend = backend_of(mesh.topology.kind)
+    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
 
 
 class _Account:
@@ -104,7 +104,7 @@ class _Account:
     def size(self, stage: int, atom: Atom) -> int:
         """Bytes that a device of a stage allots for a value."""
         mesh = self.views[stage]
-        backend = habits_of(mesh.topology.kind)
+        backend = backend_of(mesh.topology.kind)
         if compat.is_literal(atom):
             return piece_bytes(atom.aval, REPLICATED, {}, backend)
         if (stage, atom) not in self._sizes:

@@ -124,7 +124,7 @@ class Counterfactual:
         if found.exact or start is None:
             return found
         # what is not proved best is then no worse where the question does not reach
-        values = tables.fuse([found.values, start], start, tables.work, ROUNDING)
+        values = tables.merge([found.values, start], start, tables.work, ROUNDING)
         return replace(found, values=values, cost=Costs(unary, tables.pairwise).cost(values))
 
     def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:

@@ -58,7 +58,7 @@ class SavedPlan:
         1, `results.0` that of the function.
       digests: for each primitive, of the parameters and connections of its operations.
       name: the file's, or the function's.
-      recomputed: which values are computed again and not kept for want of memory (`compute_again`); operations,
+      recomputed: which values are computed again and not kept for want of memory (`recompute`); operations,
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
       shared: how many devices share the rounds of each loop (`share_loops`).

@@ -93,7 +93,7 @@ def time_text(time: Time) -> str:
     """Where the time goes, in one line."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
     parts += [f"{seconds_text(s)} {kind}" for kind in KINDS if (s := getattr(time, kind))]
-    hidden = f", of which {seconds_text(time.hidden)} behind computing" if time.hidden else ""
+    hidden = f", of which {seconds_text(time.overlapped)} behind computing" if time.overlapped else ""
     return f"Time: {', '.join(parts)}{hidden}."
 
 

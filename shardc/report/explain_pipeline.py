@@ -48,7 +48,7 @@ _WIDTH: Final = 120
 _MOST_COLUMNS: Final = 4
 """Arguments with a column of their own."""
 _PARTS: Final = {
-    "compute": "computing", "memory": "reading and writing", "hidden": "behind computing", "launch": "launching",
+    "compute": "computing", "memory": "reading and writing", "overlapped": "behind computing", "launch": "launching",
     "wait": "waiting",
 }  # fmt: skip
 """Parts of a rank's time that have another name here."""
@@ -239,7 +239,7 @@ def _times(plan: MpmdPlan) -> str:
     parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, time in enumerate(plan.rank_times):
-        cells = tuple("-" * (part == "hidden") + seconds_text(getattr(time, part)) for part in parts)
+        cells = tuple("-" * (part == "overlapped") + seconds_text(getattr(time, part)) for part in parts)
         rows.setdefault(cells, []).append(rank)
     table = make_table("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
     for cells, ranks in rows.items():

@@ -276,7 +276,7 @@ def test_a_gradient_of_the_whole_loop():
 
 def test_a_batch_that_microbatches_do_not_divide():
     assert refused(step_of(cut_at(0), 3), kind=ArgumentError) == (
-        f"accumulate: <lambda> ({line_of(cut_at, 'lambda')}): batches that make no microbatches\n"
+        f"accumulate: <lambda> ({line_of(cut_at, 'lambda')}): batches that cannot be split into microbatches\n"
         "  argument batch/x: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
         "batch.\n"
         "  argument batch/y: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
@@ -290,7 +290,7 @@ def test_outputs_that_cannot_be_averaged():
         return accumulate(count, microbatches=4)(params, batch)
 
     assert refused(step, kind=ArgumentError) == (
-        f"accumulate: <lambda> ({line_of(step, 'count = ')}): say in `reduce` how to put together\n"
+        f"accumulate: <lambda> ({line_of(step, 'count = ')}): say in `reduce` how to combine\n"
         '  result 1, i32[], is no float, so its mean over microbatches is not of its type; "sum", "stack" or "last".'
     )
 
@@ -467,7 +467,7 @@ def test_a_mesh_without_the_pipelines_axis(axes, has):
     )
 
 
-TAKEN = "axis 'pipe' is the pipeline's and stands in no placement: a value lives on the stages that use it; write"
+TAKEN = "axis 'pipe' is the pipeline's and cannot be in a placement: a value is on the stages that use it; write"
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
