@@ -105,7 +105,7 @@ def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
 
 # Why: there is no public way from an equation to the user's line.
 _OURS: Final = os.path.dirname(__file__) + os.sep
-_TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
+_TRACE: Final = os.path.join(_OURS, "passes", "trace", "trace.py")
 
 
 @functools.cache

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
-KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+from shardc.sbp.cost import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Collective:
       one_round: nothing is said of one of them, so that it counts one iteration.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     count: int
@@ -46,4 +44,4 @@ class Moves:
     """The collectives that an equation stands for, and by kind the seconds of one execution."""
 
     collectives: Sequence[Collective]
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[CollectiveKind, float]

@@ -15,9 +15,9 @@ from jax.extend.core.primitives import all_gather_p, psum_p
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr
-from shardc.ir.collective import Collective, Kind, Moves
+from shardc.ir.collective import Collective, Moves
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import send_price
+from shardc.sbp.cost import CollectiveKind, send_price
 from shardc.sbp.placement import B, Placement
 from shardc.sbp.signature import Signature
 
@@ -93,7 +93,7 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
-_SENT: Final[Mapping[str, tuple[Kind, Callable[[Any, Any, int], int]]]] = {
+_SENT: Final[Mapping[str, tuple[CollectiveKind, Callable[[Any, Any, int], int]]]] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: _bytes(x))),
     "all_gather": ("all_gather", lambda x, y, n: _bytes(x)),
     "reduce_scatter": ("reduce_scatter", lambda x, y, n: _bytes(y)),

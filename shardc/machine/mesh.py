@@ -22,8 +22,8 @@ from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.topology import (
     TOPOLOGIES,
-    Link,
-    Span,
+    AxisSpan,
+    DeviceLink,
     Topology,
     default_spans,
     lay_along,
@@ -50,7 +50,7 @@ class MeshView:
     avoids: frozenset[str] = frozenset()
     """Kinds of steps of a boxing that a plan is not to take where it can do without: they cost `AVOIDED` more."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
-    spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
+    spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """What each axis lies along."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class MeshView:
         return math.prod(n for _, n in self.axes)
 
     @property
-    def link(self) -> Link:
+    def link(self) -> DeviceLink:
         """To the next mesh along the axis that this is a part of; of a whole mesh, between neighbours."""
         cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
         return self.topology.link_along(cut[0]) if cut else self.topology.link

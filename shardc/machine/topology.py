@@ -66,7 +66,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """A part of a physical dimension that a mesh axis lies along.
 
     Attributes:
@@ -83,12 +83,12 @@ class Span:
     closed: bool = False
 
 
-Layout: TypeAlias = tuple[tuple[str, tuple[Span, ...]], ...]
+Layout: TypeAlias = tuple[tuple[str, tuple[AxisSpan, ...]], ...]
 """For each mesh axis what it lies along."""
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """What a message from one device to another passes: bytes/s, and seconds until the first of them arrives."""
 
     bandwidth: float
@@ -142,14 +142,14 @@ class Topology:
         return dict(self.rates).get(dtype, self.flops)
 
     @property
-    def link(self) -> Link:
+    def link(self) -> DeviceLink:
         """Between neighbours along the first dimension."""
-        return Link(self.fabrics[0].bandwidth, self.fabrics[0].latency)
+        return DeviceLink(self.fabrics[0].bandwidth, self.fabrics[0].latency)
 
-    def link_along(self, axis: str) -> Link:
+    def link_along(self, axis: str) -> DeviceLink:
         """Between neighbours along a mesh axis: what is slowest on the way."""
         spans = dict(self.layout).get(axis, ())
-        links = [Link(s.fabric.bandwidth / s.stride, s.fabric.latency * _hops(s)) for s in spans]
+        links = [DeviceLink(s.fabric.bandwidth / s.stride, s.fabric.latency * _hops(s)) for s in spans]
         return min(links, key=lambda link: link.bandwidth, default=self.link)
 
     def to_json(self) -> str:
@@ -163,7 +163,7 @@ class Topology:
 _NOT_IN_FILES: Final = ("layout", "pod")
 
 
-def _hops(span: Span) -> int:
+def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
 
 
@@ -259,13 +259,13 @@ def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Span, ...]]:
+def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[str, tuple[AxisSpan, ...]]:
     """Where no shape is said: on a torus each axis is a ring of its own; else devices fill what is fast first."""
     first = machine.fabrics[0]
     if first.kind == "torus":
-        return {a: (Span(first, k, n, closed=True),) for k, (a, n) in enumerate(axes)}
+        return {a: (AxisSpan(first, k, n, closed=True),) for k, (a, n) in enumerate(axes)}
     if len(machine.fabrics) == 1:
-        return {a: (Span(first, 0, n),) for a, n in axes}
+        return {a: (AxisSpan(first, 0, n),) for a, n in axes}
     whole = math.prod(n for _, n in axes)
     return dict(lay_out(replace(machine, shape=(first.most or whole, whole)), axes))
 
@@ -289,19 +289,19 @@ def lay_along(
     machine: Topology, axes: Sequence[tuple[str, int]], place: Callable[[int, int], tuple[int, ...]]
 ) -> Layout:
     """The layout of a mesh, given where in the machine's shape the i-th device along an axis is."""
-    found: list[tuple[str, tuple[Span, ...]]] = []
+    found: list[tuple[str, tuple[AxisSpan, ...]]] = []
     for k, (axis, n) in enumerate(axes):
         if n > 1:
             found.append((axis, _spans(machine, n, [place(k, i) for i in range(n)])))
     return tuple(found)
 
 
-def _spans(machine: Topology, n: int, at: Sequence[tuple[int, ...]]) -> tuple[Span, ...]:
+def _spans(machine: Topology, n: int, at: Sequence[tuple[int, ...]]) -> tuple[AxisSpan, ...]:
     """What devices at these places lie along; if they are no grid, a line along the last dimension they span."""
     values = {d: sorted(set(column)) for d, column in enumerate(zip(*at, strict=True)) if len(set(column)) > 1}
     if math.prod(map(len, values.values())) != n or not all(map(_is_even, values.values())):
         dim = max(values, default=0)
-        return (Span(machine.fabric(dim), dim, n),)
+        return (AxisSpan(machine.fabric(dim), dim, n),)
     return tuple(_span(machine, d, len(v), v[1] - v[0]) for d, v in values.items())
 
 
@@ -309,15 +309,15 @@ def _is_even(values: Sequence[int]) -> bool:
     return len({b - a for a, b in pairwise(values)}) == 1
 
 
-def _span(machine: Topology, dim: int, count: int, stride: int) -> Span:
+def _span(machine: Topology, dim: int, count: int, stride: int) -> AxisSpan:
     fabric, size = machine.fabric(dim), machine.shape[dim]
     closed = bool(fabric.ring) and size % fabric.ring == 0 and count * stride == size
-    return Span(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
+    return AxisSpan(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def merged(spans: Iterable[AxisSpan]) -> tuple[AxisSpan, ...]:
     """The spans of several axes together: two that lie along one dimension, end to end, are one."""
-    found: list[Span] = []
+    found: list[AxisSpan] = []
     for s in sorted(spans, key=lambda s: (s.fabric.tier, s.dim, s.stride)):
         last = found[-1] if found else None
         if last is not None and s.dim == last.dim and s.fabric.kind == "torus" and s.stride == last.count * last.stride:

@@ -24,7 +24,7 @@ _WORK: Final = 2_000_000
 
 
 @dataclass(frozen=True)
-class Wait:
+class ActorWait:
     """Why an actor is stuck: it waits for a message (`key` tells which), or for a register (`key` is None).
 
     Attributes:
@@ -53,7 +53,7 @@ class Deadlock:
 
     network: Network
     positions: tuple[int, ...]
-    cycle: tuple[Wait, ...]
+    cycle: tuple[ActorWait, ...]
 
     def __str__(self) -> str:
         who = sorted({w.actor for w in self.cycle})
@@ -77,7 +77,7 @@ class Deadlock:
         """A line for each wait of the cycle."""
         return [self._for_register(w) if w.message is None else self._for_message(w, w.message) for w in self.cycle]
 
-    def _for_message(self, wait: Wait, message: Message) -> str:
+    def _for_message(self, wait: ActorWait, message: Message) -> str:
         channel = self.network.channels[wait.channel]
         giver = next(i for i, s in enumerate(self.network.actors[channel.source]) if message in s.gives)
         return (
@@ -85,7 +85,7 @@ class Deadlock:
             f"which actor {channel.source} gives in {self._place(channel.source, giver)}."
         )
 
-    def _for_register(self, wait: Wait) -> str:
+    def _for_register(self, wait: ActorWait) -> str:
         channel = self.network.channels[wait.channel]
         source, target = self.network.actors[wait.actor], self.network.actors[channel.target]
         given = [m for s in source[: self.positions[wait.actor]] for m in s.gives if m[0] == wait.channel]
@@ -220,10 +220,10 @@ def run_without_time(net: Network) -> list[Actor[None]]:
     return actors
 
 
-def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[Wait, ...]:
+def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[ActorWait, ...]:
     """From the lowest stuck actor, follow the first wait until an actor comes again."""
     came: dict[int, int] = {}
-    path: list[Wait] = []
+    path: list[ActorWait] = []
     at = next(a.number for a in actors if a.step is not None)
     while at not in came:
         came[at] = len(path)
@@ -232,10 +232,10 @@ def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[Wait, ...]:
     return tuple(path[came[at] :])
 
 
-def _first_wait(net: Network, actor: Actor[None]) -> Wait:
+def _first_wait(net: Network, actor: Actor[None]) -> ActorWait:
     assert actor.step is not None
     messages, full = actor.missing()
     if messages:
         channel = messages[0][0]
-        return Wait(actor.number, actor.step.label, channel, messages[0], net.channels[channel].source)
-    return Wait(actor.number, actor.step.label, full[0], None, net.channels[full[0]].target)
+        return ActorWait(actor.number, actor.step.label, channel, messages[0], net.channels[channel].source)
+    return ActorWait(actor.number, actor.step.label, full[0], None, net.channels[full[0]].target)

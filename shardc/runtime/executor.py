@@ -19,7 +19,7 @@ from shardc.errors import PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.window import Window
+from shardc.runtime.window import LaunchWindow
 from shardc.runtime.worker import ALL_RUNS, Task, Transport, Worker
 
 __all__ = ["Executor", "Task", "Tasks"]
@@ -86,7 +86,7 @@ class Executor:
         self._ports: dict[int, Port] = {**(ports or {}), **self.mailboxes}
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
-        windows = {a: Window(window, wait, finished) for a in here if window is not None and wait is not None}
+        windows = {a: LaunchWindow(window, wait, finished) for a in here if window is not None and wait is not None}
         self._workers = [
             Worker(
                 net, {a: found[a] for a in share}, windows, box, self._ports, moves, self._reports,

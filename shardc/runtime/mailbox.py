@@ -34,7 +34,7 @@ class Port(Protocol):
         ...
 
 
-class Reader(Protocol):
+class MailboxReader(Protocol):
     """Whom a mailbox hands on to what is posted: an actor, or all that run in one thread."""
 
     def deliver(self, message: Message, value: Any) -> None: ...
@@ -63,7 +63,7 @@ class Mailbox:
         self.stopped = max(self.stopped, run)
         self._posted.put([(run, None, None)])
 
-    def open(self, run: int, reader: Reader) -> None:
+    def open(self, run: int, reader: MailboxReader) -> None:
         """Begins a run: drops what is left of those before it, hands on what came early."""
         early, self._later = self._later, []
         try:
@@ -78,11 +78,11 @@ class Mailbox:
     def empty(self) -> bool:
         return self._posted.empty()
 
-    def feed(self, run: int, reader: Reader) -> None:
+    def feed(self, run: int, reader: MailboxReader) -> None:
         """Waits for one thing that is posted and hands it on."""
         self._hand_on(self._posted.get().pop(), run, reader)
 
-    def _hand_on(self, posted: Posted, run: int, reader: Reader) -> None:
+    def _hand_on(self, posted: Posted, run: int, reader: MailboxReader) -> None:
         of, what, value = posted
         if of > run:
             self._later.append(posted)

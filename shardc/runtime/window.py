@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 
-class Window:
+class LaunchWindow:
     """At most `size` launched, unfinished steps: before one more, the oldest is waited for.
 
     Of the values that a step gives only weak references are held, so that a register is free when its consumer has

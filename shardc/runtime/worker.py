@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.window import Window
+from shardc.runtime.window import LaunchWindow
 
 ALL_RUNS: Final = 2**63 - 1
 
@@ -41,7 +41,7 @@ class Task:
 class _Part:
     """An actor in its thread: what it runs, and how far it is."""
 
-    def __init__(self, net: Network, number: int, window: Window | None) -> None:
+    def __init__(self, net: Network, number: int, window: LaunchWindow | None) -> None:
         self.net, self.number, self.window = net, number, window
         self.ways: list[_Way] = []
         self.rewind()
@@ -95,7 +95,7 @@ class Worker:
         self,
         net: Network,
         tasks: Mapping[int, Sequence[Task]],
-        windows: Mapping[int, Window],
+        windows: Mapping[int, LaunchWindow],
         mailbox: Mailbox,
         ports: Mapping[int, Port],
         moves: Sequence[Transport | None],

@@ -26,7 +26,7 @@ from shardc.sbp.cost import (
     LOCAL_STEPS,
     LONGEST,
     STEP_KINDS,
-    Group,
+    DeviceGroup,
     StepKind,
     StepPrice,
     group_of,
@@ -47,7 +47,7 @@ EVEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BoxingStep:
     """One step of a boxing: `kind` over the group of `axes`, from `src` to `dst`."""
 
     kind: StepKind
@@ -64,7 +64,7 @@ class Step:
 class Boxing:
     """The cheapest path: its steps, and what each of them costs."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BoxingStep, ...]
     prices: tuple[StepPrice, ...]
 
     @property
@@ -232,7 +232,7 @@ class _Costs:
     Attributes:
       together: whether it is done as such.
       kind: its number in STEP_KINDS.
-      n, wire, latency: of its collective, as `Group` has them; of a local step 0.
+      n, wire, latency: of its collective, as `DeviceGroup` has them; of a local step 0.
     """
 
     together: NDArray[np.bool_]
@@ -241,9 +241,9 @@ class _Costs:
     wire: NDArray[np.int64]
     latency: NDArray[np.int64]
 
-    def of(self, groups: NDArray[np.int64], kind: StepKind) -> Group:
+    def of(self, groups: NDArray[np.int64], kind: StepKind) -> DeviceGroup:
         """Those of one kind, in arrays."""
-        return Group(self.n[groups], {kind: self.wire[groups]}, {kind: self.latency[groups]})
+        return DeviceGroup(self.n[groups], {kind: self.wire[groups]}, {kind: self.latency[groups]})
 
 
 @lru_cache(maxsize=256)
@@ -264,7 +264,7 @@ class _OfKind(NamedTuple):
 
     kind: StepKind
     at: NDArray[np.intp]
-    groups: Group
+    groups: DeviceGroup
     reduced: NDArray[np.bool_]
     idle: NDArray[np.bool_]
 
@@ -348,10 +348,10 @@ class _Graph:
         dst, wire, rest = (column[begin:end].tolist() for column in (self.links.dst, self.wire, self.rest))
         return zip(range(begin, end), dst, wire, rest, strict=True)
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> BoxingStep:
         kind, axes = self.links.names[self.links.name[number]]
         src, dst = (self.links.steps.placements[ends[number]] for ends in (self.links.src, self.links.dst))
-        return Step(kind, axes, src, dst)
+        return BoxingStep(kind, axes, src, dst)
 
 
 def _alike(shape: Shape, steps: _Steps) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -407,7 +407,7 @@ def _shortest(
                 best[j] = further
                 came[j] = e
                 heapq.heappush(queue, (further, next(order), j))
-    path: list[Step] = []
+    path: list[BoxingStep] = []
     while goal != start:
         path.append(graph.step(came[goal]))
         goal = int(graph.links.src[came[goal]])

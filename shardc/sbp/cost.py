@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from shardc.machine.mesh import MeshView
-from shardc.machine.topology import Span, Topology, merged
+from shardc.machine.topology import AxisSpan, Topology, merged
 from shardc.sbp.placement import Placement, local_shape
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
@@ -62,7 +62,7 @@ _FUSED: Final = round(1 / LIGHT)
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """What collectives over a group of devices cost; or, in arrays, over some.
 
     Attributes:
@@ -78,14 +78,14 @@ class Group:
     latency: Mapping[str, Any]
 
 
-def group_of(mesh: MeshView, axes: Sequence[str]) -> Group:
+def group_of(mesh: MeshView, axes: Sequence[str]) -> DeviceGroup:
     """The devices that differ in the given axes only."""
     combined = frozenset(kind for kind, _ in mesh.topology.combined) if mesh.shared > 1 else frozenset[str]()
     return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch, combined, mesh.shared)
 
 
 @lru_cache(maxsize=4096)
-def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], shared: int) -> Group:
+def _group(spans: tuple[AxisSpan, ...], launch: float, combined: frozenset[str], shared: int) -> DeviceGroup:
     ways = merged(spans)
     tiers = [tuple(found) for _, found in itertools.groupby(ways, key=lambda s: s.fabric.tier)]
     around = sum(_hops(s) * s.fabric.latency for s in ways)
@@ -101,7 +101,7 @@ def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], sha
         "all_to_all": _exchange(tiers),
         "permute": max((_permute(t) for t in tiers), default=0),
     }
-    return Group(
+    return DeviceGroup(
         math.prod(s.count for s in ways),
         MappingProxyType(wire),
         MappingProxyType(
@@ -113,26 +113,26 @@ def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], sha
     )
 
 
-def _hops(s: Span) -> int:
+def _hops(s: AxisSpan) -> int:
     """Messages that follow one another until all devices have heard of each other."""
     if s.fabric.kind == "switch":
         return s.count - 1
     return s.stride * (s.count // 2 if s.closed else s.count - 1)
 
 
-def _width(s: Span, kind: str) -> float:
+def _width(s: AxisSpan, kind: str) -> float:
     """Bytes/s that a device sends along a span: on a torus by both links, if there are two, which others share."""
     links = 2 if s.closed else 1
     return s.fabric.rate(kind) * (links / s.stride if s.fabric.kind == "torus" else 1)
 
 
-def _tier_width(tier: Sequence[Span], kind: str) -> float:
+def _tier_width(tier: Sequence[AxisSpan], kind: str) -> float:
     if tier[0].fabric.kind == "torus":
         return sum(_width(s, kind) for s in tier)
     return min(_width(s, kind) for s in tier)
 
 
-def _gather(kind: str, tiers: Sequence[Sequence[Span]]) -> int:
+def _gather(kind: str, tiers: Sequence[Sequence[AxisSpan]]) -> int:
     """Femtoseconds for each byte that each device puts in: the outer tiers gather first."""
     total, held = 0, 1
     for tier in reversed(tiers):
@@ -142,7 +142,7 @@ def _gather(kind: str, tiers: Sequence[Sequence[Span]]) -> int:
     return total
 
 
-def _exchange(tiers: Sequence[Sequence[Span]]) -> int:
+def _exchange(tiers: Sequence[Sequence[AxisSpan]]) -> int:
     """Femtoseconds for each byte that each device sends to each of the others, straight to where it belongs."""
     total, inside = 0, 1
     for tier in tiers:
@@ -156,7 +156,7 @@ def _exchange(tiers: Sequence[Sequence[Span]]) -> int:
     return total
 
 
-def _permute(tier: Sequence[Span]) -> int:
+def _permute(tier: Sequence[AxisSpan]) -> int:
     """Femtoseconds for each byte that each device sends to some other. On a torus the way is as long as it is on
     average to all others, and all links are in use."""
     if tier[0].fabric.kind == "switch":
@@ -217,7 +217,7 @@ def sent_pieces(kind: StepKind, before: Any, after: Any, smaller: Any, reduced: 
       reduced: 1 where an all-to-all stands for the reduce-scatter of a max or min, else 0.
 
     Returns:
-      The pieces of `Group.wire`; of an all-reduce all n of them together.
+      The pieces of `DeviceGroup.wire`; of an all-reduce all n of them together.
     """
     match kind:
         case "reduce_scatter":
@@ -239,7 +239,7 @@ def moved_bytes(kind: StepKind, piece: int, n: int) -> int:
     return (n - 1) * piece  # to n-1 others, passed on around the ring
 
 
-def wire_cost(kind: StepKind, piece: Any, touched: Any, group: Group, memory: int) -> Any:
+def wire_cost(kind: StepKind, piece: Any, touched: Any, group: DeviceGroup, memory: int) -> Any:
     """Femtoseconds that a step's bytes are on their way: as long as the links take, and no less than the memory that
     gives and takes them. Of numbers or of arrays.
 
@@ -266,7 +266,7 @@ def _times(held: Any, cost: Any) -> Any:
     return np.where(held * cost.astype(np.float64) < LONGEST, held * cost, LONGEST)
 
 
-def rest_cost(kind: StepKind, after: Any, idle: Any, group: Group, memory: int) -> Any:
+def rest_cost(kind: StepKind, after: Any, idle: Any, group: DeviceGroup, memory: int) -> Any:
     """Femtoseconds of a step besides: latency, or the share of a local copy that counts. Of numbers or of arrays.
 
     Args:

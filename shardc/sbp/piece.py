@@ -21,9 +21,9 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import Rule, Setting, Site, Window, neutral_value
+from shardc.sbp.signature import OperandWindow, Rule, Setting, Site, neutral_value
 
-Index: TypeAlias = NDArray[np.intp]
+Positions: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Reading:
     shifts: tuple[Shift, ...]
 
 
-def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
+def reading(rule: Rule, w: OperandWindow, setting: Setting) -> Reading | None:
     """How a window is got at these placements; None if its factor is not split."""
     dim = rule.operands[w.operand].index(w.factor)
     by_dim = (*rule.operands, *rule.results)[w.by].index(w.factor)
@@ -152,7 +152,7 @@ def _reading(
     return Reading(axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, low, high))
 
 
-def _shifts(held: Sequence[tuple[int, int]], block: int, low: Index, high: Index) -> tuple[Shift, ...]:
+def _shifts(held: Sequence[tuple[int, int]], block: int, low: Positions, high: Positions) -> tuple[Shift, ...]:
     """Who sends what: overlaps of what is held (begin and length) and what is wanted (begin and end), by the distance
     between the devices."""
     offsets, valid = np.asarray(held).T

@@ -165,7 +165,7 @@ def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class OperandWindow:
     """Elements of a split dimension that a device reads, whoever holds them: element r of the factor at port `by` reads
     r·step + start ... r·step + start + width - 1 of an operand's dimension. A window lies as the dimension does, where
     `step` is negative, too.
@@ -230,7 +230,7 @@ class Rule:
     neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
     granule: Mapping[str, int] = field(default_factory=dict[str, int])
     local: Local = bind_same
-    windows: tuple[Window, ...] = ()
+    windows: tuple[OperandWindow, ...] = ()
     told: Mapping[str, Told] = field(default_factory=dict[str, Told])
     across: Local = bind_same
     terms: Terms | None = None

@@ -18,8 +18,8 @@ from shardc.errors import MeshError
 from shardc.machine.mesh import MeshView, make_mesh, meshes_along, places_of, view
 from shardc.machine.topology import (
     TOPOLOGIES,
+    AxisSpan,
     Fabric,
-    Span,
     Topology,
     lay_along,
     merged,
@@ -67,9 +67,13 @@ def test_where_axes_lie(topology: str, axes: dict[str, int], expected: dict[str,
 
 def test_spans_end_to_end_are_one() -> None:
     ring = Fabric("torus", 1.0, 1.0, ring=4)
-    inner, outer, other = Span(ring, 0, 2), Span(ring, 0, 4, stride=2, closed=True), Span(ring, 1, 4, closed=True)
-    assert merged((outer, other, inner)) == (Span(ring, 0, 8, closed=True), other)
-    assert merged((inner, Span(ring, 0, 2, stride=4))) == (inner, Span(ring, 0, 2, stride=4))  # a gap between
+    inner, outer, other = (
+        AxisSpan(ring, 0, 2),
+        AxisSpan(ring, 0, 4, stride=2, closed=True),
+        AxisSpan(ring, 1, 4, closed=True),
+    )
+    assert merged((outer, other, inner)) == (AxisSpan(ring, 0, 8, closed=True), other)
+    assert merged((inner, AxisSpan(ring, 0, 2, stride=4))) == (inner, AxisSpan(ring, 0, 2, stride=4))  # a gap between
 
 
 def test_an_axis_of_one_device_lies_along_nothing() -> None:

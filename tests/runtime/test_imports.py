@@ -1,4 +1,4 @@
-"""Who may know whom: pipeline knows the actors and no devices, runtime knows no pipelines, neither knows JAX."""
+"""Imports of the pure rooms: schedules know actors and no devices, the runtime no schedules, neither JAX."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,12 @@ import shardc
 ROOT = Path(shardc.__file__).parent
 MAY = {
     "runtime": ("shardc.errors", "shardc.runtime"),
-    "pipeline": ("shardc.errors", "shardc.pipeline", "shardc.runtime.actor", "shardc.runtime.deadlock"),
+    "pipeline/schedule": (
+        "shardc.errors",
+        "shardc.pipeline.schedule",
+        "shardc.runtime.actor",
+        "shardc.runtime.deadlock",
+    ),
 }
 
 

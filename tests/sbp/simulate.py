@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardc.sbp.boxing import Step
+from shardc.sbp.boxing import BoxingStep
 from shardc.sbp.placement import Placement, S
 
 Device = tuple[int, ...]
@@ -115,7 +115,7 @@ def read(pieces: Pieces, placement: Placement, shape: Sequence[int], sizes: Mapp
     return held
 
 
-def simulate(step: Step, pieces: Pieces, shape: Sequence[int], sizes: Mapping[str, int]) -> Pieces:
+def simulate(step: BoxingStep, pieces: Pieces, shape: Sequence[int], sizes: Mapping[str, int]) -> Pieces:
     """The pieces after one step."""
     have = {d: ids(shape, step.src, sizes, d) for d in pieces}
     want = {d: ids(shape, step.dst, sizes, d) for d in pieces}

@@ -35,11 +35,10 @@ from shardc import compat
 from shardc.compat import ClosedJaxpr, Eqn
 from shardc.ir.user_operation import user_p
 from shardc.sbp.rules.elementwise import conversion_ops
-from shardc.sbp.signature import is_extended, parse_factors
+from shardc.sbp.signature import Aval, is_extended, parse_factors
 
 log = logging.getLogger("shardc")
 
-Aval: TypeAlias = jax.ShapeDtypeStruct
 Axes: TypeAlias = tuple[int | None, ...]
 
 DRAWS: Final = 6
@@ -161,7 +160,7 @@ def _find(eqn: Eqn) -> ClosedJaxpr | Found | None:
     body = compat.definition_of(eqn) or _body_in_params(eqn)
     if body is not None and not _has_while(body.jaxpr):
         return body
-    avals = ([Aval(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
+    avals = ([jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
     operation = _Operation(eqn.primitive, eqn.params, *avals)
     return _found_by_batching(operation) or body or _found_by_experiment(operation)
 
@@ -184,7 +183,7 @@ def _body_in_params(eqn: Eqn) -> ClosedJaxpr | None:
     sides = ((closed.jaxpr.invars, eqn.invars), (closed.jaxpr.outvars, eqn.outvars))
     if any(list(map(_type, mine)) != list(map(_type, theirs)) for mine, theirs in sides):
         return None
-    avals = [Aval(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     same = _give_the_same(compat.bind_with(eqn.primitive, eqn.params), jex.jaxpr_as_fun(closed), avals)
     return closed if same else None
 
@@ -202,8 +201,8 @@ class _Operation:
 
     primitive: Any
     params: Mapping[str, Any]
-    operands: list[Aval]
-    results: list[Aval]
+    operands: Sequence[Aval]
+    results: Sequence[Aval]
 
     def __call__(self, *operands: Any) -> list[Any]:
         return compat.bind_with(self.primitive, self.params)(*operands)
@@ -241,7 +240,7 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
     """A dimension that an operation is the vmap over, and the operation without it."""
     for into in _ways_to_batch(operation.operands):
         less = [
-            a if d is None else Aval((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
+            a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
             for a, d in zip(operation.operands, into, strict=True)
         ]
         for params, out in _params_without(operation, into):
@@ -262,7 +261,7 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
                 left.runs -= 1
                 same = _give_the_same(batched, operation, operation.operands)
             if same:
-                types = [Aval(y.shape, y.dtype) for y in results]
+                types = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in results]
                 return Level(into, out), _Operation(operation.primitive, params, less, types)
     return None
 
@@ -364,7 +363,7 @@ def _text(factors: Sequence[Sequence[str | None]], operands: int) -> str:
 
 def _cut(aval: Aval, factors: Sequence[str | None], size: int) -> Aval:
     """The type with so many elements in each dimension that may be split."""
-    return Aval(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
+    return jax.ShapeDtypeStruct(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
 
 
 def _holds_in_pieces(fn: FoundOperation, operands: Sequence[Aval], factors: Sequence[Sequence[str | None]]) -> bool:
@@ -469,7 +468,7 @@ def _found_by_experiment(operation: _Operation) -> Found | None:
             return None
     factors = [[f"d{i}" for i in range(len(a.shape))] for a in every]
     fn = FoundOperation(operation.primitive, operation.params, (), BY_EXPERIMENT)
-    small = [Aval((3,) * len(a.shape), a.dtype) for a in operation.operands]
+    small = [jax.ShapeDtypeStruct((3,) * len(a.shape), a.dtype) for a in operation.operands]
     return Found(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from shardc.sbp.rules.contraction import bilinear
-from shardc.sbp.signature import Operation, Rule, Site, Window, rule
+from shardc.sbp.signature import OperandWindow, Operation, Rule, Site, rule
 
 
 @rule("conv_general_dilated")
@@ -45,7 +45,7 @@ class _Space(NamedTuple):
 
     factor: str | None = None
     kernel: str | None = None
-    window: Window | None = None
+    window: OperandWindow | None = None
 
 
 def _space(op: Operation, i: int) -> _Space:
@@ -63,10 +63,12 @@ def _space(op: Operation, i: int) -> _Space:
         if whole and dilation == 1 and out == 1:
             return _Space(f"k{i}", f"k{i}")
         width = (out - 1) * stride + 1
-        return _Space(f"k{i}", f"k{i}", Window(0, f"k{i}", 1, -padding[0], dilation, width, between))
+        return _Space(f"k{i}", f"k{i}", OperandWindow(0, f"k{i}", 1, -padding[0], dilation, width, between))
     if whole and stride == 1 and kernel == 1:
         return _Space(f"x{i}")
-    return _Space(f"x{i}", None, Window(0, f"x{i}", 2, -padding[0], stride, (kernel - 1) * dilation + 1, between))
+    return _Space(
+        f"x{i}", None, OperandWindow(0, f"x{i}", 2, -padding[0], stride, (kernel - 1) * dilation + 1, between)
+    )
 
 
 def _place(dimensions: Sequence[int], names: Sequence[str | None]) -> tuple[str | None, ...]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardc.sbp.signature import Factors, Operation, Rule, Site, Window, dims, is_extended, passes, rule
+from shardc.sbp.signature import Factors, OperandWindow, Operation, Rule, Site, dims, is_extended, passes, rule
 
 
 def local_shape_param(name: str) -> Any:
@@ -92,7 +92,7 @@ def rev(op: Operation) -> Rule:
     shape, names, turned = op.operands[0].shape, dims(len(op.operands[0].shape)), op.params["dimensions"]
     if is_extended(op.operands[0].dtype):
         names = without(names, turned)
-    windows = tuple(Window(0, f, 1, shape[d] - 1, step=-1) for d in turned if (f := names[d]))
+    windows = tuple(OperandWindow(0, f, 1, shape[d] - 1, step=-1) for d in turned if (f := names[d]))
     return Rule((names,), (names,), partials=passes(1, (0,)), windows=windows)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from shardc.sbp.piece import along, laid
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.rules.rearrange import without
-from shardc.sbp.signature import Aval, Factors, Operation, Rule, Site, Window, dims, is_extended, passes, rule
+from shardc.sbp.signature import Aval, Factors, OperandWindow, Operation, Rule, Site, dims, is_extended, passes, rule
 
 
 def _unchanged(old: Sequence[int], new: Sequence[int]) -> Factors:
@@ -36,7 +36,7 @@ def slice_(op: Operation) -> Rule:
         names = dims(len(x.shape))
         few = [f for f, n, k in zip(names, x.shape, y.shape, strict=True) if f and k * FEW < n]
     windows = tuple(
-        Window(0, f, 1, start, stride)
+        OperandWindow(0, f, 1, start, stride)
         for f, w, start, stride in zip(names, whole, p["start_indices"], _strides(op), strict=True)
         if f and not w and f not in few
     )
@@ -159,7 +159,7 @@ def concatenate(op: Operation) -> Rule:
     long = [a.shape[grown] * FEW >= op.results[0].shape[grown] for a in op.operands]
     if is_extended(op.operands[0].dtype):
         names, long = whole, [False] * n
-    windows = tuple(Window(i, str(names[grown]), n, -begin) for i, begin in enumerate(_begins(op)) if long[i])
+    windows = tuple(OperandWindow(i, str(names[grown]), n, -begin) for i, begin in enumerate(_begins(op)) if long[i])
     return Rule(
         tuple(names if l else whole for l in long), (names,), partials=passes(n, range(n)), windows=windows,
         across=_join_windows,
@@ -193,7 +193,7 @@ def pad(op: Operation) -> Rule:
     if is_extended(op.operands[0].dtype):
         names = without(names, padded)
     windows = tuple(
-        Window(0, f, 2, -config[i][0], dilation=config[i][2] + 1, fill=1) for i in padded if (f := names[i])
+        OperandWindow(0, f, 2, -config[i][0], dilation=config[i][2] + 1, fill=1) for i in padded if (f := names[i])
     )
     return Rule((names, ()), (names,), partials=passes(2, (0, 1)), windows=windows, across=_pad_window)
 

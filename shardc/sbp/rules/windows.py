@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import primitives
 
-from shardc.sbp.signature import Factors, Neutral, Operation, Partials, Rule, Site, Window, dims, linear, passes, rule
+from shardc.sbp.signature import (
+    Factors,
+    Neutral,
+    OperandWindow,
+    Operation,
+    Partials,
+    Rule,
+    Site,
+    dims,
+    linear,
+    passes,
+    rule,
+)
 
 
 class Pool(NamedTuple):
@@ -43,7 +55,9 @@ def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Pa
         for f, p, x, y in zip(dims(len(found)), found, op.operands[0].shape, op.results[0].shape, strict=True)
     )
     windows = tuple(
-        Window(i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero")
+        OperandWindow(
+            i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero"
+        )
         for i, fill in enumerate(fills)
         for f, pool in zip(names, found, strict=True)
         if f and not pool.untouched
@@ -107,7 +121,7 @@ def _last_choice(op: Operation) -> Neutral:
 def scatter_window(op: Operation) -> Rule:
     """Adds the source to the element that is selected in each window of the operand: linear in the source. A device
     looks at all windows that touch its part."""
-    (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[Window]()
+    (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[OperandWindow]()
     names: Factors = tuple(
         f if p.untouched or (x and y) else None
         for f, p, x, y in zip(dims(len(found)), found, source, operand, strict=True)
@@ -115,8 +129,8 @@ def scatter_window(op: Operation) -> Rule:
     for f, p in zip(names, found, strict=True):
         if f and not p.untouched:
             reach = p.size - 1
-            windows.append(Window(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
-            windows.append(Window(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
+            windows.append(OperandWindow(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
+            windows.append(OperandWindow(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
     return Rule(
         (names, names), (names,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece, passes=1.0,
     )  # fmt: skip
