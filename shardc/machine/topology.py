@@ -28,7 +28,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardc.errors import MeshError, did_you_mean
 
@@ -167,27 +167,44 @@ def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
 
 
-def _tpu(
-    kind: str, flops: float, memory: float, hbm: int, link: float, pod: tuple[int, ...], chips: int, ring: int,
-    **rates: float,
-) -> Topology:  # fmt: skip
-    """[B] The dimensions of a pod, and after them the network between slices: a host's, shared by its `chips`."""
+class _Chip(NamedTuple):
+    """Operations/s in bfloat16, bytes/s of its memory, GB of memory, and operations/s in other types."""
+
+    flops: float
+    memory: float
+    hbm: int
+    rates: tuple[tuple[str, float], ...] = ()
+
+
+def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], chips: int, ring: int) -> Topology:
+    """[B] The dimensions of a pod, then the network between slices: that of a host, which its `chips` share."""
     torus = Fabric("torus", link, 1e-6, ring=ring)
     network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
     fabrics = (torus,) * len(pod) + (network,)
     together = (("all_gather", 63), ("reduce_scatter", 4 if len(pod) == 3 else 8))
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
-        kind, flops, memory, hbm * GB, 1e-6, fabrics, tuple(rates.items()), pod=pod, together=together,
+        kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=together,
         combined=combined,
     )  # fmt: skip
 
 
-def _gpu(kind: str, flops: float, memory: float, hbm: int, nvlink: float, domain: int, **rates: float) -> Topology:
+def _gpu(kind: str, chip: _Chip, nvlink: float, domain: int) -> Topology:
     """[N, A] An NVLink domain of at most `domain` GPUs, and the network between domains."""
     fabrics = Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", 5e10, 2.7e-6, tier=1)
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
-    return Topology(kind, flops, memory, hbm * GB, 6.6e-6, fabrics, tuple(rates.items()), combined=combined)
+    return Topology(
+        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined
+    )  # fmt: skip
+
+
+_HOPPER: Final = (
+    ("float32", 4.94e14), ("float64", 6.7e13), ("int8", 1.979e15),
+    ("float8_e4m3fn", 1.979e15), ("float8_e5m2", 1.979e15),
+)  # fmt: skip
+_BLACKWELL: Final = (
+    ("float32", 1.1e15), ("float64", 3.7e13), ("int8", 4.5e15), ("float8_e4m3fn", 4.5e15), ("float8_e5m2", 4.5e15),
+)  # fmt: skip
 
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
@@ -197,17 +214,14 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
                      combined=(("all_reduce", ANY),)),
-            _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
-            _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
-            _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),
-            _tpu("v6e", 9.2e14, 1.6e12, 32, 9e10, (16, 16), 8, 16, int8=1.84e15),
-            _gpu("h100", 9.89e14, 3.35e12, 80, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
-                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
-            _gpu("h200", 9.89e14, 4.8e12, 141, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
-                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
-            # 900 GB/s one way, of which as large a part is reached as on H100; 72 GPUs in a rack of GB200.
-            _gpu("b200", 2.25e15, 8e12, 180, 6.4e11, 72, float32=1.1e15, float64=3.7e13, int8=4.5e15,
-                 float8_e4m3fn=4.5e15, float8_e5m2=4.5e15),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), 4, 4),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), 8, 16),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), 4, 4),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16), 8, 16),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), 3.2e11, 8),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), 3.2e11, 8),
+            # NVLink is 900 GB/s one way; the share reached is assumed to be that of H100. A rack of GB200 has 72 GPUs.
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), 6.4e11, 72),
         )
     }
 )  # fmt: skip

@@ -23,9 +23,9 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
-    LOCAL_STEPS,
     LONGEST,
     STEP_KINDS,
+    BoxingStep,
     DeviceGroup,
     StepKind,
     StepPrice,
@@ -44,20 +44,6 @@ AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill")
 takes. A slice sends nothing, and goes before what does."""
 EVEN: Final = -1
 """Stands for a size that all devices together divide."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoxingStep:
-    """One step of a boxing: `kind` over the group of `axes`, from `src` to `dst`."""
-
-    kind: StepKind
-    axes: tuple[str, ...]
-    src: Placement
-    dst: Placement
-
-    @property
-    def is_collective(self) -> bool:
-        return self.kind not in LOCAL_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +73,21 @@ def _subsets(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(axes, k)
 
 
-def neighbours(
-    p: Placement, rank: int, sizes: AxisSizes, ops: Sequence[ReduceOp]
-) -> Iterator[tuple[StepKind, tuple[str, ...], Placement]]:
-    """All steps that leave `p`, but for permutes: kind, axes, and where they lead.
+_Leaving: TypeAlias = Iterator[tuple[StepKind, tuple[str, ...], Placement]]
 
-    What becomes partial takes the op of `p`, else any of `ops`.
+
+def neighbours(p: Placement, rank: int, sizes: AxisSizes, ops: Sequence[ReduceOp]) -> _Leaving:
+    """All steps that leave `p`, except permutes: kind, axes and the placement that the step leads to.
+
+    A value that becomes partial takes the op of `p`, else any of `ops`.
     """
-    splits = _splits(rank)
     partials = [P(op) for op in ((p.partial_op,) if p.partial_op else ops)]
+    yield from _from_splits(p, _splits(rank), partials)
+    yield from _from_broadcast(p, _splits(rank), partials, sizes)
+    yield from _from_partials(p, _splits(rank))
+
+
+def _from_splits(p: Placement, splits: Sequence[S], partials: Sequence[P]) -> _Leaving:
     for dim, cut_by in p.splits.items():
         for axes in (cut_by[i:] for i in range(len(cut_by))):
             yield "all_gather", axes, p.moved(axes, B)
@@ -104,11 +96,17 @@ def neighbours(
                     yield "all_to_all", axes, p.moved(axes, split)
             for partial in partials:
                 yield "fill", axes, p.moved(axes, partial)
+
+
+def _from_broadcast(p: Placement, splits: Sequence[S], partials: Sequence[P], sizes: AxisSizes) -> _Leaving:
     for axes in ((a,) for a in sizes if a not in p):
         for split in splits:
             yield "slice", axes, p.moved(axes, split)
         for partial in partials:
             yield "keep", axes, p.moved(axes, partial)
+
+
+def _from_partials(p: Placement, splits: Sequence[S]) -> _Leaving:
     scatter: StepKind = "reduce_scatter" if p.partial_op == "sum" else "all_to_all"
     for axes in _subsets(p.partial_axes):
         yield "all_reduce", axes, p.moved(axes, B)
@@ -412,7 +410,7 @@ def _shortest(
         path.append(graph.step(came[goal]))
         goal = int(graph.links.src[came[goal]])
     path.reverse()
-    prices = (step_price(s.kind, shape, itemsize, s.src, s.dst, mesh, s.axes) for s in path)
+    prices = (step_price(s, shape, itemsize, mesh) for s in path)
     return Boxing(tuple(path), tuple(prices))
 
 

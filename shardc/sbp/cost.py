@@ -191,16 +191,28 @@ class StepPrice:
         return (self.wire + self.rest) / FEMTO
 
 
-def step_price(
-    kind: StepKind, shape: Sequence[int], itemsize: int, src: Placement, dst: Placement, mesh: MeshView,
-    axes: Sequence[str],
-) -> StepPrice:  # fmt: skip
-    """What one boxing step over a group of axes costs."""
+@dataclass(frozen=True, slots=True)
+class BoxingStep:
+    """One step of a boxing: `kind` over the group of `axes`, from `src` to `dst`."""
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    src: Placement
+    dst: Placement
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind not in LOCAL_STEPS
+
+
+def step_price(step: BoxingStep, shape: Sequence[int], itemsize: int, mesh: MeshView) -> StepPrice:
+    """The cost of one boxing step of a value of `shape`."""
+    kind, src, dst = step.kind, step.src, step.dst
     shapes = [local_shape(shape, p, mesh.sizes) for p in (src, dst)]
     before, after = (math.prod(s) * itemsize for s in shapes)
     smaller = math.prod(map(min, zip(*shapes, strict=True))) * itemsize
     piece = sent_pieces(kind, before, after, smaller, int(src.partial_axes != dst.partial_axes))
-    group, memory = group_of(mesh, axes), memory_cost(mesh.topology)
+    group, memory = group_of(mesh, step.axes), memory_cost(mesh.topology)
     return StepPrice(
         moved_bytes(kind, piece, group.n),
         wire_cost(kind, piece, before + after, group, memory),
@@ -300,6 +312,21 @@ def send_price(kind: CollectiveKind, piece: int, mesh: MeshView, axes: Sequence[
 # --- rings -----------------------------------------------------------------------------------------------------------
 
 
+class RingWork(NamedTuple):
+    """The work of a ring on one of its pieces, in numbers or in arrays of them.
+
+    Attributes:
+      piece: bytes of a piece that goes around.
+      flops, memory: of the product with one piece: operations, and bytes read and written.
+      added: bytes that are read and written to add it up.
+    """
+
+    piece: Any
+    flops: Any
+    memory: Any
+    added: Any
+
+
 class RingTime(NamedTuple):
     """Seconds of a product whose pieces go around: of its arithmetic, of its permutes, and from begin to end."""
 
@@ -308,23 +335,18 @@ class RingTime(NamedTuple):
     total: Any
 
 
-def ring_time(
-    piece: Any, flops: Any, memory: Any, added: Any, mesh: MeshView, axis: str, dtype: Any
-) -> RingTime:  # fmt: skip
-    """What a product in pieces costs, of numbers or of arrays of them. Half of the pieces come from either side, and
-    while those of one step are on their way, those of the step before are multiplied.
+def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any) -> RingTime:
+    """The time of a product in pieces. Half of the pieces come from either side; while the pieces of one step move,
+    those of the step before are multiplied.
 
     Args:
-      piece: bytes of a piece that goes around.
-      flops, memory: of the product with one piece: operations, and bytes read and written.
-      added: bytes that are read and written to add it up.
-      axis: that it goes around.
+      axis: the mesh axis that the pieces go around.
       dtype: of the operands.
     """
     n = mesh.sizes[axis]
-    each = heavy_seconds(flops, memory, mesh, dtype) + memory_seconds(added, mesh)
-    held, late, wires = memory_seconds(piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
-    one, two = (np.maximum(piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
+    each = heavy_seconds(work.flops, work.memory, mesh, dtype) + memory_seconds(work.added, mesh)
+    held, late, wires = memory_seconds(work.piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
+    one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
     pairs, alone = (n - 1) // 2, (n + 1) % 2  # of pieces that move at once, and whether one moves by itself
     moving = pairs * two + alone * one
     if not mesh.topology.overlaps:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
-from shardc.sbp.placement import extents, local_shape
+from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import OperandWindow, Rule, Setting, Site, neutral_value
 
@@ -123,23 +123,30 @@ def reading(rule: Rule, w: OperandWindow, setting: Setting) -> Reading | None:
     axes = setting.operands[w.operand].axes_of(dim)
     if not axes:
         return None
-    aval, placement = setting.port(w.by)
-    block, count = (
-        local_shape(shape, p, setting.sizes)[d]
-        for shape, p, d in (
-            (setting.op.operands[w.operand].shape, setting.operands[w.operand], dim),
-            (aval.shape, placement, by_dim),
-        )
-    )
-    numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
-    return _reading(axes, dim, *numbers, count, block, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
+    reach = _Reach(*(int(n) for n in (w.start, w.step, w.width, w.dilation)))  # padding may be NumPy's integers
+    return _reading(axes, dim, reach, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
+
+
+class _Reach(NamedTuple):
+    """The positions that a window covers, as in `OperandWindow`."""
+
+    start: int
+    step: int
+    width: int
+    dilation: int
 
 
 @lru_cache(maxsize=65536)
 def _reading(
-    axes: tuple[str, ...], dim: int, start: int, step: int, width: int, dilation: int, count: int, block: int,
-    operand: tuple[int, tuple[int, ...]], by: tuple[int, tuple[int, ...]],
-) -> Reading:  # fmt: skip
+    axes: tuple[str, ...],
+    dim: int,
+    reach: _Reach,
+    operand: tuple[int, tuple[int, ...]],
+    by: tuple[int, tuple[int, ...]],
+) -> Reading:
+    """The reading of a window; `operand` and `by` are the cut dimensions, as `Setting.cut` has them."""
+    start, step, width, dilation = reach
+    block, count = block_sizes(*operand)[-1], block_sizes(*by)[-1]
     offsets, valid = np.asarray(extents(*by)).T
     span = (count - 1) * abs(step) + width if count else 0
     ahead = max(-step, 0)  # where positions fall, the last element reads the first of the window

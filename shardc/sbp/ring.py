@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import RingTime, ring_time
+from shardc.sbp.cost import RingTime, RingWork, ring_time
 from shardc.sbp.placement import S
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, may_be_partial
 
@@ -109,11 +109,13 @@ def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops
     ]
     *read, made = pieces
     if ring.operand is None:
-        return ring_time(held[port], flops / n, sum(read) + made, 2 * made, mesh, ring.axis, dtype)
-    if ring.factor in rule.results[0]:
-        return ring_time(held[port], flops / n, sum(read) + made, 0, mesh, ring.axis, dtype)
-    wide = rule.terms.dtype.itemsize / result.dtype.itemsize
-    return ring_time(held[port], flops / n, sum(read), 2 * wide * made, mesh, ring.axis, dtype)
+        work = RingWork(held[port], flops / n, sum(read) + made, 2 * made)
+    elif ring.factor in rule.results[0]:
+        work = RingWork(held[port], flops / n, sum(read) + made, 0)
+    else:
+        wide = rule.terms.dtype.itemsize / result.dtype.itemsize
+        work = RingWork(held[port], flops / n, sum(read), 2 * wide * made)
+    return ring_time(work, mesh, ring.axis, dtype)
 
 
 class Buffer(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
 from shardc.runtime.actor import Network, Step
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, LaunchLimit, ProcessShare, Task, Threads
 from tests.runtime.networks import build
 from tests.runtime.watchdog import actor_threads, within
 
@@ -200,7 +200,7 @@ def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
         return given
 
     waits = []  # the window, too, holds no values
-    with Executor(net, tasks_for(net, run), wait=waits.append, window=10) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(10, waits.append)) as executor:
         within(5, executor.run)
         assert alive["z"] == {"v0"}  # x's and y's values are gone, v's is z's input
         assert {n for n, ref in refs.items() if ref() is not None} == set()
@@ -256,7 +256,7 @@ def test_no_more_steps_in_flight_than_the_window(tokens):
                 return []
             return [None, device.launch()] if tokens else [device.launch()]
 
-        with Executor(net, tasks_for(net, run), wait=wait_for, window=window) as executor:
+        with Executor(net, tasks_for(net, run), limit=LaunchLimit(window, wait_for)) as executor:
             within(5, executor.run)
             if tokens:
                 within(5, executor.run)
@@ -268,7 +268,7 @@ def test_values_in_lists_are_waited_for():
     first, second = np.zeros(2), np.ones(2)
     waited = []
     run = lambda label, values: [[first, (second, 3, None)]] if label == "x" else []  # noqa: E731
-    with Executor(net, tasks_for(net, run), wait=waited.append, window=1) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(1, waited.append)) as executor:
         within(5, executor.run)
     assert len(waited) == 1 and waited[0][0] is first and waited[0][1] is second and len(waited[0]) == 2
 
@@ -281,7 +281,7 @@ def test_actors_are_dealt_out_to_threads(threads):
     net = chain(3, 4, registers=1)
     where = {}
     run = lambda label, values: where.setdefault(label[0], set()).add(threading.current_thread().name)  # noqa: E731
-    with Executor(net, tasks_for(net, run), threads=threads) as executor:
+    with Executor(net, tasks_for(net, run), threads=Threads(threads)) as executor:
         assert len(actor_threads()) == min(threads or 3, 3)
         for _ in range(3):
             within(5, executor.run)
@@ -301,7 +301,7 @@ def test_what_one_actor_waits_for_holds_no_other_of_its_thread():
 
         return Task(run, settled=label == "done")
 
-    with Executor(net, task, wait=wait_for, window=9, threads=1) as executor:
+    with Executor(net, task, limit=LaunchLimit(9, wait_for), threads=Threads(1)) as executor:
         within(5, executor.run)
     assert log == ["x", "y0", "y1", "y2", "y3", "done"]
 
@@ -313,7 +313,9 @@ def test_the_step_that_was_launched_first_is_waited_for_first():
     def task(label):
         return Task(lambda _: [label])
 
-    with Executor(net, task, wait=lambda tokens: waited.extend(tokens), window=2, threads=1) as executor:
+    with Executor(
+        net, task, limit=LaunchLimit(2, lambda tokens: waited.extend(tokens)), threads=Threads(1)
+    ) as executor:
         within(5, executor.run)
     assert waited == ["x0", "y0", "x1", "y1"]
 
@@ -330,11 +332,11 @@ def test_what_is_there_is_not_waited_for():
         return Task(run)
 
     with Executor(
-        net, task, wait=lambda _: None, finished=lambda label: label != "x3", window=1, threads=1
+        net, task, limit=LaunchLimit(1, lambda _: None, lambda label: label != "x3"), threads=Threads(1)
     ) as executor:
         within(5, executor.run)
     assert log == ["x0", "y", "x1", "x2", "x3", "x4", "x5"]
-    with Executor(net, task, wait=lambda _: None, window=1, threads=1) as executor:
+    with Executor(net, task, limit=LaunchLimit(1, lambda _: None), threads=Threads(1)) as executor:
         within(5, executor.run)
 
 
@@ -347,7 +349,7 @@ def test_a_failure_stops_the_other_actors_of_its_thread():
         if label == "bad" and failing[0]:
             raise ValueError("no")
 
-    with Executor(net, tasks_for(net, run), threads=1) as executor:
+    with Executor(net, tasks_for(net, run), threads=Threads(1)) as executor:
         with pytest.raises(PipelineTaskError, match="actor 0 failed in bad"):
             within(5, executor.run)
         assert ran == ["bad"]
@@ -397,7 +399,7 @@ def test_all_ways_to_fail():
         "transport": (sound, {"transports": lambda c: fails}, "actor 0 failed in x (model.py:1): SystemExit: 3"),
         "wait": (
             {**sound, "x": Task(lambda _: ["value", "token"], source="first.py:7")},
-            {"wait": fails, "window": 1},
+            {"limit": LaunchLimit(1, fails)},
             "actor 0 failed in x (first.py:7): SystemExit: 3",  # which is found out when y is to be launched
         ),
         "count": (
@@ -459,7 +461,7 @@ def test_a_failed_run_leaves_nothing_behind():
         refs.update({(label, i): weakref.ref(v) for i, v in enumerate(given)})
         return given
 
-    with Executor(net, tasks_for(net, run), wait=lambda _: None, window=5) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(5, lambda _: None)) as executor:
         with pytest.raises(PipelineTaskError) as caught:
             within(5, executor.run)
         assert {label for label, _ in refs} == {"x", "x2", "u", "y"}
@@ -476,7 +478,7 @@ def test_a_task_cannot_run_its_own_executor():
     executors = []
     with Executor(net, tasks_for(net, lambda *_: executors[0].run())) as executor:
         executors.append(executor)
-        with pytest.raises(PipelineTaskError, match="it is running already") as caught:
+        with pytest.raises(PipelineTaskError, match="it is already running") as caught:
             within(5, executor.run)
         assert isinstance(caught.value.__cause__, PipelineError)
 
@@ -594,17 +596,15 @@ def test_refusals():
     with pytest.raises(PipelineError, match="The pipeline deadlocks: actor 0 waits for itself"):
         Executor(build([[("x", "c.0", ""), ("y", "", "c.0")]], {"c": (0, 0)}), lambda _: task)
     with pytest.raises(PipelineError) as error:
-        Executor(net, lambda _: task, mine=[1])
+        Executor(net, lambda _: task, share=ProcessShare([1]))
     assert str(error.value) == (
-        "Executor: give a port for each actor that runs elsewhere:\n"
-        '  channel "c" joins actor 1, which is here, and actor 0, which is elsewhere and has no port.'
+        "Executor: ProcessShare.ports needs a port for each actor of another process:\n"
+        '  channel "c" joins actor 1, which runs here, and actor 0, which runs elsewhere without a port.'
     )
     with pytest.raises(PipelineError, match=r"mine has \[2\]; the network has actors 0 to 1"):
-        Executor(net, lambda _: task, mine=[0, 2])
-    with pytest.raises(PipelineError, match="window=3 and wait=None: give both"):
-        Executor(net, lambda _: task, window=3)
-    with pytest.raises(PipelineError, match="window=0"):
-        Executor(net, lambda _: task, window=0, wait=print)
+        Executor(net, lambda _: task, share=ProcessShare([0, 2]))
+    with pytest.raises(PipelineError, match="LaunchLimit: steps=0; an actor needs at least 1"):
+        LaunchLimit(0, print)
 
 
 def test_a_function_that_gives_tasks_fails_as_it_fails():

@@ -10,7 +10,7 @@ import pytest
 from shardc.errors import PipelineError
 from shardc.runtime import executor as executor_module
 from shardc.runtime.deadlock import find_deadlock
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, Task, Threads
 from tests.runtime.networks import random_network, where_it_stops
 from tests.runtime.watchdog import actor_threads, within
 
@@ -40,7 +40,7 @@ def executor_of(net, log, delays):
                 return [result * (k + 1) for k in range(len(step.gives))]
 
             tasks[step.label] = Task(run)
-    return Executor(net, tasks, threads=delays.choice((None, 1, 2)))
+    return Executor(net, tasks, threads=Threads(delays.choice((None, 1, 2))))
 
 
 def check_threads(seed, monkeypatch):

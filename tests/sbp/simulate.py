@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardc.sbp.boxing import BoxingStep
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.placement import Placement, S
 
 Device = tuple[int, ...]

@@ -225,7 +225,7 @@ def test_number_of_placements() -> None:
 def test_seconds_add_up_over_the_steps() -> None:
     mesh, src, dst = view_of({"a": 4, "b": 2}), Placement.parse("{a: P(sum)}"), Placement.parse("{b: S(0)}")
     boxing = find_boxing((64, 32), ITEMSIZE, src, dst, mesh)
-    each = [step_price(s.kind, (64, 32), ITEMSIZE, s.src, s.dst, mesh, s.axes) for s in boxing.steps]
+    each = [step_price(s, (64, 32), ITEMSIZE, mesh) for s in boxing.steps]
     assert boxing.prices == tuple(each)
     assert boxing.seconds == pytest.approx(sum(p.seconds for p in each), rel=1e-12)
     assert len(boxing.steps) > 1

@@ -13,7 +13,7 @@ import shardc
 from shardc.machine.mesh import MeshView
 from shardc.machine.topology import Fabric, Topology, lay_out
 from shardc.sbp import rules
-from shardc.sbp.cost import HIDING, ring_time
+from shardc.sbp.cost import HIDING, RingWork, ring_time
 from shardc.sbp.piece import internal_steps
 from shardc.sbp.placement import B, Placement, S
 from shardc.sbp.ring import Ring, goes_around, ring_of, ring_signatures
@@ -150,7 +150,7 @@ def _mesh(n: int, kind: str = "torus", ring: int = 1, overlaps: bool = True) -> 
 
 def _total(n: int, flops: float, **machine: object) -> float:
     """Milliseconds, of pieces that a link passes in one."""
-    return float(ring_time(10**6, flops, 0.0, 0.0, _mesh(n, **machine), "a", "float32").total) * 1e3
+    return float(ring_time(RingWork(10**6, flops, 0.0, 0.0), _mesh(n, **machine), "a", "float32").total) * 1e3
 
 
 def test_what_the_links_do_is_hidden_behind_the_arithmetic() -> None:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardc.sbp.boxing import BoxingStep, Shape, piece_of
+from shardc.sbp.boxing import Shape, piece_of
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.layout import bits_of
 from shardc.sbp.placement import AxisSizes, Placement, S, block_sizes, local_shape
 from shardc.sbp.signature import Neutral, neutral_value

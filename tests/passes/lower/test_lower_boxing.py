@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardc.machine.mesh import make_mesh, view
 from shardc.passes.lower.lower_boxing import emit_step, permute_pairs
-from shardc.sbp.boxing import BoxingStep, all_placements, find_boxing
+from shardc.sbp.boxing import all_placements, find_boxing
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.placement import Placement, ReduceOp
 from shardc.sbp.signature import neutral_value
 from tests.sbp.simulate import Pieces, devices, place, read
