@@ -457,13 +457,13 @@ def test_put(mesh):
 MESHES = {
     "more than the machine": (
         {"data": 16},
-        "The mesh data=16 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
+        "The mesh data=16 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
         "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan without "
         'devices name a topology, as in topology="v5p".',
     ),
     "more than the topology": (
         {"topology": "v5e:4x4", "data": 8, "model": 4},
-        "The mesh data=8 x model=4 wants 32 devices, topology v5e:4x4 has 16.",
+        "The mesh data=8 x model=4 needs 32 devices, topology v5e:4x4 has 16.",
     ),
     "no such topology": (
         {"topology": "h10:8", "data": 8},
@@ -475,7 +475,7 @@ MESHES = {
     ),
     "no size": (
         {"data": 0, "model": "2"},
-        "A mesh wants a positive number of devices for each axis, got data=0, model='2'; write "
+        "A mesh needs a positive number of devices for each axis, got data=0, model='2'; write "
         "shardc.make_mesh(data=4, model=2).",
     ),
     "no memory": (

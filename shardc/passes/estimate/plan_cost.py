@@ -266,7 +266,7 @@ class _Tallier:
         if eqn.primitive.name in _PARTICULAR:
             return False
         rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
-        return not (rule.is_heavy or rule.windows or rule.told or rule.terms)
+        return not (rule.is_heavy or rule.windows or rule.exchanged or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
         if id(eqn) not in self.heavy:

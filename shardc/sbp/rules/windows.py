@@ -24,7 +24,7 @@ from shardc.sbp.signature import (
 
 
 class Pool(NamedTuple):
-    """How the windows lie along one dimension; no window: each element of the result is one of the operand."""
+    """The windows along one dimension. `untouched`: each element of the result is one of the operand."""
 
     size: int
     stride: int
@@ -47,7 +47,8 @@ def pools(op: Operation) -> tuple[Pool, ...]:
 
 
 def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Partials, ...]) -> Rule:
-    """`fills` has for each windowed operand what lies outside; None: windows with anything outside are not split."""
+    """A rule of windows. `fills`: the value outside of each windowed operand; None: windows that reach outside stay
+    whole."""
     found, result = pools(op), len(op.operands)
     splits = None not in fills or all(p.low <= 0 and p.high <= 0 and p.base == 1 for p in found)
     names: Factors = tuple(
@@ -70,7 +71,7 @@ def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Pa
 
 
 def _pool_window(site: Site, *operands: Any) -> Sequence[Any]:
-    """A window has its padding and its dilation already."""
+    """The local pooling. A window already has its padding and dilation."""
     p, split = site.op.params, site.operands[0].splits
     return site.bind(
         *operands,
@@ -100,19 +101,19 @@ def min_window(op: Operation) -> Rule:
 @rule("reduce_window")
 def any_window(op: Operation) -> Rule:
     """Any monoid; initial values are scalars. Windows with padding stay whole: an initial value need not be neutral,
-    and XLA skips what lies outside; and in what order it goes through such a window hangs on the shapes."""
+    XLA skips positions outside, and its order within such a window depends on the shapes."""
     return _windowed(op, [None] * (len(op.operands) // 2), ())
 
 
 @rule("select_and_gather_add")
 def gather_window(op: Operation) -> Rule:
     """The first operand where the second is largest, or smallest, in each window: linear in the first. Windows with
-    padding stay whole, as XLA breaks ties there in an order of its own."""
+    padding stay whole, because XLA breaks ties there in an order of its own."""
     return _windowed(op, [None, None], linear(2, (0,)))
 
 
 def _last_choice(op: Operation) -> Neutral:
-    """What the selection takes only where there is nothing else."""
+    """The value that the selection takes only if there is no other."""
     assert op.params["select_prim"] in (primitives.ge_p, primitives.le_p)
     return "lowest" if op.params["select_prim"] is primitives.ge_p else "highest"
 
@@ -137,8 +138,8 @@ def scatter_window(op: Operation) -> Rule:
 
 
 def _scatter_piece(site: Site, source: Any, operand: Any) -> Sequence[Any]:
-    """Windows at every position, with zeros for those that are not. If they lie alike on all devices, only those
-    that are."""
+    """The local scatter. It has windows at every position, with zeros for those that do not exist; if windows lie alike
+    on all devices, only the existing ones."""
     strides, padding = list(site.op.params["window_strides"]), [tuple(pair) for pair in site.op.params["padding"]]
     cut: list[tuple[int, int, int]] = [(0, 0, 0)] * len(strides)
     for d in site.results[0].splits:
