@@ -19,8 +19,8 @@ class Program:
       out_paths: path of each result, the results' own path without the argument.
       captured: the values of the captured arrays.
       in_tree, out_tree: pytree structures of (args, kwargs) and of the result.
-      shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
-        none does.
+      shared: for each loop that devices could share (`share_loops`), in order, the devices that share its rounds; empty
+        if no loop is shared.
     """
 
     name: str
@@ -42,5 +42,5 @@ class Program:
 
     @property
     def given_avals(self) -> list[Any]:
-        """Of the arguments alone, without what was captured."""
+        """The avals of the arguments, without captured arrays."""
         return self.in_avals[: len(self.in_paths) - len(self.captured)]

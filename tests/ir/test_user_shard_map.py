@@ -111,7 +111,7 @@ def test_another_mesh():
         shardc.function(lambda x: f(x) + g(x).sum(), mesh=MESH)(np.ones((8, 8), np.float32))
     text = str(error.value)
     assert "shard_map at test_user_shard_map.py:" in text
-    assert "its mesh (a=8) is another than the function's; give it the function's mesh." in text
+    assert "its mesh (a=8) differs from that of the function; give it the function's mesh." in text
     assert "its axis_names leave 'b' to the compiler; leave axis_names out, and name in the specs what is" in text
 
 

@@ -441,7 +441,7 @@ def test_put(mesh):
         "placements: b: the placements name 'e', but the value has c, d.",
     )
     assert text_of(ArgumentError, shardc.put, tree, shardc.make_mesh(topology="v5p", data=4), {}) == (
-        "shardc.put wants a mesh with devices; this one is for planning (it names a topology)."
+        "shardc.put needs a mesh with devices; this one only plans (it names a topology)."
     )
     put = shardc.put(tree, mesh, {"a": {"data": S(0)}, "b": rules({"*/d": {"model": S(0)}})})
     assert [x.sharding.spec for x in (put["a"], put["b"]["d"])] == [PartitionSpec("data"), PartitionSpec("model")]
