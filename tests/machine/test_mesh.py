@@ -1,4 +1,4 @@
-"""Meshes: made, refused, and seen as the planner sees them."""
+"""Meshes: `make_mesh`, its errors, and the planner's view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines: how the axes of a mesh lie in them, what is no machine, and files that say what one is."""
+"""Machines: layouts of mesh axes, invalid topologies, and topology files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_axis_of_one_device_lies_along_nothing() -> None:
 
 
 def test_devices_tell_where_they_are() -> None:
-    """In blocks of 2x2, as libtpu numbers the chips of a slice: the axes are whole dimensions all the same."""
+    """libtpu numbers the chips of a slice in blocks of 2x2; the axes are whole dimensions nevertheless."""
     machine = replace(TOPOLOGIES["v5p"], shape=(4, 2, 2))
     blocks = [(x, y) for corner in (0, 2) for y in range(2) for x in (corner, corner + 1)]
     places = [(x, y, z) for z in range(2) for x, y in blocks]

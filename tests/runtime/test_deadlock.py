@@ -53,7 +53,7 @@ def test_too_few_credits():
 
 
 def test_registers_and_order_both_wrong():
-    """The register is what stops it, but more of them would only uncover the order."""
+    """A register stops it, but with more registers the order would stop it."""
     net = build(
         [[("x", "", "c.0"), ("y", "", "c.1"), ("z", "d.0", "e.0")], [("u", "e.0", ""), ("v", "c.0 c.1", "d.0")]],
         {"c": (0, 1, 1), "d": (1, 0), "e": (0, 1)},
@@ -96,7 +96,7 @@ def test_no_network():
 
 
 def check_against_brute_force(seed, **size):
-    """The verdict is that of all interleavings, and the cycle is one. Gives whether it deadlocks."""
+    """Check the verdict against all interleavings, and the cycle. Returns whether it deadlocks."""
     net = random_network(random.Random(seed), **size)
     deadlock = find_deadlock(net)
     positions = tuple(map(len, net.actors)) if deadlock is None else deadlock.positions

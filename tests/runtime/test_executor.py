@@ -48,7 +48,7 @@ def steps(net):
 
 
 def tasks_for(net, run):
-    """`run(label, values)` for each step; if it returns None, the step gives its label with each key."""
+    """Tasks that call `run(label, values)`; if it returns None, the step gives its label with each key."""
 
     def task(step):
         def go(values):
@@ -145,7 +145,7 @@ def test_spans_only_if_asked():
 
 
 def test_host_work_of_all_actors_overlaps():
-    """K actors with h of host work each for a chain of one microbatch: not K h but at most 1.5 h."""
+    """K actors with host work h each, for a chain of one microbatch, take at most 1.5 h, not K h."""
     actors, h = 4, 0.04
     net = chain(actors, 1)
 
@@ -184,7 +184,7 @@ def test_a_step_is_prepared_with_its_label_while_inputs_are_missing():
 
 
 class Value:
-    """Something that weak references can follow."""
+    """A value that weak references can follow."""
 
 
 def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
@@ -225,7 +225,7 @@ def test_what_was_taken_is_gone_before_what_is_given_is_moved():
 
 
 class Device:
-    """A fake device: what is launched on it finishes `seconds` later, one after the other."""
+    """A fake device: launched work takes `seconds`, one item after the other."""
 
     def __init__(self, seconds):
         self.seconds, self.free, self.most, self.pending = seconds, time.perf_counter(), 0, []
@@ -245,7 +245,7 @@ def wait_for(values):
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_no_more_steps_in_flight_than_the_window(tokens):
-    """Without tokens as long as the values live, which their taker sees to here; with tokens across runs as well."""
+    """Without tokens only while the values live, which their taker ensures here; with tokens across runs too."""
     net = build([[(f"x{j}", "", f"c.{j}") for j in range(8)], [("y", " ".join(f"c.{j}" for j in range(8)), "")]],
                 {"c": (0, 1)})  # fmt: skip
     for window in (1, 3):
@@ -290,7 +290,7 @@ def test_actors_are_dealt_out_to_threads(threads):
 
 
 def test_what_one_actor_waits_for_holds_no_other_of_its_thread():
-    """`done` waits for what its actor has launched; meanwhile the other one launches all that it has."""
+    """`done` waits for the launched steps of its actor; meanwhile the other actor launches all its steps."""
     net = build([[("x", "", ""), ("done", "", "")], [(f"y{j}", "", "") for j in range(4)]], {})
     device, log = Device(0.05), []
 
@@ -433,7 +433,7 @@ def test_of_several_failures_the_first_is_raised():
 
 
 def test_a_failed_run_leaves_nothing_behind():
-    """Messages that an actor has and that are in its mailbox, tokens: all gone, while the error is still held."""
+    """Received messages, messages in the mailbox and tokens are freed while the error is still held."""
     net = build(
         [
             [("x", "", "c.0 s.0"), ("x2", "", "c.1"), ("w", "s.0 e.0", "")],
@@ -550,7 +550,7 @@ def test_closing_stops_a_run_in_another_thread():
 
 
 def test_closing_at_any_moment_ends_a_run():
-    """Also between the look whether it is open and the orders to the threads."""
+    """Also between the check that it is open and the orders to the threads."""
     net = chain(2, 3, registers=1)
     outcomes = set()
     for i in range(200):
@@ -631,7 +631,7 @@ def test_overhead_of_an_action_is_under_100_microseconds():
 
 
 def test_jitter_changes_no_value():
-    """The order of actions is fixed, so whoever is slow, the numbers are the same."""
+    """The order of actions is fixed, so the numbers do not depend on which actor is slow."""
     net = chain(3, 5)
     results = []
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Random networks: the machine without time, brute force and the threads stop at the same steps, and never hang."""
+"""Random networks: run without time, by brute force and in threads, they stop at the same steps and never hang."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ from tests.runtime.watchdog import actor_threads, within
 
 
 def expected(net):
-    """What each step computes, one step after the other: the sum of what it takes plus its position."""
+    """The result of each step, computed in sequence: the sum of the taken values plus the position of the step."""
     values, done = {}, {}
     rows = [list(enumerate(steps)) for steps in net.actors]
     while any(rows):
@@ -28,7 +28,7 @@ def expected(net):
 
 
 def executor_of(net, log, delays):
-    """Appends to `log` what ran and what it computed."""
+    """An executor that appends each step and its result to `log`."""
     tasks = {}
     for steps in net.actors:
         for i, step in enumerate(steps):
@@ -44,7 +44,7 @@ def executor_of(net, log, delays):
 
 
 def check_threads(seed, monkeypatch):
-    """The threads end, or stop where brute force says. Gives whether they deadlock."""
+    """Check that the threads end, or stop where brute force does. Returns whether they deadlock."""
     rng = random.Random(seed)
     net = random_network(rng, actors=5, steps=12)
     deadlock = find_deadlock(net)

@@ -1,4 +1,4 @@
-"""Several processes: each runs its own actors, and all that passes between them is bytes."""
+"""Several processes: each runs its own actors, and only bytes pass between them."""
 
 import pickle
 import threading
@@ -17,7 +17,7 @@ from tests.runtime.watchdog import within
 
 
 class Wire:
-    """A port that writes what is posted as bytes; a thread at the other end reads them."""
+    """A port that writes posts as bytes; a thread at the other end reads them."""
 
     def __init__(self):
         self._bytes = SimpleQueue()
@@ -65,7 +65,7 @@ def two_executors(run):
 
 
 def both(executors, runs=1):
-    """What each of them raises, or None."""
+    """The error of each executor, or None."""
     raised = [None, None]
 
     def go(a):

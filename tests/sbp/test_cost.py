@@ -1,4 +1,4 @@
-"""The cost model: closed forms on rings, lines and switches; the cheapest path where axes are not equally fast."""
+"""The cost model: closed forms on rings, lines and switches; the cheapest path if axes differ in speed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen(topology: str, **axes: int) -> MeshView:
 
 
 def seconds(kind: str, piece: int, mesh: MeshView, *axes: str) -> float:
-    """On the links, without latency."""
+    """Seconds on the links, without latency."""
     return send_price(kind, piece, mesh, axes).wire / FEMTO  # type: ignore[arg-type]
 
 

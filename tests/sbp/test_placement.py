@@ -1,4 +1,4 @@
-"""Placements: what they say, print, refuse, and which elements each device holds."""
+"""Placements: their algebra, text and errors, and the elements that each device holds."""
 
 from __future__ import annotations
 

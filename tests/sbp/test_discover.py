@@ -1,4 +1,4 @@
-"""What experiment finds, the rules have, or there is a reason."""
+"""`discover`: the rules have every signature that it finds, or a reason is given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (r"reduce_prod_all_int|reduce_(and|or)_(bool|uint)", ".*", DATA),
     (r"cumsum_empty|top_none", ".*", SHAPE),
 )
-"""Cases, what is found of them, and why no rule has it."""
+"""Cases, the signatures found for them, and the reason why no rule has these."""
 
 
 @pytest.mark.slow
