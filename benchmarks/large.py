@@ -25,7 +25,7 @@ from benchmarks.large_models import LARGE
 from benchmarks.measure import fake_cpu, warn
 from benchmarks.run import tpu_env
 from benchmarks.tables import Rows, new_table, start
-from shardc.ir.collective import KINDS
+from shardc.sbp.cost import COLLECTIVES
 
 GIB = 2**30
 CASES = [f"{name}/{plan}" for name, large in LARGE.items() for plan in large.plans]
@@ -59,7 +59,7 @@ def show_plans(rows: Rows, console: Console) -> None:
             table.add_row(*known, "does not fit")
             continue
         parts = r["parts"]
-        moving = sum(parts[kind] for kind in KINDS)
+        moving = sum(parts[kind] for kind in COLLECTIVES)
         table.add_row(
             *known, f"{r['planning']:.1f}", gap_text(r["gap"]), f"{r['seconds']:.4g}",
             *(f"{x:.3g}" for x in (parts["compute"], parts["memory"], moving, parts["overlapped"])),

@@ -144,8 +144,8 @@ class _Search:
         _refuse_fresh_weights(request.program, request.pipeline, request.where)
         if request.pipeline.stages not in ("marked", "auto"):
             raise PipelineError(
-                f'{request.where}: stages={request.pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, '
-                'or "auto".'
+                f'{request.where}: stages={request.pipeline.stages!r}; write "marked", to cut at '
+                'shardc.stage_boundary, or "auto".'
             )
         self.request = request
         self.tried: list[Attempt] = []

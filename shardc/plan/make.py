@@ -138,7 +138,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
 def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
     """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
     the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
-    all recomputation is too little, the part that is worth its time is tried first: placements have to free the rest."""
+    all recomputation is too little, the part that is worth its time is tried first: placements free the rest."""
     limit, peak = whole.limit, whole.plan.memory.peak
     missed, plans, tried, dearest = [whole], list[SpmdPlan](), [RecomputeChoice()], math.inf
     low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= options.most else options.worth)

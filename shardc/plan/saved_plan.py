@@ -109,10 +109,9 @@ def record(plan: SpmdPlan) -> SavedPlan:
     recorder.scope(jaxpr.eqns[begin:], jaxpr.outvars, "results.")
     program = without_entries(plan.program, plan.arguments)
     names = [done.names if done else () for done in (plan.recomputed, plan.cheaper)]
-    return replace(
-        record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap), operations=recorder.operations, boxings=recorder.boxings,
-        recomputed=names[0], cheaper=names[1],
-    )  # fmt: skip
+    borders = record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap)
+    operations, boxings = recorder.operations, recorder.boxings
+    return replace(borders, operations=operations, boxings=boxings, recomputed=names[0], cheaper=names[1])
 
 
 def record_borders(

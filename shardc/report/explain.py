@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Jaxpr
-from shardc.ir.collective import KINDS, Collective
+from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, local_bytes, short_aval
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.recompute.recompute import Recomputed
@@ -27,6 +27,7 @@ from shardc.report.tables import (
     section,
     times_text,
 )
+from shardc.sbp.cost import COLLECTIVES
 from shardc.sbp.placement import Pin, Placement, is_even
 
 WORDS = (
@@ -92,7 +93,7 @@ def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
 def time_text(time: Time) -> str:
     """Where the time goes, in one line."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
-    parts += [f"{seconds_text(s)} {kind}" for kind in KINDS if (s := getattr(time, kind))]
+    parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
     hidden = f", of which {seconds_text(time.overlapped)} behind computing" if time.overlapped else ""
     return f"Time: {', '.join(parts)}{hidden}."
 

@@ -149,8 +149,8 @@ def test_a_boundary_of_nothing():
     with pytest.raises(ArgumentError) as caught:
         stage_boundary(())
     assert str(caught.value) == (
-        "stage_boundary: there is no array in (); pass what the next stage reads, and go on with what comes back: "
-        "x = shardc.stage_boundary(x)."
+        "stage_boundary: there is no array in (); pass the values that the next stage reads, and "
+        "continue with the result: x = shardc.stage_boundary(x)."
     )
 
 
@@ -341,10 +341,10 @@ NAMES = (
             "1F1.\n"
             '  actor 1 is at 1F1 and waits for message 1 of "activation 0->1", which actor 0 gives in 0F1, 1 step '
             "after 0B0.\n"
-            "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+            "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
             "  actor 0 |  load 0    0F0     [0B0]     0F1      0B1    update 0\n"
             "  actor 1 |  load 1    1F0     [1F1]     1B0      1B1    update 1\n"
-            "No number of registers helps: change the order, so that what is waited for comes first.",
+            "No number of registers helps: change the order, so that the awaited messages come first.",
         ),
         ("1f1bb", f'Unknown schedule "1f1bb"; there are {NAMES}. Did you mean "1f1b"?'),
         ("zbh1", f'Unknown schedule "zbh1"; there are {NAMES}. Did you mean "zb-h1"?'),
@@ -425,7 +425,7 @@ def test_credits_too_few_to_make_progress():
         f"{STEP}: The pipeline deadlocks: actor 0 waits for itself; 2 of 2 actors never end.\n"
         '  actor 0 is at 0F1 and waits for a register of "stash 0": its only one holds message 0; actor 0 takes the '
         "first in 0B0, 1 step after 0F1.\n"
-        "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
         "  actor 0 |           load 0    0F0     [0F1]     0B0      0F2      0B1      0F3      0B2      0B3  update 0\n"
         "  actor 1 |  load 1    1F0      1B0     [1F1]     1B1      1F2      1B2      1F3      1B3  update 1\n"
         'It ends if you give more registers: 2 to "stash 0" (now 1). Or change the order so that they are free earlier.'

@@ -442,7 +442,7 @@ def test_put(mesh):
         "placements: b: the placements name 'e', but the value has c, d.",
     )
     assert text_of(ArgumentError, shardc.put, tree, shardc.make_mesh(topology="v5p", data=4), {}) == (
-        "shardc.put wants a mesh with devices; this one is for planning (it names a topology)."
+        "shardc.put needs a mesh with devices; this one only plans (it names a topology)."
     )
     put = shardc.put(tree, mesh, {"a": {"data": S(0)}, "b": rules({"*/d": {"model": S(0)}})})
     assert [x.sharding.spec for x in (put["a"], put["b"]["d"])] == [PartitionSpec("data"), PartitionSpec("model")]
@@ -458,13 +458,13 @@ def test_put(mesh):
 MESHES = {
     "more than the machine": (
         {"data": 16},
-        "The mesh data=16 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
+        "The mesh data=16 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
         "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan without "
         'devices name a topology, as in topology="v5p".',
     ),
     "more than the topology": (
         {"topology": "v5e:4x4", "data": 8, "model": 4},
-        "The mesh data=8 x model=4 wants 32 devices, topology v5e:4x4 has 16.",
+        "The mesh data=8 x model=4 needs 32 devices, topology v5e:4x4 has 16.",
     ),
     "no such topology": (
         {"topology": "h10:8", "data": 8},
@@ -476,7 +476,7 @@ MESHES = {
     ),
     "no size": (
         {"data": 0, "model": "2"},
-        "A mesh wants a positive number of devices for each axis, got data=0, model='2'; write "
+        "A mesh needs a positive number of devices for each axis, got data=0, model='2'; write "
         "shardc.make_mesh(data=4, model=2).",
     ),
     "no memory": (

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from shardc.ir.collective import KINDS, Collective
+from shardc.ir.collective import Collective
 from shardc.passes.audit.hlo import HloCollective, Tensor, parse_collectives
 from shardc.passes.audit.hlo_groups import axes_of_groups
 from shardc.passes.audit.hlo_text import itemsize
+from shardc.sbp.cost import COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
 
 def _found_lot(f: FoundCollective, tensor: Tensor, padding: int, looped: bool) -> _Lot[FoundCollective]:
     # Groups that follow no axes match no plan: no planned group is None.
-    along = None if f.axes is None or f.kind not in KINDS else frozenset(f.axes)
+    along = None if f.axes is None or f.kind not in COLLECTIVES else frozenset(f.axes)
     each = Fraction(tensor.bytes - padding)
     return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
-from shardc.ir.collective import Kind
+from shardc.sbp.cost import CollectiveKind
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,7 +26,7 @@ class Started:
     """
 
     eqn: Eqn
-    kind: Kind
+    kind: CollectiveKind
     alike: Hashable
     size: int
     seconds: float

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p, boxing_of
-from shardc.ir.collective import KINDS, Collective, Kind, Moves
+from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.transfer import is_transfer
@@ -28,7 +28,16 @@ from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import late_values, overlapped_seconds
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.sbp.boxing import Boxing
-from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seconds, memory_seconds
+from shardc.sbp.cost import (
+    COLLECTIVES,
+    FEMTO,
+    CollectiveKind,
+    RingTime,
+    group_of,
+    heavy_seconds,
+    light_seconds,
+    memory_seconds,
+)
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
@@ -68,7 +77,7 @@ class Time:
     @property
     def moving(self) -> float:
         """All collectives, with the overlapped part."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        return sum(getattr(self, kind) for kind in COLLECTIVES)
 
     @property
     def total(self) -> float:
@@ -109,11 +118,11 @@ def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     return PlanCost(tuple(found.collectives), time, found.added)
 
 
-def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
+def instructions(boxed: Boxed, mesh: MeshView) -> Counter[CollectiveKind]:
     """The number of instructions that the compiler makes of the boxings, for the kinds that it combines; those of a
     loop's body count once."""
     walk, kinds = _CostWalk(boxed, mesh), dict(mesh.topology.combined)
-    found: Counter[Kind] = Counter()
+    found: Counter[CollectiveKind] = Counter()
     waiting = [boxed.jaxpr]
     while waiting:
         jaxpr = waiting.pop()
@@ -250,7 +259,7 @@ class _CostWalk:
                 if step.kind in kinds and price.bytes:
                     alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op
                     seconds = group_of(self.mesh, step.axes).latency[step.kind] / FEMTO
-                    yield Started(eqn, cast(Kind, step.kind), alike, size, seconds)
+                    yield Started(eqn, cast(CollectiveKind, step.kind), alike, size, seconds)
 
     def is_reducing(self, eqn: Eqn) -> bool:
         return eqn.primitive is box_p and any(
@@ -262,7 +271,7 @@ class _CostWalk:
         if eqn.primitive.name in _PARTICULAR:
             return False
         rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
-        return not (rule.is_heavy or rule.windows or rule.told or rule.terms)
+        return not (rule.is_heavy or rule.windows or rule.exchanged or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
         if id(eqn) not in self.heavy:
@@ -422,11 +431,11 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
 def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     """The collectives of one boxing, and the seconds of one execution, each with a start of its own."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
-    seconds: dict[Kind, float] = {}
+    seconds: dict[CollectiveKind, float] = {}
     found: list[Collective] = []
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
-            kind = cast(Kind, step.kind)
+            kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
             found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
@@ -437,7 +446,7 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
     """The internal collectives of an operation, and the seconds of one execution."""
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
-    seconds: dict[Kind, float] = {}
+    seconds: dict[CollectiveKind, float] = {}
     for s in internal_steps(rule, setting):
         cost = sent_cost(s, mesh)
         if cost.bytes:

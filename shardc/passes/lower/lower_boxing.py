@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardc.sbp.boxing import Shape, Step, piece_of
+from shardc.sbp.boxing import Shape, piece_of
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.layout import bits_of
 from shardc.sbp.placement import AxisSizes, Placement, S, block_sizes, local_shape
 from shardc.sbp.signature import Neutral, neutral_value
@@ -55,7 +56,7 @@ def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
 class _Emitter:
     """The context of a step: logical shape, mesh, and this device's coordinates."""
 
-    def __init__(self, step: Step, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> None:
+    def __init__(self, step: BoxingStep, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> None:
         self.step, self.shape, self.sizes, self.index = step, shape, sizes, index
         self.axes = step.axes
         self.counts = [sizes[a] for a in step.axes]
@@ -161,7 +162,7 @@ def _fill(e: _Emitter, x: jax.Array) -> jax.Array:
     return _unblock(whole, dim, e.block_size(e.step.src, dim), e.counts)
 
 
-def permute_pairs(step: Step, shape: Shape, sizes: AxisSizes) -> list[tuple[int, int]]:
+def permute_pairs(step: BoxingStep, shape: Shape, sizes: AxisSizes) -> list[tuple[int, int]]:
     """(source, target) for each device of the group, as positions along `step.axes`; devices keep their own piece if
     they can."""
     counts = [sizes[a] for a in step.axes]
@@ -197,7 +198,7 @@ _EMIT: Final[dict[str, Callable[[_Emitter, jax.Array], jax.Array]]] = {
 }
 
 
-def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
+def emit_step(step: BoxingStep, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
     """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
     if 0 in shape:  # nothing to move, and XLA refuses to scatter it
         return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)

@@ -20,9 +20,9 @@ from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.runtime.actor import Actor, Channel, Network, Span
-from shardc.runtime.deadlock import Deadlock, Wait, find_deadlock
+from shardc.runtime.deadlock import ActorWait, Deadlock, find_deadlock
 
-__all__ = ["Cost", "Deadlock", "Link", "Span", "Timeline", "Wait", "find_deadlock", "peak_activations", "simulate"]
+__all__ = ["ActorWait", "Cost", "Deadlock", "Link", "Span", "Timeline", "find_deadlock", "peak_activations", "simulate"]
 
 Cost: TypeAlias = Callable[[Any], float]
 """Seconds of a step, by its label."""

@@ -16,13 +16,13 @@ import shardc
 import shardc.machine.topology
 from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
-from shardc.ir.collective import KINDS
 from shardc.ir.walk import itemsize_of
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.plan.borders import problem_of
 from shardc.plans import Plan
 from shardc.sbp.boxing import find_boxing
+from shardc.sbp.cost import COLLECTIVES
 
 N = 1024
 ONE = 4 * N * N
@@ -73,10 +73,10 @@ def test_time_is_the_sum_of_its_parts() -> None:
     plan = planned()
     time = plan.time
     assert plan.seconds == pytest.approx(
-        time.compute + time.memory + sum(getattr(time, k) for k in KINDS) - time.overlapped, rel=1e-12
+        time.compute + time.memory + sum(getattr(time, k) for k in COLLECTIVES) - time.overlapped, rel=1e-12
     )
     assert plan.compute_seconds == time.computing
-    assert {k for k in KINDS if getattr(time, k)} == {c.kind for c in plan.collectives}
+    assert {k for k in COLLECTIVES if getattr(time, k)} == {c.kind for c in plan.collectives}
     assert time + Time() == time
     assert (time * 2).total == pytest.approx(2 * plan.seconds)
 
