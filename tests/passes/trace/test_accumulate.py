@@ -193,7 +193,7 @@ def two(a, x):
         (lambda x: accumulate(two, microbatches=2, keys="a")(1.0, x), r"keys names a, f.*which is no random key"),
         (
             lambda x: accumulate(lambda a, x: (x.sum(), a), microbatches=2, reduce=("carry:a", "last"))(np.int32(1), x),
-            r"keeps its shape and dtype\n  a: i32\[\] goes into a microbatch, f64\[\] comes out",
+            r"keep its shape and dtype\n  a: i32\[\] goes into a microbatch, f64\[\] comes out",
         ),
         (
             lambda x: accumulate(lambda a, x: ((x, x), a), microbatches=2, reduce=("carry:a", "last"))(x, x),
