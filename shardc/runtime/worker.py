@@ -146,12 +146,16 @@ class Worker:
         return self._here.get(actor) or self._ports[actor]
 
     def deliver(self, message: Message, value: Any) -> None:
-        """Passes a message from the mailbox to its actor."""
+        """Pass a message from the mailbox to its actor."""
         self._here[self._net.channels[message[0]].target].deliver(message, value)
 
     def credit(self, channel: int, value: Any) -> None:
-        """Passes a credit from the mailbox to its actor."""
+        """Pass a credit from the mailbox to its actor."""
         self._here[self._net.channels[channel].source].credit(channel, value)
+
+    def start(self, name: str) -> None:
+        self.thread = threading.Thread(target=self.loop, name=name, daemon=True)
+        self.thread.start()
 
     def loop(self) -> None:
         """The body of the thread: executes the ordered runs until the order is None."""
@@ -191,7 +195,7 @@ class Worker:
             part.rewind()  # a failed run may have left messages
 
     def _wait(self, parts: Sequence[_Part], run: int, record: bool) -> None:
-        """Waits until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
+        """Wait until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
         full = [p for p in parts if p.actor.ready()]
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
@@ -199,7 +203,7 @@ class Worker:
             self.mailbox.feed(run, self)
 
     def _advance(self, part: _Part, run: int, record: bool, wait: bool) -> bool:
-        """Runs an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
+        """Run an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
         actor = part.actor
         way = part.ways[actor.position]
         task = way.task
@@ -233,14 +237,14 @@ class Worker:
         return True
 
     def _drain(self, part: _Part) -> None:
-        """Waits for the launched steps of a failed run. One of them may be the first cause."""
+        """Wait for the launched steps of a failed run. One of them may be the first cause."""
         earlier = None if part.window is None else part.window.drain()
         if earlier is not None:
             (label, source), error = earlier
             self.failures.append((float("inf"), _task_error(error, part.number, label, source)))
 
     def _launch(self, part: _Part, way: _Way, run: int) -> float:
-        """Runs a step. Returns its end, read before the registers go back: their next users start later."""
+        """Run a step. Returns its end, read before the registers go back: their next users start later."""
         values, _ = part.actor.fire()
         given = way.task.run(values)
         del values  # frees the taken registers

@@ -405,13 +405,17 @@ def _shortest(
                 best[j] = further
                 came[j] = e
                 heapq.heappush(queue, (further, next(order), j))
+    path = _path(graph, start, goal, came)
+    return Boxing(path, tuple(step_price(s, shape, itemsize, mesh) for s in path))
+
+
+def _path(graph: _Graph, start: int, goal: int, came: Mapping[int, int]) -> tuple[BoxingStep, ...]:
+    """The steps from `start` to `goal`; `came` is the number of the last step to each placement."""
     path: list[BoxingStep] = []
     while goal != start:
         path.append(graph.step(came[goal]))
         goal = int(graph.edges.src[came[goal]])
-    path.reverse()
-    prices = (step_price(s, shape, itemsize, mesh) for s in path)
-    return Boxing(tuple(path), tuple(prices))
+    return tuple(reversed(path))
 
 
 @dataclass(frozen=True)

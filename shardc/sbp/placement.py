@@ -236,7 +236,7 @@ class Placement(Mapping[str, SBP]):
         return Placement(resolved)
 
     def to_spec(self) -> PartitionSpec:
-        """As a `PartitionSpec`. A partial placement has none."""
+        """This placement as a `PartitionSpec`. A partial placement has none."""
         if self.partial_axes:
             raise PlacementError(
                 f"{self} has partial axes, which a PartitionSpec cannot express; box them to B or S first, or keep the "
@@ -248,7 +248,7 @@ class Placement(Mapping[str, SBP]):
 
     @classmethod
     def from_spec(cls, spec: PartitionSpec) -> Placement:
-        """From a `PartitionSpec`, its `unreduced` axes as P(sum)."""
+        """The placement of a `PartitionSpec`, with its `unreduced` axes as P(sum)."""
         pairs: list[tuple[str, SBP]] = []
         for dim, entry in enumerate(spec.partitions):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -262,12 +262,12 @@ class Placement(Mapping[str, SBP]):
         return cls(pairs)
 
     def to_sharding(self, mesh: object) -> NamedSharding:
-        """As a `NamedSharding` over `mesh` (a jax Mesh or AbstractMesh)."""
+        """This placement as a `NamedSharding` over `mesh` (a jax Mesh or AbstractMesh)."""
         return NamedSharding(mesh, self.to_spec())  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_sharding(cls, sharding: NamedSharding) -> Placement:
-        """From a `NamedSharding`; axes of size 1 that it names are kept."""
+        """The placement of a `NamedSharding`; axes of size 1 that it names are kept."""
         return cls.from_spec(sharding.spec)
 
 
