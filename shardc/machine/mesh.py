@@ -302,7 +302,7 @@ def _known_kind(device_kind: str) -> str:
 
 
 def _is_known(device_kind: str) -> bool:
-    """Whether the kind tells the memory of a device. An A100 has one of two sizes."""
+    """Whether the kind determines the memory of a device. An A100 has one of two sizes."""
     kind = device_kind.lower()
     return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
 

@@ -54,10 +54,10 @@ class P:
 
     def __init__(self, op: ReduceOp = "sum", *rest: object) -> None:
         if rest or op not in REDUCE_OPS:
-            said = ", ".join(map(repr, (op, *rest)))
+            arguments = ", ".join(map(repr, (op, *rest)))
             raise PlacementError(
-                f"P({said}): a partial value is reduced by sum, max or min. Did you mean "
-                f"jax.sharding.PartitionSpec({said})?"
+                f"P({arguments}): a partial value is reduced by sum, max or min. Did you mean "
+                f"jax.sharding.PartitionSpec({arguments})?"
             )
         object.__setattr__(self, "op", op)
 
@@ -80,7 +80,7 @@ AUTO: Final = Auto()
 
 
 def as_sbp(value: object) -> SBP:
-    """`S(i)`, `B` or `P(op)` from what a user may write for it: `P` alone is `P("sum")`, `None` is `B`."""
+    """`S(i)`, `B` or `P(op)` from a user's notation: `P` alone is `P("sum")`, `None` is `B`."""
     if isinstance(value, S | Broadcast | P):
         return value
     if value is P:

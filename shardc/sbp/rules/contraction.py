@@ -50,9 +50,9 @@ def dot_general(op: Operation) -> Rule:
 
 def _terms(op: Operation) -> Terms:
     """The terms of a product. Those of narrow floats are float32: they are not rounded before they are added up."""
-    said, dtype = op.params.get("precision"), op.results[0].dtype
+    precision, dtype = op.params.get("precision"), op.results[0].dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    if not narrow or isinstance(said, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+    if not narrow or isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return Terms(dtype, bind_same)
     wide = np.dtype(np.float32)
     return Terms(wide, lambda site, x, w: site.bind(x, w, preferred_element_type=wide))

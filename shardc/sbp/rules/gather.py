@@ -103,12 +103,12 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     if not mapped or not (split or windows or (fills and site.results[0].partial_op == "sum")):
         return _gather_whole(site, x, indices, sizes)
     limits = np.asarray([shape[d] - p["slice_sizes"][d] for d in mapped], np.int32)
-    asked = as_int32(indices)
-    within = jnp.all((asked >= 0) & (asked <= limits), axis=-1)
+    positions = as_int32(indices)
+    within = jnp.all((positions >= 0) & (positions <= limits), axis=-1)
     if not fills:
-        asked = jnp.clip(asked, 0, limits)  # XLA does this also with indices promised to be in bounds
+        positions = jnp.clip(positions, 0, limits)  # XLA does this also with indices promised to be in bounds
     starts, counts = ranges_here(site, mapped, split, limits)
-    here = asked - starts
+    here = positions - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1)
     for d in windows:
         x = masked(site, 0, d, x, np.zeros((), x.dtype))

@@ -121,11 +121,11 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
     if not split and not windows:
         return _scatter_whole(site, x, indices, updates)
     limits = np.asarray([op.operands[0].shape[d] - _sizes(op)[d] for d in mapped], np.int32)
-    asked = as_int32(indices)
+    positions = as_int32(indices)
     if p["mode"] == GatherScatterMode.CLIP:
-        asked = jnp.clip(asked, 0, limits)
+        positions = jnp.clip(positions, 0, limits)
     starts, counts = ranges_here(site, mapped, split, limits)
-    here = asked - starts
+    here = positions - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
     whole = x.shape
     x, here = with_margins(site, x, here, mapped, windows, _sizes(op))
