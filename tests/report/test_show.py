@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 import shardc
 from shardc import P, S, StackedArray
-from shardc.report import show
+from shardc.report.show import show
 
 VALUE = np.arange(13 * 6, dtype=np.float32).reshape(13, 6)
 
