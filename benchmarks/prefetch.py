@@ -19,7 +19,7 @@ from benchmarks.tables import new_table
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p
-from shardc.passes.estimate.memory import local_bytes
+from shardc.ir.walk import local_bytes
 from shardc.passes.estimate.plan_cost import tally
 from shardc.plans import Plan
 

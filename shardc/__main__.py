@@ -1,5 +1,5 @@
 """The command line: `python -m shardc schedule ...` looks at a pipeline's schedule, without devices;
-`python -m shardc calibrate ...` measures those that are there."""
+`python -m shardc calibrate ...` measures those that are there; `python -m shardc passes` lists the passes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from shardc.pipeline.schedule.network import CHANNELS, network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
 from shardc.report.chart import Chart, Track
+from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
 from shardc.report.timeline_text import draw_timeline, unit_of
 from shardc.report.trace_file import write_trace
@@ -152,6 +153,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_calibrate(commands: Any) -> None:
+    passes = commands.add_parser("passes", help="lists the passes in their order: what each takes, gives and does")
+    passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     calibrate = commands.add_parser(
         "calibrate",
         help="measures this machine: operations, memory, collectives along each axis of a mesh",

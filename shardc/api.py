@@ -346,7 +346,7 @@ class Function:
         key = (self._key(call), marks)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._replicate)
-            self._programs[key] = replace(program, jaxpr=sink_constants(program.jaxpr))
+            self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
         return self._programs[key]
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:

@@ -22,6 +22,7 @@ from shardc.report.diff import diff
 from shardc.report.explain import explain
 from shardc.report.explain_pipeline import explain_pipeline
 from shardc.report.misfit import misfit_text
+from shardc.report.passes import program_after, programs_after
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
 from shardc.report.whys import pins_section, why_in_stages, why_section
@@ -53,7 +54,7 @@ class Plan(SpmdPlan):
         moves, time, memory. Of plans of different functions, what has the same path."""
         return diff(self, other)
 
-    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
+    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
         """What lives where, what moves, why, how many bytes, and which line of the user's code made it.
 
         Args:
@@ -63,10 +64,13 @@ class Plan(SpmdPlan):
             of such a name, or a line (`model.py:41`); `*` matches any text. The placement is solved again up to three
             times for each of the first three values that the name means.
           pins: adds what each pin costs against leaving its values AUTO. Solves once for each.
+          after: gives the program after this pass instead, as JAX prints it; `python -m shardc passes` lists them.
 
         Raises:
-          ArgumentError: `why` is the name of nothing.
+          ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
         """
+        if after is not None:
+            return program_after(self, after)
         if why is not None:
             return why_section(self.counterfactual, why)
         return explain(self) + (f"\n\n{pins_section(self.counterfactual)}" if pins else "")
@@ -116,16 +120,19 @@ class PipelinePlan(MpmdPlan):
         """What another plan of the same function does differently, as text; of the stages, what moves on them."""
         return diff(self, other)
 
-    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
+    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles.
 
         Args:
           why: asks for one value, as in `Plan.explain`; each stage that has it is solved again for itself.
           pins: adds, for each stage, what each pin costs it against leaving its values AUTO.
+          after: gives the program after this pass instead, as in `Plan.explain`; of each stage, if stages are cut.
 
         Raises:
-          ArgumentError: `why` is the name of nothing.
+          ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
         """
+        if after is not None:
+            return programs_after(self, after)
         if why is not None:
             return why_in_stages(self.counterfactuals, why)
         costs = [f"Stage {k}. {pins_section(c)}" for k, c in enumerate(self.counterfactuals)] if pins else []

@@ -131,7 +131,7 @@ def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
     cheaper = Choice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
     if not cheaper:
         return replace(request, program=program)
-    program = replace(program, jaxpr=compute_again(program.jaxpr, cheaper)[0])
+    program = program.after("recompute_residuals", compute_again(program.jaxpr, cheaper)[0])
     count = len(cheaper.stacks)
     note = f"Of what loops would keep, {count} values are computed again, which takes less time."
     return replace(request, program=program, notes=(*request.notes, note))

@@ -20,7 +20,8 @@ from shardc.compat import Atom, Var
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import habits_of
-from shardc.passes.estimate.memory import estimate_memory, local_bytes
+from shardc.passes.estimate.memory import estimate_memory
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
 from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
@@ -88,10 +89,14 @@ class _Account:
         self._sizes: dict[tuple[int, Var], int] = {}
 
     def size(self, stage: int, atom: Atom) -> int:
+        """Bytes that a device of a stage allots for a value."""
+        mesh = self.views[stage]
+        backend = habits_of(mesh.topology.kind)
         if compat.is_literal(atom):
-            return local_bytes(atom, REPLICATED, {})
+            return piece_bytes(atom.aval, REPLICATED, {}, backend)
         if (stage, atom) not in self._sizes:
-            self._sizes[stage, atom] = local_bytes(atom, self.built.placements[stage][atom], self.views[stage].sizes)
+            placement = self.built.placements[stage][atom]
+            self._sizes[stage, atom] = piece_bytes(atom.aval, placement, mesh.sizes, backend)
         return self._sizes[stage, atom]
 
     def name(self, stage: int, v: Var) -> str:

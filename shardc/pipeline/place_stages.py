@@ -113,7 +113,8 @@ def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
         return eqn
 
     jaxpr = program.jaxpr
-    return replace(program, jaxpr=compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [pin(e) for e in jaxpr.eqns], jaxpr))
+    pinned = compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [pin(e) for e in jaxpr.eqns], jaxpr)
+    return program.after("pin_transfers", pinned)
 
 
 def transfer_ends(plan: SpmdPlan) -> list[tuple[int, Placement, bool]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardc.compat import Var
+from shardc.ir.walk import local_bytes
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.memory import local_bytes
 from shardc.pipeline.cut.cut_loop import backward_position, forward_position, weight_position
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask, StageTasks

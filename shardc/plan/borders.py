@@ -58,7 +58,7 @@ def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 
     body = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns]
     jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr)
-    return replace(program, jaxpr=jaxpr)
+    return program.after("pin_entries", jaxpr)
 
 
 def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
@@ -71,7 +71,7 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 
     eqns = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns[count:]]
     jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), eqns, program.jaxpr)
-    return replace(program, jaxpr=jaxpr)
+    return program.after("without_entries", jaxpr)
 
 
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:

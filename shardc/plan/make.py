@@ -48,7 +48,7 @@ def make_plan(request: Request) -> SpmdPlan | Misfit:
     jaxpr, cheaper = compute_again(
         request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh))
     )
-    placing = Placing.of(replace(request, program=replace(request.program, jaxpr=jaxpr)), cheaper)
+    placing = Placing.of(replace(request, program=request.program.after("recompute_residuals", jaxpr)), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -221,7 +221,7 @@ class _Search:
         """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
         low as a bound may be."""
         jaxpr, repeated = compute_again(self.program.jaxpr, choice, traced.jaxpr)
-        request = replace(self.request, program=replace(self.program, jaxpr=jaxpr))
+        request = replace(self.request, program=self.program.after("recompute", jaxpr))
         return replace(self, request=request, repeated=repeated, bound=self.cheapest.bound)
 
     @cached_property

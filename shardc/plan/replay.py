@@ -52,7 +52,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     results = [without_idle(pin, mesh) for pin in request.results]
     jaxpr, cheaper = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
     jaxpr, repeated = compute_again(jaxpr, choice_named(jaxpr, saved.recomputed))
-    program = replace(program, jaxpr=jaxpr)
+    program = program.after("recompute", jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:
         raise ArgumentError(

@@ -8,8 +8,7 @@ from typing import Any, Final, TypeAlias
 from shardc import compat
 from shardc.compat import Jaxpr
 from shardc.ir.collective import KINDS, Collective
-from shardc.ir.walk import all_eqns, short_aval
-from shardc.passes.estimate.memory import local_bytes
+from shardc.ir.walk import all_eqns, local_bytes, short_aval
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from shardc.ir.collective import Collective
-from shardc.ir.walk import short_aval
-from shardc.passes.estimate.memory import local_bytes
+from shardc.ir.walk import local_bytes, short_aval
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan

@@ -22,10 +22,9 @@ from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
-from shardc.ir.walk import all_eqns, bytes_of, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of, short_aval, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
-from shardc.passes.estimate.memory import local_bytes
 from shardc.passes.estimate.overlap import hidden_seconds, late_values
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.sbp.boxing import Boxing

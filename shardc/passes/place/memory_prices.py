@@ -20,7 +20,8 @@ from shardc.compat import Jaxpr, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.passes.estimate.backend import Habits
 from shardc.passes.estimate.live_ranges import Lifetimes, lifetimes
-from shardc.passes.estimate.memory import GAPS, piece_bytes
+from shardc.passes.estimate.memory import GAPS
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.place.place import Tables
 from shardc.passes.place.problem import Nested, Node, Problem, Reader, Scope, Value
 from shardc.sbp.boxing import BoxingTable

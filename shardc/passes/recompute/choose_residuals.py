@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
-from shardc.ir.walk import all_eqns, bytes_of
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import IN_LOOPS, Habits, Kind, kind_of
-from shardc.passes.estimate.memory import local_bytes, piece_bytes
 from shardc.passes.estimate.plan_cost import alone_seconds
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.min_cut import Repeatable
 from shardc.passes.recompute.recompute_residuals import find_residuals, may_repeat
 from shardc.sbp.cost import memory_seconds, send_price

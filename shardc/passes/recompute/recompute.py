@@ -19,8 +19,9 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Habits
 from shardc.passes.estimate.live_ranges import scopes_at
-from shardc.passes.estimate.memory import Profile, piece_bytes
+from shardc.passes.estimate.memory import Profile
 from shardc.passes.estimate.plan_cost import alone_seconds, tally
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.choose_residuals import Loop, loops_of, placed
 from shardc.passes.recompute.recompute_residuals import Again, Slices, drop_residuals, find_residuals
 from shardc.passes.recompute.recompute_values import Crossing, drop_values

@@ -27,8 +27,9 @@ from shardc.ir.box import Boxed, box_p
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Habits, Kind, kind_of
 from shardc.passes.estimate.live_ranges import lifetimes, made_at
-from shardc.passes.estimate.memory import Profile, piece_bytes
+from shardc.passes.estimate.memory import Profile
 from shardc.passes.estimate.plan_cost import alone_seconds
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.min_cut import Repeatable
 from shardc.passes.recompute.recompute_residuals import may_repeat
 from shardc.sbp.cost import memory_seconds

@@ -71,7 +71,7 @@ def share_loops(
     if jaxpr is program.jaxpr:
         return program
     jaxpr = compat.remove_dead(jaxpr, [True] * len(jaxpr.outvars))
-    return replace(program, jaxpr=jaxpr, shared=tuple(sharer.found))
+    return replace(program.after("share_loops", jaxpr), shared=tuple(sharer.found))
 
 
 class _Sharer:

@@ -320,6 +320,14 @@ def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Coll
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     captured = tuple(map(as_jax, captured))
-    return Program(
-        arguments.name, drop_zero_sums(jaxpr), tuple(paths), tuple(out_info[0]), captured, call.tree, out_info[1]
+    program = Program(
+        arguments.name,
+        jaxpr,
+        tuple(paths),
+        tuple(out_info[0]),
+        captured,
+        call.tree,
+        out_info[1],
+        passed=(("canonicalize", jaxpr),),
     )
+    return program.after("drop_zero_sums", drop_zero_sums(jaxpr))

@@ -366,9 +366,15 @@ class _Assembler:
         arguments = [i for i, v in enumerate(inputs) if v in read]
         jaxpr: Jaxpr = compat.new_jaxpr([inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr)
         program = Program(
-            f"{self.program.name}.stage{stage}", jaxpr, tuple(self.program.in_paths[i] for i in arguments),
-            tuple(self.program.out_paths[i] for i in results), (), None, None,
-        )  # fmt: skip
+            f"{self.program.name}.stage{stage}",
+            jaxpr,
+            tuple(self.program.in_paths[i] for i in arguments),
+            tuple(self.program.out_paths[i] for i in results),
+            (),
+            None,
+            None,
+            passed=(("cut_stages", jaxpr),),
+        )
         return StageProgram(stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage])
 
     def _build(self) -> None:

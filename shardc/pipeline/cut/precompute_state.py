@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from shardc import compat
@@ -46,7 +45,8 @@ def precompute_state(program: Program) -> Program:
     outer = [*jaxpr.eqns[: loop.index], *first, _rest(loop, fixed, ahead, rows), *jaxpr.eqns[loop.index + 1 :]]
     names: dict[Var, Atom] = {loop.eqn.outvars[j]: starts[j] for j in fixed}
     outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
-    return replace(program, jaxpr=compat.new_jaxpr(jaxpr.invars, outvars, [with_atoms(e, names) for e in outer], jaxpr))
+    eqns = [with_atoms(e, names) for e in outer]
+    return program.after("precompute_state", compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr))
 
 
 def _ahead(

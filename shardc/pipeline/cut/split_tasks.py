@@ -23,7 +23,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
-from shardc.passes.estimate.memory import local_bytes
+from shardc.ir.walk import local_bytes
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.plan.plan import PlacedProgram, SpmdPlan

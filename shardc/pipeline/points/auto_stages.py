@@ -14,9 +14,8 @@ from shardc.compat import REMAT, Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.program import Program
-from shardc.ir.walk import all_eqns, bytes_of
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.memory import local_bytes
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.pipeline.cut.cut_loop import Loop, find_loop
 from shardc.pipeline.points.cut_points import Floats, Points, find_points

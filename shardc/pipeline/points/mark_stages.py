@@ -11,7 +11,6 @@ All that a point of the folded body leaves waiting passes the boundary there, as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var, with_bodies
@@ -30,7 +29,7 @@ def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequen
     outer = list(program.jaxpr.eqns)
     outer[body.loop.index] = loop
     jaxpr = program.jaxpr
-    return replace(program, jaxpr=compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, outer, jaxpr))
+    return program.after("mark_stages", compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, outer, jaxpr))
 
 
 class _Marker:

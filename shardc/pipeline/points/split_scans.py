@@ -232,9 +232,9 @@ class _Splitter:
             else:
                 outer.add(eqn)
         outvars, outputs = self._border(jaxpr.outvars, outer.give)
+        made = self.program.after("split_scans", compat.new_jaxpr(invars, outvars, outer.eqns, jaxpr))
         program = replace(
-            self.program,
-            jaxpr=compat.new_jaxpr(invars, outvars, outer.eqns, jaxpr),
+            made,
             in_paths=tuple(_path(self.program.in_paths[p.number], p) for p in inputs),
             out_paths=tuple(_path(self.program.out_paths[p.number], p) for p in outputs),
         )

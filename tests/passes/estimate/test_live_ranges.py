@@ -11,7 +11,7 @@ from shardc.compat import bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
 from shardc.passes.estimate.backend import CPU, GPU, TPU, Kind, habits_of, kind_of
 from shardc.passes.estimate.live_ranges import lifetimes
-from shardc.passes.estimate.memory import tiled_bytes
+from shardc.passes.estimate.sizes import tiled_bytes
 from shardc.passes.trace.canonicalize import canonicalize
 
 ROWS, COLS = 4, 8

@@ -10,7 +10,8 @@ import pytest
 
 from shardc.passes.estimate.backend import GPU, TPU
 from shardc.passes.estimate.live_ranges import lifetimes
-from shardc.passes.estimate.memory import filled_bytes, profile_memory, tiled_bytes
+from shardc.passes.estimate.memory import profile_memory
+from shardc.passes.estimate.sizes import filled_bytes, tiled_bytes
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import REPLICATED
 
