@@ -61,7 +61,7 @@ def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, A
     arrays = "1 array lives" if len(found) == 1 else f"{len(found)} arrays live"
     return all_offenders(
         f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Move the arguments to this mesh with "
-        f"{one} = shardc.put({many}, mesh, {{}}), which replicates them ({{}} may be placements as in in_placements), "
-        f"or to the host with {one} = shardc.fetch({many}).",
+        f"{one} = shardc.put({many}, mesh, {{}}), which replicates them (instead of {{}}, placements as in "
+        f"in_placements may stand there), or to the host with {one} = shardc.fetch({many}).",
         lines,
     )

@@ -96,7 +96,7 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.line}" if value.line else ""
     head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
-    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=lambda o: o.plan.seconds)
+    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=_rank)
     parts = [f"{head}\n  {_verdict(asked, value, others)}"]
     for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
         if uses:
@@ -105,6 +105,12 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
         which = f"the first one, {value.name}" if len(alike) > 1 else "it"
         parts.append(_others(plan, others, f"The best plans with another placement of {which}"))
     return "\n\n".join(parts)
+
+
+def _rank(other: Other) -> tuple[float, int, int, str]:
+    """The sort key of alternatives: time to six digits, then bytes, then text, so that ties have a fixed order."""
+    plan = other.plan
+    return float(f"{plan.seconds:.6g}"), plan.bytes_per_device, plan.memory.peak, str(other.placement)
 
 
 def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> str:
