@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import shardc
-from shardc import S, make_mesh, stage_boundary
+from shardc import S, accumulate, make_mesh, stage_boundary
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError
-from shardc.passes.trace import accumulate
 from tests.pipeline.pipelines import batch, chain, dense, error, layers
 
 HERE = "test_errors.py"

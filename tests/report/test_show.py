@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import shardc
-from shardc import P, S, StackedArray
-from shardc.report.show import show
+from shardc import P, S, StackedArray, show
 
 VALUE = np.arange(13 * 6, dtype=np.float32).reshape(13, 6)
 

@@ -14,7 +14,7 @@ from shardc.pipeline.schedule.methods import METHODS, find_schedule, make_schedu
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import find_deadlock
-from tests.pipeline.schedules.measure import measure
+from tests.pipeline.schedule.methods.measure import measure
 
 UNEQUAL = [(1, 1, 1), (1, 2, 1), (2, 2, 2), (0.5, 0.5, 0.5)]
 

@@ -9,7 +9,7 @@ from shardc.pipeline.schedule.costs import Costs
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.pipeline.schedule.methods.method import ranks_of
 from shardc.pipeline.schedule.schedule import Schedule
-from tests.pipeline.schedules.measure import measure
+from tests.pipeline.schedule.methods.measure import measure
 
 NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
          "dualpipe-v", "pipedream-2bw"]  # fmt: skip
