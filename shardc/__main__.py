@@ -21,9 +21,9 @@ from shardc.errors import MeshError, PipelineError
 from shardc.machine.mesh import make_mesh
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.check import checked
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
-from shardc.pipeline.schedule.methods import METHODS, Found, find_schedule, make_schedule
+from shardc.pipeline.schedule.methods import METHODS, FoundSchedule, SearchLimits, find_schedule, make_schedule
 from shardc.pipeline.schedule.network import CHANNELS, network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
@@ -56,7 +56,7 @@ class _Result:
     schedule: Schedule
     timeline: Timeline | None
     deadlock: str | None
-    found: Found | None
+    found: FoundSchedule | None
     net: Network
     registers_shown: bool
 
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     costs = (
         "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); of each stage: 1,1,1;2,1,1;..."
     )
-    add("--costs", type=_costs, default=Costs(), metavar="F,B,W", help=costs)
+    add("--costs", type=_costs, default=StageCosts(), metavar="F,B,W", help=costs)
     add("--latency", type=_time, default=0.0, metavar="T", help="time of a message between two ranks (default: 0)")
     add("--memory", type=_positive, metavar="K", help="for auto: the most activations that a rank may hold, in chunks")
     registers = (
@@ -204,17 +204,17 @@ def _credits(text: str) -> int | str:
     return text if text == "auto" else _number(text, int, 0, 'a whole number of 0 or more, or "auto"')
 
 
-def _costs(text: str) -> Costs:
+def _costs(text: str) -> StageCosts:
     rows = [[_number(c, float, 0, "a cost of 0 or more") for c in row.split(",")] for row in text.split(";")]
     if any(len(row) != 3 for row in rows):
         raise argparse.ArgumentTypeError(f'"{text}" has to be three numbers F,B,W')
-    return Costs.read(rows)
+    return StageCosts.read(rows)
 
 
 def _plan(args: argparse.Namespace) -> _Result:
     """The schedule that the options ask for, and its simulation."""
     schedule, found = _schedule(args)
-    costs = Costs.read(args.costs, schedule.stages)
+    costs = StageCosts.read(args.costs, schedule.stages)
 
     def link(channel: Channel) -> tuple[float, float]:
         return args.latency, 0.0
@@ -228,7 +228,7 @@ def _plan(args: argparse.Namespace) -> _Result:
     return _Result(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
 
 
-def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]:
     if args.file:
         if args.schedule:
             raise PipelineError("--schedule and --file exclude each other: both name a schedule; give one of them.")
@@ -250,7 +250,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
     if args.schedule == "auto":
         found = find_schedule(
             args.stages, args.microbatches, args.chunks or 1,
-            costs=args.costs, latency=args.latency, memory=args.memory,
+            costs=args.costs, latency=args.latency, limits=SearchLimits(args.memory),
         )  # fmt: skip
         return found.schedule, found
     name = args.schedule or "1f1b"

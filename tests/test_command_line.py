@@ -156,8 +156,8 @@ def test_a_file_that_is_no_schedule(capsys, tmp_path):
     code, out, err = run(capsys, "--file", str(file), "--json")
     assert (code, out) == (2, "")
     assert err == (
-        'python -m shardc schedule: Schedule "bad" cannot be:\n'
-        "  rank 1, column 1: 1B1 stands before 1F1 (column 2), which it needs.\n"
+        'python -m shardc schedule: Schedule "bad" is not valid:\n'
+        "  rank 1, column 1: 1B1 comes before 1F1 (column 2), which it needs.\n"
         "    rank 1 | 1F0 [1B1] 1F1 1B0\n"
     )
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_schedule(capsys, tmp_path):
         ("--stages 0 --microbatches 8", 'argument --stages: "0" is not a whole number of 1 or more'),
         ("--stages 4 --microbatches x", 'argument --microbatches: "x" is not a whole number of 1 or more'),
         ("--stages 4 --microbatches 8 --schedule zbh1", 'Did you mean "zb-h1"?'),
-        ("--stages 4 --microbatches 7 --schedule dualpipe-v", "it wants at least 2·ranks = 8 microbatches"),
+        ("--stages 4 --microbatches 7 --schedule dualpipe-v", "it needs at least 2·ranks = 8 microbatches"),
         ("--stages 4 --microbatches 8 --chunks 2", 'Schedule "1f1b" has 1 stage on each rank, not 2'),
         ("--stages 4 --microbatches 8 --costs 1,2", 'argument --costs: "1,2" has to be three numbers F,B,W'),
         ("--stages 4 --microbatches 8 --costs 1,2,-1", 'argument --costs: "-1" is not a cost of 0 or more'),

@@ -27,7 +27,7 @@ from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
 from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
-from shardc.pipeline.schedule.simulate import Link, Timeline
+from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.pipeline.step_values import Given, StepValues, step_values
 from shardc.runtime.actor import Message
@@ -38,7 +38,7 @@ _ORDER = list(KINDS)
 
 def pipeline_memory(
     built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks], views: Sequence[MeshView],
-    homes: Sequence[int], capacities: Sequence[int], timeline: Timeline, link: Link,
+    homes: Sequence[int], capacities: Sequence[int], timeline: Timeline, link: LinkCost,
     working: Callable[[StageTask], int] | None = None,
 ) -> PipelineMemory:  # fmt: skip
     """The memory of every rank.
@@ -74,7 +74,7 @@ class _Account:
 
     def __init__(
         self, built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks],
-        views: Sequence[MeshView], homes: Sequence[int], timeline: Timeline, link: Link,
+        views: Sequence[MeshView], homes: Sequence[int], timeline: Timeline, link: LinkCost,
         working: Callable[[StageTask], int],
     ) -> None:  # fmt: skip
         self.built, self.programs, self.tasks, self.views, self.homes = built, programs, tasks, views, homes
@@ -327,7 +327,7 @@ class _Rank:
         return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
-def _moved(timeline: Timeline, link: Link) -> dict[Message, float]:
+def _moved(timeline: Timeline, link: LinkCost) -> dict[Message, float]:
     """When each message between actors has left its giver: what two actors exchange goes one after the other."""
     net = timeline.network
     seconds = [link(c)[1] if c.source != c.target else 0.0 for c in net.channels]

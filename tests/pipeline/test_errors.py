@@ -318,20 +318,20 @@ NAMES = (
     [
         (
             f"rank 0 | 0F0 0F1 0B0\n{SECOND}",
-            'Schedule "schedule" cannot be:\n'
-            "  rank 0, column 1: 0B1 (full backward, or I and W) is missing, though 0F1 stands here.\n"
+            'Schedule "schedule" is not valid:\n'
+            "  rank 0, column 1: 0B1 (full backward, or I and W) is missing, but 0F1 is here.\n"
             "    rank 0 | 0F0 [0F1] 0B0",
         ),
         (
             f"rank 0 | 0F0 0F1 0F1 0B0 0B1\n{SECOND}",
-            'Schedule "schedule" cannot be:\n'
+            'Schedule "schedule" is not valid:\n'
             "  rank 0, column 2: 0F1 again, after rank 0, column 1.\n"
             "    rank 0 | 0F0 0F1 [0F1] 0B0 0B1",
         ),
         (
             f"rank 0 | 0F0 0X1 0B0 0B1\n{SECOND}",
-            'Schedule "schedule" has cells that are no actions:\n'
-            '  rank 0, column 1: "0X1" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.\n'
+            'Schedule "schedule" has cells that are not actions:\n'
+            '  rank 0, column 1: "0X1" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.\n'
             "    rank 0 | 0F0 [0X1] 0B0 0B1",
         ),
         (
@@ -385,15 +385,15 @@ def test_a_schedule_for_another_pipeline():
 
 def test_a_schedule_that_cannot_have_these_stages_or_microbatches():
     assert scheduled("dualpipe-v", m=3, stages=4) == (
-        f'{STEP}: Schedule "dualpipe-v" cannot have 2 ranks and 3 microbatches: it wants at least 2·ranks = 4 '
-        "microbatches, to fill the V from both ends; zb-v takes fewer."
+        f'{STEP}: Schedule "dualpipe-v" does not support 2 ranks and 3 microbatches: it wants at least 2·ranks = 4 '
+        "microbatches, to fill the V from both ends; zb-v needs fewer."
     )
     assert scheduled("zb-v", chunks=3) == (
-        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: say chunks=2, or take interleaved, breadth-first '
+        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: set chunks=2, or use interleaved, breadth-first '
         "or auto."
     )
     assert scheduled("1f1b", chunks=2) == (
-        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: say chunks=1, or take interleaved, breadth-first, '
+        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: set chunks=1, or use interleaved, breadth-first, '
         "zb-v, v-half, v-min, dualpipe-v or auto."
     )
 

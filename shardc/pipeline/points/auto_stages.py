@@ -18,14 +18,14 @@ from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.pipeline.cut.cut_loop import Loop, find_loop
-from shardc.pipeline.points.cut_points import Floats, Points, find_points
+from shardc.pipeline.points.cut_points import Points, find_points
 from shardc.pipeline.points.fold_body import FoldedBody, fold_body
 from shardc.pipeline.points.mark_stages import mark_stages
 from shardc.pipeline.points.owners import Owned, find_owned
 from shardc.pipeline.points.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.pipeline.points.stage_memory import StageMemory, stage_memory
-from shardc.pipeline.schedule.costs import Costs
-from shardc.pipeline.schedule.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
+from shardc.pipeline.schedule.costs import StageCosts
+from shardc.pipeline.schedule.partition import CutProblem, Cuts, Floats, choose_cuts, in_flight, tightest_cuts
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.plan.request import Argument
 
@@ -47,7 +47,7 @@ class Wanted:
 
     views: Sequence[MeshView]
     arguments: Sequence[Argument]
-    ordered: Callable[[Costs, int, bool], Schedule]
+    ordered: Callable[[StageCosts, int, bool], Schedule]
     recomputed: Collection[int]
     memory_scale: Sequence[float]
     least: float
@@ -152,22 +152,22 @@ class _Measured:
     def has_backward(self) -> bool:
         return self.body.fold < len(self.body.eqns)
 
-    def schedule(self, costs: Costs) -> Schedule:
+    def schedule(self, costs: StageCosts) -> Schedule:
         return self.wanted.ordered(costs, self.loop.microbatches, self.has_backward)
 
     @cached_property
     def holds(self) -> Sequence[int]:
         """Microbatches that each stage holds at once."""
-        return in_flight(self.schedule(Costs()))
+        return in_flight(self.schedule(StageCosts()))
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> CutProblem:
         views = self.wanted.views
         work = {v: self._work(v) for v in set(views)}
         memory = [self.memory(s) for s in range(len(views))]
         link, size = views[0].link, min(v.size for v in views)
         points = self.points
-        return Chain(
+        return CutProblem(
             np.stack([work[v][0] for v in views]),
             np.stack([work[v][1] + (work[v][0] if self.again(s) else 0) for s, v in enumerate(views)]),
             points.activation / size, points.gradient / size, points.once / size, points.back,
@@ -214,7 +214,7 @@ class _Measured:
         view = self.wanted.views[stage]
         found = self._whole_memory(view).share(view.size)
         last = self.fused and stage == len(self.wanted.views) - 1
-        return found.at_once() if last and not self.schedule(Costs()).splits_backward else found
+        return found.at_once() if last and not self.schedule(StageCosts()).splits_backward else found
 
     def _whole_memory(self, view: MeshView) -> StageMemory:
         """The same on a device that holds all that the loop makes, but of its state only its part."""

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from shardc.compat import Var
 from shardc.ir.walk import bytes_of
 from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.schedule.partition import Floats
 
 Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
+
 
 NEVER: Final = 1 << 40
 PLACES: Final = 192
