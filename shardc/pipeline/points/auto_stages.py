@@ -17,7 +17,7 @@ from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
-from shardc.pipeline.cut.cut_loop import Loop, find_loop
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loop
 from shardc.pipeline.points.cut_points import Points, find_points
 from shardc.pipeline.points.fold_body import FoldedBody, fold_body
 from shardc.pipeline.points.mark_stages import mark_stages
@@ -111,7 +111,7 @@ def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cu
     return found
 
 
-def _refuse_marks(loop: Loop, where: str) -> None:
+def _refuse_marks(loop: MicrobatchLoop, where: str) -> None:
     marks = [e for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END]
     if marks:
         lines = list(dict.fromkeys(compat.source_line(e) for e in marks))
@@ -129,7 +129,7 @@ class _Measured:
     """The tables of a loop's body."""
 
     program: Program
-    loop: Loop
+    loop: MicrobatchLoop
     wanted: Wanted
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import Any
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of
-from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, Loop
+from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, MicrobatchLoop
 from shardc.pipeline.cut.reassociate import sum_terms
 
 
@@ -31,7 +31,7 @@ class FoldedBody:
       terms: for each sum over microbatches what is added to it.
     """
 
-    loop: Loop
+    loop: MicrobatchLoop
     eqns: tuple[Eqn, ...]
     fold: int
     sums: frozenset[int]
@@ -68,7 +68,7 @@ class FoldedBody:
         return found
 
 
-def fold_body(loop: Loop) -> FoldedBody:
+def fold_body(loop: MicrobatchLoop) -> FoldedBody:
     """The body of a loop, in order."""
     eqns = loop.body.eqns
     fold = next((i for i, e in enumerate(eqns) if is_transposed(e)), len(eqns))
@@ -84,7 +84,7 @@ def is_transposed(eqn: Eqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack).partition("jvp(")[0]
 
 
-def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
+def _sums(loop: MicrobatchLoop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
     """The equations that only add up what is carried, and what they add."""
     body = loop.body
     made = {v: e for e in body.eqns for v in e.outvars}
@@ -126,7 +126,7 @@ def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[int]:
     return {id(made[atom])}.union(*(_between(a, leaves, made) for a in made[atom].invars))
 
 
-def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
+def _cheap(loop: MicrobatchLoop) -> dict[Var, frozenset[Var]]:
     """What is computed again wherever it is read, as `cut_loop` does, and the inputs behind it."""
     body = loop.body
     carried = body.invars[loop.consts : loop.consts + loop.carries]

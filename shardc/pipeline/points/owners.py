@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardc import compat
 from shardc.compat import NESTED, Var
 from shardc.ir.program import Program
-from shardc.pipeline.cut.cut_loop import Loop
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Owned:
     sums: tuple[int, ...]
 
 
-def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
+def find_owned(program: Program, loop: MicrobatchLoop) -> Mapping[Var, Owned]:
     """For each input of the loop's body what is kept with it."""
     group = _groups(program, loop)
     inputs = {v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)}
@@ -50,7 +50,7 @@ def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
     return found
 
 
-def _groups(program: Program, loop: Loop) -> Callable[[Var], Var]:
+def _groups(program: Program, loop: MicrobatchLoop) -> Callable[[Var], Var]:
     """Outside of the loop, one variable for all that operations on values of one shape connect."""
     parent: dict[Var, Var] = {}
 

@@ -19,7 +19,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import Loop
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 from shardc.pipeline.points.rows import RowUse, piece_eqn, row_use, rows_of
 
 Ends: TypeAlias = tuple[int, ...]
@@ -72,7 +72,7 @@ def whole_program(program: Program) -> Pieces:
     return Pieces(program, tuple(map(Piece, range(len(inputs)))), tuple(map(Piece, range(len(outputs)))))
 
 
-def find_layers(program: Program, loop: Loop) -> list[Layers]:
+def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
     """The dimensions of layers: what scans in the loop's body run over, if parameters have it too."""
     scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
     if not scans:
@@ -133,7 +133,7 @@ class _Groups:
         return found
 
 
-def split_scans(program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
+def split_scans(program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
     """The program with each dimension of layers cut into pieces.
 
     Args:
@@ -217,7 +217,7 @@ class _Level:
 
 
 class _Splitter:
-    def __init__(self, program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
+    def __init__(self, program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
         self.program, self.loop = program, loop
         self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
         self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
