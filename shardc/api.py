@@ -29,7 +29,7 @@ from shardc.errors import (
     did_you_mean,
 )
 from shardc.execute import gc_pause
-from shardc.execute.call_cache import Routes, has_tracers
+from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.ir.constrain import constrain_p, pin_of
@@ -65,7 +65,7 @@ class Compiled:
 
     def __init__(self, arguments: Arguments, executable: AnyExecutable, plan: AnyPlan) -> None:
         self._arguments = arguments
-        self._routes = Routes(arguments)
+        self._cached_calls = CallCache(arguments)
         self.executable = executable
         self.plan = plan
         self.audit = executable.audit
@@ -75,11 +75,11 @@ class Compiled:
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._routes.run(tree, leaves)) is not None:
+        if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
         out = _run(self.executable, call)
-        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
+        self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -239,7 +239,7 @@ class Function:
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
-        self._routes = Routes(self._arguments)
+        self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
 
     @compat.face
@@ -247,13 +247,13 @@ class Function:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._routes.run(tree, leaves)) is not None:
+        if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._arguments.take_apart(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
         executable = self._executable(self._plan(call))
-        self._routes.add(tree, leaves, executable)
+        self._cached_calls.add(tree, leaves, executable)
         return _run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -29,7 +29,7 @@ from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
 from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
-from shardc.pipeline.step_values import Given, StepValues, step_values
+from shardc.pipeline.step_values import SentValue, StepValues, step_values
 from shardc.runtime.actor import Message
 from shardc.sbp.placement import REPLICATED
 
@@ -106,7 +106,7 @@ class _Account:
             return program.program.in_paths[tasks.arguments.index(v)]
         if v in self.results[stage]:
             return program.program.out_paths[tasks.results.index(v)] or "result"
-        for route in self.built.routes:
+        for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
         return self._lines.get((stage, v), "")
@@ -212,7 +212,7 @@ class _Rank:
 
     def arrive(self, message: Message, at: int) -> None:
         """What another rank sends."""
-        route = self.account.built.routes[message[0]]
+        route = self.account.built.channel_values[message[0]]
         self.inbox[message] = []
         if route is None:
             return
@@ -259,9 +259,9 @@ class _Rank:
             self.ledger.release(before, word, at if before is buffer else at + 1)
         self.residents[stage, v] = buffer
 
-    def give(self, k: int, message: Message, give: Sequence[Given], buffers: Sequence[_Buffer]) -> None:
+    def give(self, k: int, message: Message, give: Sequence[SentValue], buffers: Sequence[_Buffer]) -> None:
         account = self.account
-        route = account.built.routes[message[0]]
+        route = account.built.channel_values[message[0]]
         if route is None:
             return
         if account.built.rank_of[route.target] != self.number:

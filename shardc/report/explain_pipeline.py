@@ -197,9 +197,9 @@ def _bytes_or_none(size: int) -> str:
 def _registers(plan: MpmdPlan, timeline: Timeline) -> tuple[list[int], list[int]]:
     """For each stage the peak bytes of its own stashes, and of the registers that it receives from other stages."""
     held, received = [0] * len(plan.stages), [0] * len(plan.stages)
-    for channel, route, peak in zip(plan.network.channels, plan.built.routes, timeline.peaks, strict=True):
-        if route is not None:
-            (held if route.source == route.target else received)[route.target] += peak * channel.bytes
+    for channel, carried, peak in zip(plan.network.channels, plan.built.channel_values, timeline.peaks, strict=True):
+        if carried is not None:
+            (held if carried.source == carried.target else received)[carried.target] += peak * channel.bytes
     return held, received
 
 
@@ -364,13 +364,13 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
     rows: dict[tuple[str, str, str, int, str], list[tuple[int, int]]] = {}
     given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
     for number in sorted(given):
-        channel, route = plan.network.channels[number], plan.built.routes[number]
-        assert route is not None
+        channel, carried = plan.network.channels[number], plan.built.channel_values[number]
+        assert carried is not None
         credits = "unbounded" if channel.registers is None else str(channel.registers)
         word, peak = channel.name.rpartition(" ")[0], timeline.peaks[number]
         at_most = bytes_text(peak * channel.bytes)
         rows.setdefault((word, credits, bytes_text(channel.bytes), peak, at_most), []).append(
-            (route.source, route.target)
+            (carried.source, carried.target)
         )
     if not rows:
         return ""

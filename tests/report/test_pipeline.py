@@ -180,7 +180,7 @@ def slices_of(path):
 
 
 def test_the_last_call_beside_the_plan(exe, tmp_path):
-    with pytest.raises(PipelineError, match=r"nothing was called yet; call it, or measure"):
+    with pytest.raises(PipelineError, match=r"there was no call yet; call it, or measure"):
         exe.trace(tmp_path / "step.json")
     exe(*tied_args(zeros, ints))
     exe.trace(tmp_path / "step.json")

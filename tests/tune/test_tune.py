@@ -303,7 +303,7 @@ def test_stages_that_are_too_many_are_told():
     params, rows = chain(1, 16)
     found = shardc.tune(training(chain_loss, 8), *as_shapes((params, rows)), devices=16, topology="v5p", pipe=(16,))
     assert "Without a plan" in str(found)
-    assert "16 stages want 15 cuts" in str(found)
+    assert "16 stages need 15 cuts" in str(found)
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------

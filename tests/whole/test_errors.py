@@ -558,7 +558,7 @@ def test_nans(mesh, params, rows):
             f(params, -x)
     gone = isinstance(caught.value, shardc.StepFailedError)
     assert params["w"].is_deleted() == gone
-    assert not gone or "gone (donated): params/w" in str(caught.value)
+    assert not gone or "lost (donated): params/w" in str(caught.value)
 
 
 def test_an_ordered_effect(mesh):
