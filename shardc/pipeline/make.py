@@ -33,7 +33,7 @@ from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
 from shardc.pipeline.points.split_scans import Pieces, whole_program
 from shardc.pipeline.rank_memory import too_large
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
@@ -186,7 +186,7 @@ class _Search:
         chunks = len(rank_of) // ranks
         given = _stand_in(chunks) if r.pipeline.schedule == "auto" else r.pipeline.schedule
 
-        def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+        def ordered(costs: StageCosts, microbatches: int, backward: bool) -> Schedule:
             return _ordered(given, _Size(ranks, microbatches, chunks), costs, backward)
 
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
@@ -491,7 +491,7 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     latency = stages[0].mesh.link.latency
     backward = cut.body.backward or count == 1
-    costs = Costs.read(costs)
+    costs = StageCosts.read(costs)
     size = _Size(ranks, cut.loop.microbatches, count // ranks)
     return _ordered(pipeline.schedule, size, costs, backward, latency)
 
@@ -504,7 +504,7 @@ class _Size(NamedTuple):
     chunks: int
 
 
-def _ordered(given: Any, size: _Size, costs: Costs, backward: bool, latency: float = 0.0) -> Schedule:
+def _ordered(given: Any, size: _Size, costs: StageCosts, backward: bool, latency: float = 0.0) -> Schedule:
     """The schedule for tasks of given costs; without a backward pass its forwards alone."""
     found = make_schedule(given, *size, costs=costs, latency=latency)
     if backward:

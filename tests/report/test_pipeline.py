@@ -121,9 +121,9 @@ def _numbers(text):
     ("recompute", "text"),
     [
         ("none", "1f1b, 4 microbatches.\n"),
-        ("full", "; every stage computes its forward again in its backward.\n"),
-        (("full", "none", "none"), "; stage 0 computes its forward again in its backward.\n"),
-        (("full", "full", "none"), "; each of stages 0-1 computes its forward again in its backward.\n"),
+        ("full", "; every stage recomputes its forward pass in its backward pass.\n"),
+        (("full", "none", "none"), "; stage 0 recomputes its forward pass in its backward pass.\n"),
+        (("full", "full", "none"), "; each of stages 0-1 recomputes its forward pass in its backward pass.\n"),
     ],
 )
 def test_recompute_is_said(recompute, text):
@@ -133,7 +133,7 @@ def test_recompute_is_said(recompute, text):
 
 def test_only_the_kinds_that_occur_are_explained():
     title = tied(MESH, schedule="zb-h1").plan(*tied_args(f32, i32)).explain().split("Schedule: ")[1].split("\n")[0]
-    assert title.startswith("stage, F forward, I input gradient, W weight gradient, microbatch")
+    assert title.startswith("stage, task (F forward, I input gradient, W weight gradient), microbatch")
 
 
 # -- the plan's own pictures
@@ -180,7 +180,7 @@ def slices_of(path):
 
 
 def test_the_last_call_beside_the_plan(exe, tmp_path):
-    with pytest.raises(PipelineError, match=r"nothing was called yet; call it, or measure"):
+    with pytest.raises(PipelineError, match=r"there was no call yet; call it, or measure"):
         exe.trace(tmp_path / "step.json")
     exe(*tied_args(zeros, ints))
     exe.trace(tmp_path / "step.json")
