@@ -50,7 +50,7 @@ def measure(cases: Sequence[str], options: argparse.Namespace) -> Rows:
 def show_plans(rows: Rows, console: Console) -> None:
     table = new_table(
         "Planned for v5p", "model", "10^9", "plan", "mesh", "chips", "trace s", "plan s", "gap", "step s", "compute",
-        "memory", "collectives", "hidden", "GiB", "of", "sent GiB", "MFU",
+        "memory", "collectives", "overlapped", "GiB", "of", "sent GiB", "MFU",
     )  # fmt: skip
     for r in rows:
         model, plan = r["case"].split("/")
@@ -62,7 +62,7 @@ def show_plans(rows: Rows, console: Console) -> None:
         moving = sum(parts[kind] for kind in COLLECTIVES)
         table.add_row(
             *known, f"{r['planning']:.1f}", gap_text(r["gap"]), f"{r['seconds']:.4g}",
-            *(f"{x:.3g}" for x in (parts["compute"], parts["memory"], moving, parts["hidden"])),
+            *(f"{x:.3g}" for x in (parts["compute"], parts["memory"], moving, parts["overlapped"])),
             f"{r['memory'] / GIB:.1f}{' *' if r['unlimited'] else '  '}", f"{r['hbm'] / GIB:.1f}",
             f"{r['bytes'] / GIB:.2f}", f"{r['utilization']:.0%}",
         )  # fmt: skip

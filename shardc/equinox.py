@@ -96,19 +96,19 @@ class Function:
         closed = _close((args, kwargs))
         fixed = [(p, x.value) for p, x in leaves_by_path(closed, _is_fixed) if isinstance(x, _Fixed)]
         wrong = [
-            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a constant with a hash."
+            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a hashable constant."
             for p, x in fixed
             if getattr(x, "__hash__", None) is None
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self._where}: arguments that cannot be taken", wrong))
+            raise ArgumentError(all_offenders(f"{self._where}: invalid arguments", wrong))
         return closed
 
 
 class Compiled:
     """The result of `Function.compile`: it is called like the function, and has all that `shardc.function`'s has."""
 
-    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Compiled:
         return getattr(self._compiled, name)
 
 
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

@@ -209,7 +209,7 @@ def _has_nnx(tree: Any) -> bool:
 class Compiled:
     """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
 
-    def __init__(self, function: Function, compiled: api.Compiled) -> None:
+    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     @compat.face
@@ -221,7 +221,7 @@ class Compiled:
 
 
 @compat.face
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

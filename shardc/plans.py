@@ -22,6 +22,7 @@ from shardc.report.diff import diff
 from shardc.report.explain import explain
 from shardc.report.explain_pipeline import explain_pipeline
 from shardc.report.misfit import misfit_text
+from shardc.report.passes import program_after, programs_after
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
 from shardc.report.whys import pins_section, why_in_stages, why_section
@@ -49,12 +50,12 @@ class Plan(SpmdPlan):
         Path(path).write_text(to_json(record(self)), "utf-8")
 
     def diff(self, other: AnyPlan) -> str:
-        """What another plan of the same function does differently, as text: placements of arguments and results, what
-        moves, time, memory. Of plans of different functions, what has the same path."""
+        """The differences to another plan of the same function, as text: placements of arguments and results,
+        collectives, time, memory. Plans of different functions are compared by paths."""
         return diff(self, other)
 
-    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
-        """What lives where, what moves, why, how many bytes, and which line of the user's code made it.
+    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
+        """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory.
 
         Args:
           why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
@@ -63,10 +64,13 @@ class Plan(SpmdPlan):
             of such a name, or a line (`model.py:41`); `*` matches any text. The placement is solved again up to three
             times for each of the first three values that the name means.
           pins: adds what each pin costs against leaving its values AUTO. Solves once for each.
+          after: gives the program after this pass instead, as JAX prints it; `python -m shardc passes` lists them.
 
         Raises:
-          ArgumentError: `why` is the name of nothing.
+          ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
         """
+        if after is not None:
+            return program_after(self, after)
         if why is not None:
             return why_section(self.counterfactual, why)
         return explain(self) + (f"\n\n{pins_section(self.counterfactual)}" if pins else "")
@@ -93,7 +97,7 @@ class PipelinePlan(MpmdPlan):
         return tuple(Counterfactual(s.plan) for s in self.stages)
 
     def with_schedule(self, schedule: Any) -> PipelinePlan:
-        """The same tasks in another order: nothing is cut or placed anew.
+        """This plan with its tasks in another order. Nothing is cut or placed anew.
 
         Args:
           schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
@@ -113,19 +117,22 @@ class PipelinePlan(MpmdPlan):
         Path(path).write_text(to_json(saved), "utf-8")
 
     def diff(self, other: AnyPlan) -> str:
-        """What another plan of the same function does differently, as text; of the stages, what moves on them."""
+        """The differences to another plan of the same function, as text; for the stages, their collectives."""
         return diff(self, other)
 
-    def explain(self, why: str | None = None, *, pins: bool = False) -> str:
+    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
         """The stages, what each computes and where its values live, what moves, the schedule and its bubbles.
 
         Args:
           why: asks for one value, as in `Plan.explain`; each stage that has it is solved again for itself.
           pins: adds, for each stage, what each pin costs it against leaving its values AUTO.
+          after: gives the program after this pass instead, as in `Plan.explain`; of each stage, if stages are cut.
 
         Raises:
-          ArgumentError: `why` is the name of nothing.
+          ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
         """
+        if after is not None:
+            return programs_after(self, after)
         if why is not None:
             return why_in_stages(self.counterfactuals, why)
         costs = [f"Stage {k}. {pins_section(c)}" for k, c in enumerate(self.counterfactuals)] if pins else []

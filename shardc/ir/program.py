@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc.compat import Jaxpr
@@ -19,8 +19,9 @@ class Program:
       out_paths: path of each result, the results' own path without the argument.
       captured: the values of the captured arrays.
       in_tree, out_tree: pytree structures of (args, kwargs) and of the result.
-      shared: for each loop that devices could share (`share_loops`), in order, the devices that share its rounds; empty
-        if no loop is shared.
+      shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
+        none does.
+      passed: the name of each pass that made this program, and the jaxpr that it gave, in order.
     """
 
     name: str
@@ -31,6 +32,11 @@ class Program:
     in_tree: Any
     out_tree: Any
     shared: tuple[int, ...] = ()
+    passed: tuple[tuple[str, Jaxpr], ...] = ()
+
+    def after(self, name: str, jaxpr: Jaxpr) -> Program:
+        """The program that the pass `name` makes of this one."""
+        return replace(self, jaxpr=jaxpr, passed=(*self.passed, (name, jaxpr)))
 
     @property
     def in_avals(self) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var, bodies_of
-from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.signature import Operation, Setting
 
 
@@ -79,4 +79,8 @@ LINEAR: Final = frozenset(
         "copy_p",
     )
 )
-"""Linear operations of one operand, which can be applied to each term in place of the sum."""
+"""Linear operations of one operand, which are done to each term instead of to the sum."""
+
+
+def local_bytes(var: Var, placement: Placement, sizes: AxisSizes) -> int:
+    return math.prod(local_shape(var.aval.shape, placement, sizes)) * itemsize_of(var.aval)

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import shardc
-from shardc import S, make_mesh, stage_boundary
+from shardc import S, accumulate, make_mesh, stage_boundary
 from shardc.errors import PipelineTaskError, StepFailedError
-from shardc.passes.trace import accumulate
 from tests.pipeline.pipelines import assert_same, batch, dense, error, layers, on_host
 from tests.runtime.watchdog import actor_threads, within
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import shardc
-from shardc import S, make_mesh, stage_boundary
-from shardc.passes.trace import accumulate
+from shardc import S, accumulate, make_mesh, stage_boundary
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.schedule import Schedule
 from tests.pipeline.pipelines import (

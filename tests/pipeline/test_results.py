@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import shardc
-from shardc import S, make_mesh
-from shardc.passes.trace import accumulate
+from shardc import S, accumulate, make_mesh
 from tests.pipeline.pipelines import assert_same, batch, layers, loss, training
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import shardc
-from shardc import S, make_mesh, stage_boundary
-from shardc.passes.trace import accumulate
+from shardc import S, accumulate, make_mesh, stage_boundary
 from tests.pipeline.pipelines import assert_same, on_host
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

@@ -200,7 +200,7 @@ def test_a_png_has_pixels(tmp_path):
 
 
 def test_other_endings_are_refused(tmp_path):
-    with pytest.raises(PipelineError, match=r"step\.jpg: a picture is written as \.svg or \.png"):
+    with pytest.raises(PipelineError, match=r"step\.jpg: a picture has to be a \.svg or \.png file"):
         draw_picture(chart("1f1b", 2, 4), tmp_path / "step.jpg")
 
 

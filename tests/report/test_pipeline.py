@@ -105,7 +105,7 @@ def test_the_time_of_each_rank_is_split_by_what_it_goes_to(which, request):
         assert time.wait == pytest.approx(timeline.makespan - busy, rel=1e-12)
     assert plan.time.wait == min(t.wait for t in times) and plan.compute_seconds == plan.time.computing
     runs = [(p, n) for s in plan.stages for p, n in plan._runs(s)]
-    for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "hidden"):
+    for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "overlapped"):
         each = sum(n * getattr(p.time, part) for p, n in runs)
         assert sum(getattr(t, part) for t in times) == pytest.approx(each, rel=1e-12)
     launched = sum(n * max(0.0, HOST_SECONDS - p.seconds) for p, n in runs)
@@ -121,9 +121,9 @@ def _numbers(text):
     ("recompute", "text"),
     [
         ("none", "1f1b, 4 microbatches.\n"),
-        ("full", "; every stage computes its forward again in its backward.\n"),
-        (("full", "none", "none"), "; stage 0 computes its forward again in its backward.\n"),
-        (("full", "full", "none"), "; each of stages 0-1 computes its forward again in its backward.\n"),
+        ("full", "; every stage recomputes its forward pass in its backward pass.\n"),
+        (("full", "none", "none"), "; stage 0 recomputes its forward pass in its backward pass.\n"),
+        (("full", "full", "none"), "; each of stages 0-1 recomputes its forward pass in its backward pass.\n"),
     ],
 )
 def test_recompute_is_said(recompute, text):
@@ -133,7 +133,7 @@ def test_recompute_is_said(recompute, text):
 
 def test_only_the_kinds_that_occur_are_explained():
     title = tied(MESH, schedule="zb-h1").plan(*tied_args(f32, i32)).explain().split("Schedule: ")[1].split("\n")[0]
-    assert title.startswith("stage, F forward, I input gradient, W weight gradient, microbatch")
+    assert title.startswith("stage, task (F forward, I input gradient, W weight gradient), microbatch")
 
 
 # -- the plan's own pictures
@@ -180,7 +180,7 @@ def slices_of(path):
 
 
 def test_the_last_call_beside_the_plan(exe, tmp_path):
-    with pytest.raises(PipelineError, match=r"nothing was called yet; call it, or measure"):
+    with pytest.raises(PipelineError, match=r"there was no call yet; call it, or measure"):
         exe.trace(tmp_path / "step.json")
     exe(*tied_args(zeros, ints))
     exe.trace(tmp_path / "step.json")
@@ -222,7 +222,11 @@ def test_measuring_another_call_is_refused(exe):
 def test_what_is_no_pipeline_says_so(tmp_path):
     f = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=2))
     compiled = f.compile(zeros(4))
-    for look in (compiled.timeline, lambda: compiled.trace(tmp_path / "x.json"), lambda: compiled.measure(zeros(4))):
+    for look in (
+        lambda: compiled.timeline(),
+        lambda: compiled.trace(tmp_path / "x.json"),
+        lambda: compiled.measure(zeros(4)),
+    ):
         with pytest.raises(PipelineError, match=r"is one program, no pipeline.*jax\.profiler\.trace"):
             look()
 

@@ -83,7 +83,8 @@ LEAVES = {
     ),
     "P(max) at the border": (
         {"batch": {"data": P("max")}},
-        "in_placements: batch f32[8]: {'data': P('max')}: P('max') lives only inside a function; write {'data': B}.",
+        "in_placements: batch f32[8]: {'data': P('max')}: P('max') is allowed only inside a function; write "
+        "{'data': B}.",
     ),
     "two partial ops": (
         {"batch": {"data": P("max"), "model": P}},
@@ -372,9 +373,9 @@ def test_arguments_without_a_hash(mesh):
 
     f = shardc.function(scaled, mesh=mesh, static_argnames="sizes")
     assert text_of(ArgumentError, f, ROWS, [1, 2], {"a"}) == lines(
-        f"{line(scaled)}: arguments that cannot be taken",
-        "sizes: a static argument wants a hash, and a list has none; pass a tuple, or another immutable value.",
-        "names: a set is neither an array nor a constant with a hash; pass an array.",
+        f"{line(scaled)}: invalid arguments",
+        "sizes: a static argument has to be hashable, and a list is not; pass a tuple, or another immutable value.",
+        "names: a set is neither an array nor a hashable constant; pass an array.",
     )
 
 
@@ -390,9 +391,9 @@ def test_arrays_that_live_elsewhere(mesh):
         ROWS,
     ]
     assert text_of(ArgumentError, shardc.function(many, mesh=mesh), *elsewhere) == lines(
-        f"{line(many)}, {MESH}: 3 arrays live on other devices, or on another mesh. Bring all to this mesh with "
-        "xs = shardc.put(xs, mesh, {}), whole on each device, or placed as in_placements says it; or to the host with "
-        "xs = shardc.fetch(xs).",
+        f"{line(many)}, {MESH}: 3 arrays live on other devices, or on another mesh. Move the arguments to this "
+        "mesh with xs = shardc.put(xs, mesh, {}), which replicates them (instead of {}, placements as in in_placements "
+        "may stand there), or to the host with xs = shardc.fetch(xs).",
         "xs/*  x3 f32[8]: a=8 on devices 0-7; …; data=3 on devices 0-2",
     )
 
@@ -404,9 +405,10 @@ def test_many_arrays_that_live_elsewhere_are_folded(mesh):
     on = [jax.sharding.Mesh(np.asarray(jax.devices()[i : i + 2]), ("rows",)) for i in range(0, 8, 2)]
     params = {str(i): shardc.put({"w": ROWS, "b": ROWS}, m, {"w": {"rows": S(0)}, "b": {}}) for i, m in enumerate(on)}
     assert text_of(ArgumentError, shardc.function(many, mesh=mesh), params, shardc.put(1.0, on[1], {}), ROWS) == lines(
-        f"{line(many)}, {MESH}: 9 arrays live on other devices, or on another mesh. Bring all to this mesh with "
-        "params, scale = shardc.put((params, scale), mesh, {}), whole on each device, or placed as in_placements says "
-        "it; or to the host with params, scale = shardc.fetch((params, scale)).",
+        f"{line(many)}, {MESH}: 9 arrays live on other devices, or on another mesh. Move the arguments to this "
+        "mesh with params, scale = shardc.put((params, scale), mesh, {}), which replicates them (instead of {}, "
+        "placements as in in_placements may stand there), or to the host with params, scale = "
+        "shardc.fetch((params, scale)).",
         "params/*/{b,w}  x8 f32[8]: rows=2 on devices 0, 1; …; rows=2 on devices 6, 7",
         "scale f32[]: rows=2 on devices 2, 3",
     )
@@ -557,7 +559,7 @@ def test_nans(mesh, params, rows):
             f(params, -x)
     gone = isinstance(caught.value, shardc.StepFailedError)
     assert params["w"].is_deleted() == gone
-    assert not gone or "gone (donated): params/w" in str(caught.value)
+    assert not gone or "lost (donated): params/w" in str(caught.value)
 
 
 def test_an_ordered_effect(mesh):
@@ -607,17 +609,17 @@ def test_a_dict_that_may_be_of_axes_or_of_names(mesh):
         return {"data": data + model["model"]}
 
     x, tree = np.ones(8, np.float32), {"model": np.ones(8, np.float32)}
-    says = "{'data': S(0)} may be of axes of the mesh, or of"
+    says = "{'data': S(0)} can name axes of the mesh or"
     g = shardc.function(f, mesh=mesh, in_placements={"data": S(0)}, out_placements={"data": S(0)})
     assert text_of(PlacementError, g.plan, x, tree) == lines(
         f"{line(f)}, {MESH}:",
-        f"in_placements: {says} arguments that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        f"in_placements: {says} arguments; write shardc.Placement({{'data': S(0)}}) for the axes, "
         "{'data': {'data': S(0)}} for the arguments.",
-        f"out_placements: {says} items that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        f"out_placements: {says} items; write shardc.Placement({{'data': S(0)}}) for the axes, "
         "{'data': {'data': S(0)}} for the items.",
     )
     g = shardc.function(f, mesh=mesh, in_placements={"data": {}, "model": {"model": AUTO}})
-    assert "in_placements: model: {'model': AUTO} may be of axes of the mesh, or of items" in text_of(
+    assert "in_placements: model: {'model': AUTO} can name axes of the mesh or items" in text_of(
         PlacementError, g.plan, x, tree
     )
     axes = shardc.function(f, mesh=mesh, in_placements=shardc.Placement({"data": S(0)}))

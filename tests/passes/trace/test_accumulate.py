@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import shardc
-from shardc import S, compat
-from shardc.passes.trace import accumulate
+from shardc import S, accumulate, compat
 
 LINE = shardc.make_mesh(data=8)
 EVERYWHERE = shardc.rules({"*": {}})

@@ -182,7 +182,7 @@ def test_too_little_work_for_so_many_stages():
     gradient = shardc.accumulate(jax.value_and_grad(short), microbatches=2)
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan_of(shardc.make_mesh(pipe=8), gradient=gradient)
-    assert "8 stages want 7 cuts" in str(error.value)
+    assert "8 stages need 7 cuts" in str(error.value)
 
 
 def state_bytes(plan):
@@ -221,7 +221,7 @@ def test_memory_bounds_the_cut():
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan("8MB")
     text = str(error.value)
-    assert "no 2 stages fit the memory" in text
+    assert "no cut into 2 stages fits in memory" in text
     assert "stage 1: " in text and " of 8 MB, too much: parameters, their gradients and optimizer state" in text
     assert "activations of 1 microbatches" in text
 
@@ -243,7 +243,7 @@ def test_where_no_cut_fits_stages_recompute():
 
     free = plan("1GB")
     room = free.memory.peak // 4
-    with pytest.raises(shardc.errors.StageMemoryError, match="no 2 stages fit the memory"):
+    with pytest.raises(shardc.errors.StageMemoryError, match="no cut into 2 stages fits in memory"):
         plan(room, recompute="none")
     tight = plan(room)
     assert "full" in tight.pipeline.recompute and "full" not in free.pipeline.recompute

@@ -3,7 +3,7 @@
 import pytest
 
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
-from tests.pipeline.schedules.measure import measure
+from tests.pipeline.schedule.methods.measure import measure
 
 COSTS = [(1, 1, 1), (1, 2, 0), (1, 1.2, 0.8), (2, 3, 1), (3, 1, 1), (0.5, 2, 1.5)]
 SIZES = [(p, p * k) for p in (2, 4, 8) for k in (1, 2, 4)]
