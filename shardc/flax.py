@@ -162,17 +162,17 @@ class FlaxFunction:
 
     def _places(self, states: Mapping[str, Any]) -> Any:
         """`in_placements`, completed with the metadata of modules that it does not place."""
-        said, names = self._in_placements, list(self._signature.parameters)
-        if isinstance(said, tuple | list) and not is_leaf_spec(said):
-            if len(said) > len(names):
-                raise ArgumentError(f"in_placements: {len(said)} for {len(names)} arguments ({', '.join(names)}).")
-            said = dict(zip(names, said, strict=False))
-        elif said is None or isinstance(said, Auto):
-            said = {}
-        elif not (isinstance(said, dict) and set(said) & set(names)):
-            return said  # one for all arguments, or wrong names
-        silent = [n for n in states if said.get(n) is None or isinstance(said[n], Auto)]
-        return {**said, **{n: placements(states[n]) for n in silent}}
+        given, names = self._in_placements, list(self._signature.parameters)
+        if isinstance(given, tuple | list) and not is_leaf_spec(given):
+            if len(given) > len(names):
+                raise ArgumentError(f"in_placements: {len(given)} for {len(names)} arguments ({', '.join(names)}).")
+            given = dict(zip(names, given, strict=False))
+        elif given is None or isinstance(given, Auto):
+            given = {}
+        elif not (isinstance(given, dict) and set(given) & set(names)):
+            return given  # one for all arguments, or wrong names
+        silent = [n for n in states if given.get(n) is None or isinstance(given[n], Auto)]
+        return {**given, **{n: placements(states[n]) for n in silent}}
 
     def _of_arrays(self, names: Sequence[str]) -> Callable[..., Any]:
         """The function of arrays. It returns the new values of its modules, their structure, and the result."""
