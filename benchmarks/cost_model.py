@@ -71,7 +71,7 @@ def worst(rows: Rows, count: int = WORST) -> Rows:
 
 def show(side: str, rows: Rows, console: Console) -> None:
     title, planned, other = TITLES[side]
-    parts = ("compute", "memory", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "hidden")
+    parts = ("compute", "memory", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "overlapped")
     table = new_table(title, "example", "plan", "mesh", planned, other, "ratio", *parts)
     nonsense = [r for r in rows if r["other"] <= 0]
     for r in rows:

@@ -25,7 +25,7 @@ from benchmarks.large_models import LARGE
 from benchmarks.measure import fake_cpu, warn
 from benchmarks.run import tpu_env
 from benchmarks.tables import Rows, new_table, start
-from shardc.ir.collective import KINDS
+from shardc.sbp.cost import COLLECTIVES
 
 GIB = 2**30
 CASES = [f"{name}/{plan}" for name, large in LARGE.items() for plan in large.plans]
@@ -50,7 +50,7 @@ def measure(cases: Sequence[str], options: argparse.Namespace) -> Rows:
 def show_plans(rows: Rows, console: Console) -> None:
     table = new_table(
         "Planned for v5p", "model", "10^9", "plan", "mesh", "chips", "trace s", "plan s", "gap", "step s", "compute",
-        "memory", "collectives", "hidden", "GiB", "of", "sent GiB", "MFU",
+        "memory", "collectives", "overlapped", "GiB", "of", "sent GiB", "MFU",
     )  # fmt: skip
     for r in rows:
         model, plan = r["case"].split("/")
@@ -59,10 +59,10 @@ def show_plans(rows: Rows, console: Console) -> None:
             table.add_row(*known, "does not fit")
             continue
         parts = r["parts"]
-        moving = sum(parts[kind] for kind in KINDS)
+        moving = sum(parts[kind] for kind in COLLECTIVES)
         table.add_row(
             *known, f"{r['planning']:.1f}", gap_text(r["gap"]), f"{r['seconds']:.4g}",
-            *(f"{x:.3g}" for x in (parts["compute"], parts["memory"], moving, parts["hidden"])),
+            *(f"{x:.3g}" for x in (parts["compute"], parts["memory"], moving, parts["overlapped"])),
             f"{r['memory'] / GIB:.1f}{' *' if r['unlimited'] else '  '}", f"{r['hbm'] / GIB:.1f}",
             f"{r['bytes'] / GIB:.2f}", f"{r['utilization']:.0%}",
         )  # fmt: skip

@@ -20,7 +20,7 @@ from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.walk import local_bytes
-from shardc.passes.estimate.plan_cost import tally
+from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.plans import Plan
 
 
@@ -66,8 +66,8 @@ def _waits(plan: Plan, scan: Eqn, trips: int) -> Waits:
     now = links = waited = 0.0
     size = 0
     for eqn, read in _inlined(body, {}):
-        time = tally(Boxed(compat.new_jaxpr(_variables(eqn.invars), eqn.outvars, [eqn], body), plan.boxed.placements),
-                     plan.mesh).time  # fmt: skip
+        alone = compat.new_jaxpr(_variables(eqn.invars), eqn.outvars, [eqn], body)
+        time = plan_cost(Boxed(alone, plan.boxed.placements), plan.mesh).time
         only = read[0] if len(read) == 1 and len(eqn.outvars) == 1 and read[0] in there else None
         if only is not None and eqn.primitive is box_p and time.moving:
             links += time.moving

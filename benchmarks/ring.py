@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, name: str) -> None:
     time, rings = plan.time, [c for c in plan.collectives if "ring" in c.src + c.dst]
     print(
         f"planned {1e3 * time.total:.1f} ms: computing {1e3 * time.computing:.1f}, moving {1e3 * time.moving:.1f}, "
-        f"hidden {1e3 * time.hidden:.1f}; {plan.bytes_per_device / 2**30:.2f} GiB sent; {len(rings)} rings; "
+        f"overlapped {1e3 * time.overlapped:.1f}; {plan.bytes_per_device / 2**30:.2f} GiB sent; {len(rings)} rings; "
         f"peak {plan.memory.peak / 2**30:.2f} GiB; gap {plan.gap:.1%}", flush=True,
     )  # fmt: skip
     if options.plan:

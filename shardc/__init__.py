@@ -10,9 +10,10 @@ from shardc.versions import check_jax
 
 check_jax(jax.__version__)
 
-from shardc.api import constrain, function, put
+from shardc.api import function
 from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.calls.placing import constrain, put
 from shardc.errors import (
     ArgumentError,
     MeshError,

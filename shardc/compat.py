@@ -54,18 +54,18 @@ def is_literal(atom: Atom) -> bool:
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those that are no literals, each once."""
+    """The variables among `atoms`, each once."""
     return list(dict.fromkeys(a for a in atoms if not is_literal(a)))
 
 
 @functools.lru_cache(maxsize=4096)
 def size_of(aval: Any) -> int:
-    """Number of elements. JAX counts them anew each time it is asked."""
+    """Number of elements, cached: JAX counts them again at every access."""
     return aval.size
 
 
 def fresh_var(aval: Any) -> Var:
-    """A variable of its own: never equal to another."""
+    """A new variable, equal to no other."""
     return _core.Var(aval)
 
 
@@ -74,14 +74,15 @@ def literal(value: Any, aval: Any) -> Atom:
 
 
 def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
-    """The jaxpr with the values of its constants. Since JAX 0.12 every jaxpr holds these, and one without is itself."""
+    """The closed jaxpr with these constants. Since JAX 0.12 every jaxpr is closed: without constants it stays
+    itself."""
     if _EVERY_JAXPR_IS_CLOSED and not consts:
         return jaxpr
     return jex.ClosedJaxpr(jaxpr, tuple(consts))
 
 
 def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn], like: Jaxpr) -> Jaxpr:
-    """A jaxpr without constants; the effects are those of `eqns`."""
+    """A jaxpr without constants; its effects are those of `eqns`."""
     effects = frozenset[Any]().union(*(e.effects for e in eqns)) if eqns else frozenset[Any]()
     kept = {e for e in like.effects if e in effects}
     info = like.debug_info.with_unknown_names()
@@ -105,13 +106,13 @@ def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
 
 # Why: there is no public way from an equation to the user's line.
 _OURS: Final = os.path.dirname(__file__) + os.sep
-_TRACE: Final = os.path.join(_OURS, "passes", "trace.py")
+_TRACE: Final = os.path.join(_OURS, "passes", "trace", "trace.py")
 
 
 @functools.cache
-def _whose(file: str) -> str:
-    """Whose code a file is: `user`, `library`, `entry` (where shardc calls the user's function) or `inner` (JAX, Python
-    and the rest of shardc)."""
+def _owner_of(file: str) -> str:
+    """The owner of the code in a file: `user`, `library`, `entry` (where shardc calls the user's function) or `inner`
+    (JAX, Python and the rest of shardc)."""
     if file == _TRACE:
         return "entry"
     if file.startswith(_OURS) or not _source_info_util.is_user_filename(file):
@@ -120,67 +121,68 @@ def _whose(file: str) -> str:
 
 
 def source_line(eqn: Eqn) -> str:
-    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; if all of it is a
-    library's, the library's; empty if unknown."""
+    """`file.py:12 (function)` of the innermost frame of the user's own code that made an equation; without one, of the
+    innermost frame of a library; empty if unknown."""
     return _line_of(eqn.source_info.traceback)[0]
 
 
-# Why: an error of JAX's in the user's function names what is traced, and the user knows their own function only.
+# Why: JAX's errors name the traced function, and users know only their own.
 def traced_as(fn: F, users: Callable[..., Any], names: Sequence[str]) -> F:
-    """`fn`, which JAX's errors call as the user's function, and its flat arguments by these names."""
+    """`fn` under the name of the user's function in JAX's errors, with these names for its flat arguments."""
     fn_: Any = fn
     info = _api_util.debug_info("shardc.function", users, (), {}, signature=inspect.Signature())
     fn_.__fun_debug_info__ = info._replace(arg_names=tuple(names))
     return fn
 
 
-# Why: tracebacks show the user's code. JAX hides its own frames between its faces and the user's function.
+# Why: tracebacks show only the user's code. JAX hides its frames between its entry points and the user's function.
 _traceback_util.register_exclusion(_OURS)
 
 
 def face(fn: F) -> F:
-    """Marks a function that users call: what is raised below it has no frames of JAX and shardc in its traceback, as
-    JAX's option `jax_traceback_filtering` says."""
+    """Mark a function that users call: an error below it has no frames of JAX and shardc in its traceback, as JAX's
+    option `jax_traceback_filtering` says."""
     return _traceback_util.api_boundary(fn)
 
 
 def users_level() -> int:
-    """The `stacklevel` with which who calls this warns at the user's line."""
+    """The `stacklevel` for a warning of the caller that shows the user's line."""
     callers = [frame.filename for frame in inspect.stack(0)[1:]]
-    return next((i for i, file in enumerate(callers, 1) if _whose(file) in ("user", "library")), len(callers))
+    return next((i for i, file in enumerate(callers, 1) if _owner_of(file) in ("user", "library")), len(callers))
 
 
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
-    """`eqn`, of the body of `caller`, with a line of the user's: the traceback of a jitted body ends with the body."""
+    """`eqn`, of the body of `caller`, with the user's line of `caller` if it has none: a body's traceback ends
+    there."""
     if _line_of(eqn.source_info.traceback)[1] or not _line_of(caller.source_info.traceback)[1]:
         return eqn
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller.source_info.traceback))
 
 
 def with_names_of(eqn: Eqn, caller: Eqn) -> Eqn:
-    """`eqn`, of the inlined body of `caller`, inside the scopes and transformations that `caller` stands in."""
+    """`eqn`, of the inlined body of `caller`, inside the scopes and transformations of `caller`."""
     names = caller.source_info.name_stack + eqn.source_info.name_stack
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
-# Why: what is said of a loop where it is traced has to come along with its equation through all of JAX.
+# Why: the expected rounds of a loop have to stay with its equation through all of JAX.
 _ROUNDS: Final = re.compile(r"shardc\.trips\((\d+)\)")
 
 
 def scope_of_rounds(n: int) -> str:
-    """The name of the scope whose loops are expected to go around so often."""
+    """The name of the scope owner loops are expected to make `n` rounds."""
     return f"shardc.trips({n})"
 
 
 def rounds_of(eqn: Eqn) -> int | None:
-    """The rounds that a `while` is expected to make, as the innermost of the scopes around it says."""
+    """The expected rounds of a `while`, from the innermost scope that gives them; None if no scope does."""
     names = (s.name for s in reversed(eqn.source_info.name_stack.stack) if isinstance(s, _source_info_util.Scope))
     found = next((m for n in names if (m := _ROUNDS.fullmatch(n))), None)
     return None if found is None else int(found[1])
 
 
 def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
-    """`eqn`, of the body of `caller`, with the rounds that are said of loops there."""
+    """`eqn`, of the body of `caller`, with the expected rounds of `caller` if it has none of its own."""
     n = rounds_of(caller)
     if n is None or rounds_of(eqn) is not None:
         return eqn
@@ -189,8 +191,8 @@ def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
 
 
 def scopes_of(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
-    """The names of the scopes that an equation stands in, outermost first, as `("GPT2", "blocks_0", "attn")`, and
-    whether it is of a backward pass."""
+    """The names of the scopes of an equation, outermost first, as `("GPT2", "blocks_0", "attn")`, and whether it
+    belongs to a backward pass."""
     stack = eqn.source_info.name_stack.stack
     names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope) and not _ROUNDS.fullmatch(s.name))
     return names, any(isinstance(s, _source_info_util.Transform) and s.name == "transpose" for s in stack)
@@ -202,12 +204,12 @@ def _line_of(traceback: Any) -> tuple[str, bool]:
     library = ""
     codes, offsets = traceback.raw_frames() if traceback else ((), ())
     for code, offset in zip(codes, offsets, strict=True):
-        whose = _whose(code.co_filename)
-        if whose == "entry":
+        owner = _owner_of(code.co_filename)
+        if owner == "entry":
             break
-        if whose == "user":
+        if owner == "user":
             return _frame_text(code, offset), True
-        if whose == "library" and not library:
+        if owner == "library" and not library:
             library = _frame_text(code, offset)
     return library, False
 
@@ -219,7 +221,7 @@ def _frame_text(code: CodeType, offset: int) -> str:
 
 
 def with_source(eqn: Eqn) -> Any:
-    """A context in which what is traced gets the source line of `eqn`."""
+    """A context in which traced equations get the source line of `eqn`."""
     stack = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     return _source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
@@ -229,15 +231,15 @@ def short_text(shape: Sequence[int], dtype: Any) -> str:
     return _core.ShapedArray(tuple(shape), dtype).str_short(short_dtypes=True)
 
 
-# Why: what is called inside a trace is a part of it, also where its arguments are constants: checkify traces so.
+# Why: a call inside a trace is a part of it, even if its arguments are constants: checkify traces like this.
 def inside_trace() -> bool:
     return not _core.trace_state_clean()
 
 
-# Why: a value that is put together while something is traced is no part of it, and needs no mesh but its own.
+# Why: a value that is assembled during a trace must not become part of it, and needs no mesh but its own.
 @contextmanager
 def at_once() -> Generator[None, None, None]:
-    """A context in which operations on arrays run at once, whatever trace or mesh it is opened in."""
+    """A context in which operations on arrays run at once, whatever the current trace or mesh."""
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
         yield
 
@@ -245,9 +247,9 @@ def at_once() -> Generator[None, None, None]:
 _NO_MESH: Final = jax.sharding.AbstractMesh((), ())
 
 
-# Why: JAX takes arrays of another type, as it takes its own arrays of keys, by what stands in four registries.
+# Why: four registries make JAX accept arrays of another type, such as its own arrays of keys.
 def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
-    """Makes JAX take arrays of a class as the jax.Array that `read` gives: as arguments, operands and constants."""
+    """Make JAX accept arrays of a class as arguments, operands and constants: as the jax.Array that `read` returns."""
 
     def type_of(x: Any) -> Any:
         return _core.typeof(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type))
@@ -261,13 +263,13 @@ def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
         _dtypes.register_canonicalize_value_handler(kind, None)
         pxla.shard_arg_handlers[kind] = shard
         _mlir.register_constant_handler(kind, lambda val, aval: _mlir.ir_constant(read(val)))
-    except (ImportError, AttributeError) as error:  # then JAX says of each that it is no type of its own
-        log.warning("this JAX takes no %s outside of shardc functions: %s", kind.__name__, error)
+    except (ImportError, AttributeError) as error:  # then JAX refuses each such array with an error of its own
+        log.warning("this JAX accepts no %s outside of shardc functions: %s", kind.__name__, error)
 
 
-# Why: what a jax.Array can be asked is set by JAX's own code, and grows with its releases.
+# Why: the attributes of a jax.Array are set by JAX's own code, and releases add to them.
 def array_attributes() -> list[tuple[str, bool]]:
-    """The attributes of JAX's arrays that their class, not `jax.Array`, defines; whether each is a property."""
+    """The attributes that the class of JAX's arrays defines and not `jax.Array`, and whether each is a property."""
     names = [n for n in dir(_Array) if not n.startswith(("_", "unsafe_")) or n.startswith("__")]
     own = [n for n in names if n not in _OF_EVERY_CLASS]
     found = [(n, getattr(_Array, n)) for n in own if getattr(_Array, n) is not getattr(jax.Array, n, None)]
@@ -275,17 +277,17 @@ def array_attributes() -> list[tuple[str, bool]]:
 
 
 _OF_KEYS: Final = "_impl", "_base_array"
-"""Attributes of arrays of keys that JAX's functions of random bits read."""
+"""Attributes of key arrays that JAX's functions of random bits read."""
 
 
 _OF_EVERY_CLASS: Final = {
     *("__class__", "__new__", "__init__", "__del__", "__doc__", "__module__", "__dict__", "__slots__", "__weakref__"),
     *("__annotations__", "__subclasshook__", "__init_subclass__", "__hash__", "__repr__"),
-    *("__buffer__", "__release_buffer__", "__cuda_array_interface__"),  # memory that lies whole in one place
+    *("__buffer__", "__release_buffer__", "__cuda_array_interface__"),  # contiguous memory
 }
 
 
-# Why: a jitted function says whether it is inside a trace only by what its arguments are.
+# Why: only the types of its arguments tell whether a jitted function is inside a trace.
 def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
@@ -302,32 +304,32 @@ def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) ->
 
 
 def without_sharding(aval: Any) -> Any:
-    """An aval without shardings and without the axes along which it differs; one of other kinds as it is."""
+    """A ShapedArray without shardings and without the axes along which it differs; other avals as they are."""
     if type(aval) is not _core.ShapedArray:
         return aval
     return shaped_array(tuple(aval.shape), aval.dtype, bool(aval.weak_type))
 
 
 def has_sharding(aval: Any) -> bool:
-    """Whether the type of a value names a mesh: it was traced with explicit axes."""
+    """Whether the type of a value names a mesh, that is, it was traced with explicit axes."""
     sharding = getattr(aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
 
-# Why: a reduction that is bound without its `out_sharding` runs on one device, and not inside shard_map (JAX 0.12).
+# Why: a reduction that is bound without its `out_sharding` works on one device but not in shard_map (JAX 0.12).
 def params_of(eqn: Eqn) -> dict[str, Any]:
-    """The parameters of an equation, with those that JAX's own functions always give."""
+    """The parameters of an equation, with those that JAX's own functions always pass."""
     name = eqn.primitive.name
-    return {**_unsaid(name), **eqn.params} if name in ("reduce_max", "reduce_min") else dict(eqn.params)
+    return {**_default_params(name), **eqn.params} if name in ("reduce_max", "reduce_min") else dict(eqn.params)
 
 
 @functools.cache
-def _unsaid(name: str) -> dict[str, Any]:
+def _default_params(name: str) -> dict[str, Any]:
     closed = jax.make_jaxpr(functools.partial(getattr(jax.lax, name), axes=(0,)))(np.zeros(1, np.float32))
     return {k: v for k, v in closed.eqns[-1].params.items() if v is None}
 
 
-# Why: a result is as weakly typed as on one device, or what is computed from it next has another type.
+# Why: a result must be as weakly typed as on one device, or the next operation has another type.
 def as_aval(x: Any, aval: Any) -> Any:
     """`x` with the dtype and weak type of `aval`."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -345,7 +347,7 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
     return bind
 
 
-# Why: a sum that is put together anew needs an addition without an equation to copy.
+# Why: a regrouped sum needs an addition that has no equation to copy.
 def add_eqn(a: Atom, b: Atom, out: Var, like: Eqn | None) -> Eqn:
     """`out = add a b`, with the source line of `like`."""
     return new_eqn([a, b], [out], jax.lax.add_p, {}, like)
@@ -380,7 +382,7 @@ def put_at_eqn(stack: Var, row: Var, index: Var, out: Var) -> Eqn:
 
 
 def squeeze_eqn(x: Var, out: Var) -> Eqn:
-    """`out = x[0]`, of one row."""
+    """`out = x[0]`; `x` has one row."""
     return new_eqn([x], [out], jax.lax.squeeze_p, {"dimensions": (0,)}, None)
 
 
@@ -391,9 +393,9 @@ def unsqueeze_eqn(x: Atom, out: Var) -> Eqn:
     return new_eqn([x], [out], jax.lax.broadcast_in_dim_p, params, None)
 
 
-# Why: jax.device_put looks at every array anew, in Python, which takes thrice as long as the copy itself.
+# Why: jax.device_put inspects every array in Python, which takes three times as long as the copy itself.
 def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """A function that copies arrays to these shardings, piece by piece: each has to lie in such pieces already."""
+    """A function that copies arrays to these shardings, piece by piece: each must already consist of such pieces."""
     copy = getattr(_xla, "batched_copy_array_to_devices_with_sharding", None)
     if copy is None:
         return lambda xs: jax.device_put(list(xs), list(shardings))
@@ -402,7 +404,7 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
 
     def copied(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        if any(isinstance(x, _prng.PRNGKeyArray) for x in xs):  # these are no arrays of the runtime's
+        if any(isinstance(x, _prng.PRNGKeyArray) for x in xs):  # key arrays are no arrays of the runtime
             return jax.device_put(list(xs), targets)
         return copy(list(xs), devices, targets, semantics)
 
@@ -418,11 +420,11 @@ NESTED: Final = {
     **dict.fromkeys(REMAT, ("jaxpr",)),
     "optimization_barrier": (),
 }
-"""The parameters that hold the bodies of each primitive that is planned where it stands, operand by operand."""
+"""By primitive, the parameters that hold its bodies. These primitives are planned in place, operand by operand."""
 
 
 def bodies_of(eqn: Eqn) -> list[Jaxpr]:
-    """The bodies of a nested equation, in order; of others none."""
+    """The bodies of a nested equation, in order; empty for other equations."""
     found: list[Jaxpr] = []
     for key in NESTED.get(eqn.primitive.name, ()):
         body = eqn.params[key]
@@ -431,7 +433,7 @@ def bodies_of(eqn: Eqn) -> list[Jaxpr]:
 
 
 def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
-    """The parameters of a nested equation with other bodies, which take and give as many values."""
+    """The parameters of a nested equation with other bodies, which have the same numbers of inputs and outputs."""
     rest, params = iter(bodies), dict(eqn.params)
 
     def like(old: Any) -> Any:
@@ -445,8 +447,8 @@ def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
 
 
 def trips_of(eqn: Eqn) -> int:
-    """How often one run of an equation runs its bodies: the length of a scan, the rounds that a `while` is expected to
-    make, 1 if nothing says how many, and 1 for others."""
+    """How often one run of an equation runs its bodies: the length of a scan; the expected rounds of a `while`, 1 if
+    they are unknown; 1 for other equations."""
     name = eqn.primitive.name
     return eqn.params["length"] if name == "scan" else (rounds_of(eqn) or 1) if name == "while" else 1
 
@@ -460,7 +462,7 @@ class Scan:
       consts, carries: numbers of operands.
       length: number of rounds.
       reverse: whether it begins with the last row.
-      unroll: rounds written out in one, as `jax.lax.scan` takes it.
+      unroll: rounds in one iteration of the compiled loop, as `jax.lax.scan` takes it.
     """
 
     body: Jaxpr
@@ -497,7 +499,7 @@ def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | 
     params = {**eqn.params, "jaxpr": close(body)}
     if length is not None:
         params["length"] = length
-    if "ft_in" in params:  # trees of JAX's own, since 0.11, of which the shape alone counts here
+    if "ft_in" in params:  # JAX's own trees, since 0.11; only their structure counts here
         flattree = importlib.import_module("jax._src.flattree")
         none = flattree.nones
         params["ft_in"] = flattree.pack((none(consts), none(carries), none(len(body.invars) - consts - carries)))
@@ -544,16 +546,16 @@ def is_remat(eqn: Eqn) -> bool:
 
 
 def is_recompute(eqn: Eqn) -> bool:
-    """Whether a remat stands in a backward pass, where its body runs again."""
+    """Whether a remat is in a backward pass, where its body runs again."""
     return bool(eqn.params["differentiated"])
 
 
 def is_kept_apart(eqn: Eqn) -> bool:
-    """Whether a remat in a backward pass is not to be shared with the forward pass: its operands pass a barrier."""
+    """Whether a remat in a backward pass shares no results with the forward pass: its operands pass a barrier."""
     return is_recompute(eqn) and bool(eqn.params["prevent_cse"])
 
 
-# Why: what is stacked over layers is taken apart, and put together, in the jaxpr itself.
+# Why: values that are stacked over layers are split and joined in the jaxpr itself.
 def rows_eqn(x: Var, start: int, stop: int, out: Var) -> Eqn:
     """`out = x[start:stop]`."""
     rest = tuple(x.aval.shape[1:])
@@ -570,13 +572,13 @@ _JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_
 
 
 def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
-    """`out = a + b`, or the larger or smaller of both."""
+    """`out = a + b`, or the maximum or minimum of both."""
     return new_eqn([a, b], [out], _JOINS[op], {}, None)
 
 
-# Why: what an operation without a rule is in JAX's own terms stands in its lowering, or in hijax.
+# Why: the definition of an operation without a rule is in its lowering, or in hijax.
 def jaxprs_in(values: Iterable[Any]) -> list[Any]:
-    """The jaxprs among parameters, closed or not, and in tuples of them."""
+    """The jaxprs among parameter values and in tuples of them, closed or not."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
@@ -587,14 +589,14 @@ def jaxprs_in(values: Iterable[Any]) -> list[Any]:
 
 
 def definition_of(eqn: Eqn) -> ClosedJaxpr | None:
-    """The body that JAX defines an operation by: the `expand` of a hijax primitive, or the Python function that is its
-    lowering on every platform; None if it has none, or not for these operands."""
+    """The body that defines an operation in JAX: the `expand` of a hijax primitive, or the Python function that is its
+    lowering on every platform. None if there is none, or none for these operands."""
     fn = _expansion_of(eqn) or _lowered_function_of(eqn.primitive, eqn.params)
     if fn is None:
         return None
     try:
         closed = jax.make_jaxpr(fn)(*(shaped_array(v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in eqn.invars))
-    except Exception as error:  # noqa: BLE001  # whatever the function of a library says
+    except Exception as error:  # noqa: BLE001  # a library's function may raise anything
         log.debug("the definition of %s: %s", eqn.primitive.name, error)
         return None
     avals: Any = closed.out_avals
@@ -612,7 +614,7 @@ def _expansion_of(eqn: Eqn) -> Callable[..., Any] | None:
 
 
 def _lowered_function_of(primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The function that `mlir.lower_fun` made the lowering of, if no platform has another one."""
+    """The function that `mlir.lower_fun` made the lowering from, if no platform has a lowering of its own."""
     if any(primitive in table for table in _mlir._platform_specific_lowerings.values()):  # pyright: ignore[reportPrivateUsage]
         return None
     entry: Any = _mlir._lowerings.get(primitive)  # pyright: ignore[reportPrivateUsage]
@@ -626,19 +628,19 @@ def _lowered_function_of(primitive: Any, params: Mapping[str, Any]) -> Callable[
     return (lambda *xs: list(fun(*xs))) if several else lambda *xs: [fun(*xs)]
 
 
-# Why: which generator keys belong to is not public, nor is the sample of a gamma distribution that one key makes.
+# Why: neither the generator of keys nor the gamma sample of one key is public.
 def generator_of(dtype: Any) -> str:
-    """The name of JAX's own generator that keys of this dtype are for; empty if it is another's."""
+    """The name of JAX's generator for keys of this dtype; empty if the generator is not one of JAX's."""
     impl = dtype._impl
     return impl.name if _prng.prngs.get(impl.name) is impl else ""
 
 
 def gamma_of_each(keys: Any, alphas: Any, log_space: bool) -> Any:
-    """A sample for each key and alpha: what `random_gamma` makes of keys that are split already."""
+    """A sample for each key and alpha, as `random_gamma` makes it from keys that are already split."""
     one = functools.partial(_random._gamma_one, log_space=log_space)  # pyright: ignore[reportPrivateUsage]
     pair = (keys.flatten(), alphas.flatten())
     if generator_of(keys.dtype) == "threefry2x32":
         samples = jax.vmap(one)(*pair)
     else:
-        samples = jax.lax.map(lambda xs: one(*xs), pair)  # of other generators a batch of keys makes other bits
+        samples = jax.lax.map(lambda xs: one(*xs), pair)  # with other generators a batch of keys makes other bits
     return samples.reshape(alphas.shape)

@@ -101,14 +101,14 @@ class EquinoxFunction:
             if getattr(x, "__hash__", None) is None
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self._where}: arguments of wrong types", wrong))
+            raise ArgumentError(all_offenders(f"{self._where}: invalid arguments", wrong))
         return closed
 
 
 class EquinoxCompiled:
     """The result of `EquinoxFunction.compile`: is called like the function, with all methods of `shardc.function`'s."""
 
-    def __init__(self, function: EquinoxFunction, compiled: api.Compiled) -> None:
+    def __init__(self, function: EquinoxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

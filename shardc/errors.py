@@ -1,7 +1,7 @@
-"""What shardc raises when its user erred. One shallow tree; every message is pinned by a test.
+"""Errors that shardc raises for a mistake of its user. One shallow tree; a test pins every message.
 
 A message says who (function, source line), where (argument path), what (shape, placement, mesh), which rule was broken
-with its numbers, and a fix. Several offenders come in one error.
+with its numbers, and a fix. One error lists all offenders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ShardcError(Exception):
 
 
 class PlacementError(ShardcError, ValueError):
-    """A placement that cannot be: wrong axis, wrong rank, S on a scalar, P where the value cannot be partial."""
+    """An invalid placement: wrong axis, wrong rank, S on a scalar, P where the value cannot be partial."""
 
 
 class ArgumentError(ShardcError, TypeError):
@@ -23,7 +23,7 @@ class ArgumentError(ShardcError, TypeError):
 
 
 class MeshError(ShardcError, ValueError):
-    """A mesh that the machine or the topology cannot give."""
+    """A mesh that the machine or the topology cannot provide."""
 
 
 class TracingError(ShardcError, RuntimeError):
@@ -31,28 +31,28 @@ class TracingError(ShardcError, RuntimeError):
 
 
 class SignatureError(ShardcError, RuntimeError):
-    """Signatures that were found for an operation without a rule, and are wrong for the values of a call."""
+    """Signatures found for an operation without a rule that are wrong for the values of a call."""
 
 
 class PipelineError(ShardcError, ValueError):
-    """A pipeline that cannot be: a bad schedule, too few credits, too little memory, stages that do not fit."""
+    """An invalid pipeline: a bad schedule, too few credits, too little memory, stages that do not fit."""
 
 
 class StageMemoryError(PipelineError):
-    """No cuts into so many stages fit the memory, by the estimate that cutting goes by."""
+    """By the estimate that cutting uses, no cut into this many stages fits the memory."""
 
 
 class StepFailedError(ShardcError, RuntimeError):
-    """A step that failed while it ran. Says which arguments are intact and which donated ones are gone."""
+    """A step that failed at run time. The message says which arguments are intact and which donated ones are lost."""
 
 
 class PipelineTaskError(StepFailedError):
-    """A task of a pipeline that failed while it ran; the exception that it raised is the cause.
+    """A pipeline task that failed at run time; the exception that it raised is the cause.
 
     Attributes:
       actor: number of the actor that ran it.
       label: of the step, such as the Action `2F0`.
-      source: where the task comes from; empty if not known.
+      source: origin of the task; empty if unknown.
     """
 
     def __init__(self, message: str, actor: int, label: object, source: str) -> None:
@@ -63,7 +63,7 @@ class PipelineTaskError(StepFailedError):
 
 
 class ShardcWarning(UserWarning):
-    """Something that works and costs much, and is easily mended: said once for each function."""
+    """An expensive choice that is easy to avoid: given once for each function."""
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

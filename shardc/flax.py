@@ -209,7 +209,7 @@ def _has_nnx(tree: Any) -> bool:
 class FlaxCompiled:
     """The result of `FlaxFunction.compile`: is called like the function, with all methods of `shardc.function`'s."""
 
-    def __init__(self, function: FlaxFunction, compiled: api.Compiled) -> None:
+    def __init__(self, function: FlaxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     @compat.face

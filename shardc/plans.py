@@ -50,12 +50,12 @@ class Plan(SpmdPlan):
         Path(path).write_text(to_json(record(self)), "utf-8")
 
     def diff(self, other: AnyPlan) -> str:
-        """What another plan of the same function does differently, as text: placements of arguments and results, what
-        moves, time, memory. Of plans of different functions, what has the same path."""
+        """The differences to another plan of the same function, as text: placements of arguments and results,
+        collectives, time, memory. Plans of different functions are compared by paths."""
         return diff(self, other)
 
     def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
-        """What lives where, what moves, why, how many bytes, and which line of the user's code made it.
+        """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory.
 
         Args:
           why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
@@ -97,7 +97,7 @@ class PipelinePlan(MpmdPlan):
         return tuple(Counterfactual(s.plan) for s in self.stages)
 
     def with_schedule(self, schedule: Any) -> PipelinePlan:
-        """The same tasks in another order: nothing is cut or placed anew.
+        """This plan with its tasks in another order. Nothing is cut or placed anew.
 
         Args:
           schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
@@ -117,7 +117,7 @@ class PipelinePlan(MpmdPlan):
         Path(path).write_text(to_json(saved), "utf-8")
 
     def diff(self, other: AnyPlan) -> str:
-        """What another plan of the same function does differently, as text; of the stages, what moves on them."""
+        """The differences to another plan of the same function, as text; for the stages, their collectives."""
         return diff(self, other)
 
     def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The releases of JAX that shardc runs on: an older one is an error, one that nobody has tested a warning."""
+"""The JAX releases that shardc supports. An older release is an error, a newer, untested one a warning."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NEWEST: Final = "0.12.0.1"
 
 
 def check_jax(version: str) -> None:
-    """Holds the version of JAX against the tested ones.
+    """Check the version of JAX against the supported releases.
 
     Args:
-      version: as `jax.__version__` has it.
+      version: as in `jax.__version__`.
 
     Raises:
       ImportError: it is older than the oldest release that shardc runs on.

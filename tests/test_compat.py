@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,3 +35,12 @@ def test_copies_are_those_of_device_put(axes: dict[str, int], known: bool, monke
             assert piece.index == want.index
         old.delete()
         np.testing.assert_array_equal(np.asarray(x), v)
+
+
+def test_source_line_of_library_code_is_not_the_line_of_the_call() -> None:
+    """The frame that calls the user's function ends the search: what the caller's file does is not the function's."""
+    library: dict[str, Any] = {}
+    source = "import jax.numpy as jnp\ndef layer(x):\n    return jnp.sin(x)\n"
+    exec(compile(source, "/somewhere/site-packages/lib.py", "exec"), library)
+    plan = shardc.function(library["layer"], mesh=shardc.make_mesh(a=1)).plan(np.ones(8, np.float32))
+    assert [compat.source_line(e) for e in plan.program.jaxpr.eqns] == ["lib.py:3 (layer)"]

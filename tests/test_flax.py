@@ -294,7 +294,7 @@ def test_shardc_function_refuses_to_lose_what_is_written(mesh):
     text = str(error.value)
     assert text.startswith("train (test_flax.py:")
     assert "would be lost: model/calls, model/drop/rngs/count, model/layers/0/bias" in text
-    assert "write shardc.flax.function where shardc.function stands" in text
+    assert "write shardc.flax.function instead of shardc.function" in text
 
 
 def test_shardc_function_takes_modules_that_are_read_or_returned(mesh):

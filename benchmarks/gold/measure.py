@@ -89,16 +89,16 @@ def measure_plan(row: Row, side: Side, topology: str) -> Measured:
     """Plans one side of a row for a machine that is not there."""
     _, plan, took = make_plan(row, side, shardc.make_mesh(topology=topology, hbm=row.hbm, **row.mesh))
     moved = [(c.kind, c.bytes // c.count, c.count) for c in plan.collectives]
-    return Measured(tally(moved, row.unit), None, plan.gap, plan.seconds, took, plan.explain())
+    return Measured(plan_cost(moved, row.unit), None, plan.gap, plan.seconds, took, plan.explain())
 
 
 def sent(compiled: Any, unit: int) -> Sent:
     ops = parse_collectives(compiled.as_text())
     moved = [(op.kind, tensor.bytes, op.trips or 1) for op in ops for tensor in op.tensors]  # XLA combines several
-    return tally(moved, unit, compiled.cost_analysis()["flops"])
+    return plan_cost(moved, unit, compiled.cost_analysis()["flops"])
 
 
-def tally(moved: Iterable[tuple[str, int, int]], unit: int, flops: float | None = None) -> Sent:
+def plan_cost(moved: Iterable[tuple[str, int, int]], unit: int, flops: float | None = None) -> Sent:
     """Kind, bytes and count of each collective, by size."""
     large: Counter[str] = Counter()
     small = 0

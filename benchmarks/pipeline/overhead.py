@@ -23,7 +23,7 @@ from benchmarks.pipeline.models import HAND, MICROBATCHES, STAGES
 from shardc.execute.pipeline_executable import THREADS, PipelineExecutable
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import run_without_time
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, Task, Threads
 
 
 class Partly(PipelineExecutable):
@@ -76,7 +76,7 @@ def measure(schedule: str, turns: int, calls: int) -> None:
         parts[0], loss = loop(parts[0], work.batch)
         jax.block_until_ready((parts[0], loss))
 
-    with Executor(net, lambda label: Task(lambda _: gives[label]), threads=THREADS) as nothing:
+    with Executor(net, lambda label: Task(lambda _: gives[label]), threads=Threads(THREADS)) as nothing:
         parts_of = {
             "the actors' state machine": lambda: run_without_time(net),
             "threads and mailboxes": nothing.run,

@@ -26,7 +26,7 @@ def fetch(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
     for x in leaves:
         if isinstance(x, jax.Array) and not _is_key(x):
-            x.copy_to_host_async()  # all of them are on their way before the first is waited for
+            x.copy_to_host_async()  # start all copies before waiting for the first
     return jax.tree.unflatten(structure, [_value(x) for x in leaves])
 
 

@@ -1,4 +1,4 @@
-"""Arrays on a mesh: `put`, and `PlacedArray` for what a jax.Array cannot say."""
+"""Arrays on a mesh: `put`, and `PlacedArray` for placements that a jax.Array cannot express."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from shardc.sbp.placement import Placement
 
 
 class PlacedArray(jax.Array):
-    """A logical array whose placement JAX cannot say: an uneven split or a partial sum.
+    """A logical array whose placement JAX cannot express: an uneven split or a partial sum.
 
-    shardc functions take its pieces as they lie. To every other reader it is a jax.Array of the logical shape and
-    value, a leaf of pytrees: each read puts the value together anew, at the next placement that JAX can say
-    (`sharding`).
+    shardc functions use its pieces as they are. To every other reader it is a jax.Array of the logical shape and value,
+    a leaf of pytrees: each read assembles the value again, at the closest placement that JAX can express (`sharding`).
 
     Attributes:
       physical: the jax.Array that holds the pieces of all devices, with their padding.
-      placement: where it lives on `mesh`.
+      placement: its placement on `mesh`.
     """
 
     __slots__ = ("_shape", "mesh", "physical", "placement")
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # as every jax.Array
-    __array_priority__ = 100  # NumPy's operators leave it to ours
+    __array_priority__ = 100  # NumPy's operators defer to those of this class
 
     def __init__(self, physical: Any, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
         self.physical, self._shape, self.placement, self.mesh = physical, shape, placement, mesh
 
-    # -- told without a look at the value
+    # -- known without reading the value
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -79,7 +78,7 @@ class PlacedArray(jax.Array):
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where its value lies when it is read."""
+        """The sharding of its value when it is read."""
         return _plain_sharding(self.shape, self.placement, self.mesh)
 
     @property
@@ -94,7 +93,7 @@ class PlacedArray(jax.Array):
     def committed(self) -> bool:
         return True
 
-    _committed = committed  # as JAX asks its own arrays
+    _committed = committed  # the name that JAX reads of its own arrays
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -116,7 +115,7 @@ class PlacedArray(jax.Array):
     def on_device_size_in_bytes(self) -> int:
         return sum(x.on_device_size_in_bytes() for x in self.parts)
 
-    # -- done to the physical arrays
+    # -- applied to the physical arrays
 
     def delete(self) -> None:
         for x in self.parts:
@@ -131,7 +130,7 @@ class PlacedArray(jax.Array):
             x.copy_to_host_async()
 
     def with_physical(self, parts: Sequence[Any]) -> PlacedArray:
-        """The same placement of other physical arrays."""
+        """An array with this placement and other physical arrays."""
         return PlacedArray(parts[0], self.shape, self.placement, self.mesh)
 
     def copy(self) -> PlacedArray:
@@ -164,12 +163,12 @@ class PlacedArray(jax.Array):
         return self.read(NamedSharding(self.mesh, PartitionSpec()))
 
     def read(self, sharding: NamedSharding | None = None) -> jax.Array:
-        """The logical value as a plain jax.Array, at `sharding`, or where `self.sharding` says."""
+        """The logical value as a plain jax.Array, at `sharding`, by default at `self.sharding`."""
         with compat.at_once():
             return self._on_devices(self._alive(), self.sharding if sharding is None else sharding)
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
-        if bits_of(self.dtype) < 4:  # XLA:CPU gathers them past their end
+        if bits_of(self.dtype) < 4:  # XLA:CPU gathers such elements past their end
             return jax.device_put(self._on_host(parts), sharding)
         return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
@@ -179,14 +178,14 @@ class PlacedArray(jax.Array):
 
 
 class StackedArray(PlacedArray):
-    """A logical array whose rows several meshes hold in pieces: parameters of a scan's layers, by a pipeline's stages.
+    """A logical array whose rows lie in pieces on several meshes: parameters of a scan's layers, by pipeline stages.
 
-    Pipelines take its pieces as they lie; every other reader gets its value on the mesh of the first piece.
+    Pipelines use its pieces as they are; every other reader gets its value on the mesh of the first piece.
 
     Attributes:
       pieces: the arrays that follow one another in dimension 0.
-      physical: of each piece.
-      placement, mesh: of the first.
+      physical: the physical array of each piece.
+      placement, mesh: those of the first piece.
     """
 
     __slots__ = ("pieces",)
@@ -202,7 +201,7 @@ class StackedArray(PlacedArray):
         return self.physical
 
     def with_physical(self, parts: Sequence[Any]) -> StackedArray:
-        """The same pieces of other physical arrays."""
+        """An array with these pieces and other physical arrays."""
         return StackedArray([p.with_physical([x]) for p, x in zip(self.pieces, parts, strict=True)])
 
     def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
@@ -232,7 +231,7 @@ def _reader(shape: tuple[int, ...], placement: Placement, mesh: Mesh, sharding: 
 
 
 def _forward(name: str, is_property: bool) -> Any:
-    """An attribute of the logical value."""
+    """An attribute that is read from the logical value."""
 
     def forwarded(self: PlacedArray, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.read(), name)(*map(as_jax, args), **{k: as_jax(x) for k, x in kwargs.items()})
@@ -258,12 +257,12 @@ def is_placed(x: object) -> TypeGuard[PlacedArray]:
 
 
 def narrow(x: Any) -> Any:
-    """A NumPy array in the type that JAX has for it: `device_put` forgets to, once it has put another under x64."""
+    """A NumPy array in JAX's dtype for it: `device_put` forgets to narrow after it has put another one under x64."""
     return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else x
 
 
 def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
-    """One array at `placement`: a jax.Array where JAX can say that, else a PlacedArray."""
+    """Put one array at `placement`: a jax.Array if JAX can express that, else a PlacedArray."""
     sizes = dict(mesh.shape)
     shape = tuple(np.shape(x))
     placement = placement.resolve(len(shape))
@@ -277,7 +276,7 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
 
 
 def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
-    """Puts the arrays of a pytree on a mesh.
+    """Put the arrays of a pytree on a mesh.
 
     Args:
       tree: pytree of arrays; leaves that are no arrays are left as they are.
@@ -291,10 +290,10 @@ def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
       ArgumentError: the mesh has no devices, or the two trees do not match.
     """
     if isinstance(mesh, AbstractMesh):
-        raise ArgumentError("shardc.put wants a mesh with devices; this one is for planning (it names a topology).")
+        raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
     leaves, structure = jax.tree.flatten(tree)
     if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
-        placements = tuple(placements)  # a plan's in_placements have names besides
+        placements = tuple(placements)  # a plan's in_placements are a named tuple
 
     def is_leaf(p: object) -> bool:
         return p is None or isinstance(p, Placement)

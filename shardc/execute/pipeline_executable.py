@@ -41,7 +41,7 @@ from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network, Span
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.sbp.placement import Placement
 
 IN_FLIGHT: Final = 32
@@ -192,11 +192,8 @@ class PipelineExecutable:
                 plan.network,
                 lambda label: self._task(label, steps.get(label), tokens[label]),
                 transports=self._transport,
-                wait=jax.block_until_ready,
-                finished=_is_ready,
-                window=window,
-                threads=plan.schedule.ranks if self._calls_back() else THREADS,
-                name=plan.program.name,
+                limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
+                threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
             )
         return self._executor
 

@@ -1,4 +1,4 @@
-"""Marks in a traced function that pipelines are cut at: identities that differentiate, batch and transpose.
+"""Marks in a traced function at which pipelines are cut: identities that differentiate, batch and transpose.
 
 x --> stage_boundary[cut k] x         one stage ends here, the next begins
 ct --> stage_boundary[cut k, backward] ct      its transpose: the same cut, crossed by the gradient
@@ -19,12 +19,12 @@ from shardc.errors import ArgumentError
 T = TypeVar("T")
 
 END: Final = -1
-"""The cut after the last stage's forward, where the loss is known and its gradient begins."""
+"""The cut after the forward pass of the last stage, where the loss is known and its gradient begins."""
 _numbers = itertools.count()
 
 
 def _identity(name: str) -> Primitive:
-    """A primitive of one operand that gives it back, whatever its parameters."""
+    """A primitive that returns its one operand, whatever its parameters."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -47,14 +47,14 @@ ad.deflinear2(microbatches_p, lambda ct, _: [ct])
 
 
 def stage_boundary(x: T) -> T:
-    """Ends a pipeline stage: the identity. What comes after it runs on the next stage's devices.
+    """End a pipeline stage: an identity, after which the program runs on the devices of the next stage.
 
     Its transpose is the boundary of the backward pass, so one `jax.grad` body holds the cuts of both directions.
-    Without a pipeline it means nothing.
+    Without a pipeline it has no effect.
 
     Args:
-      x: an array, or a pytree of what crosses. What is not passed through a boundary and used behind it skips the
-        stages between.
+      x: an array, or a pytree of the values that cross. A value that is used after a boundary without passing through
+        it skips the stages between.
 
     Returns:
       `x`.
@@ -64,14 +64,14 @@ def stage_boundary(x: T) -> T:
     """
     if not jax.tree.leaves(x):
         raise ArgumentError(
-            f"stage_boundary: there is no array in {x!r}; pass what the next stage reads, and go on with what comes "
-            "back: x = shardc.stage_boundary(x)."
+            f"stage_boundary: there is no array in {x!r}; pass the values that the next stage reads, and continue "
+            "with the result: x = shardc.stage_boundary(x)."
         )
     return mark_cut(x, next(_numbers))
 
 
 def mark_cut(x: T, cut: int) -> T:
-    """`stage_boundary` with a number: equal numbers are one cut."""
+    """`stage_boundary` with a given number; equal numbers are one cut."""
     leaves, tree = jax.tree.flatten(x)
     marks = [stage_boundary_p.bind(jax.numpy.asarray(v), cut=cut, leaf=i, backward=False) for i, v in enumerate(leaves)]
     return jax.tree.unflatten(tree, marks)

@@ -1,4 +1,4 @@
-"""The primitive of a boxing, `y = box[src dst] x`, and programs that have their boxings in them.
+"""The primitive of a boxing, `y = box[src dst] x`, and programs that contain their boxings.
 
 `box` is the identity on the logical value, so the program still runs on one device and gives the same numbers.
 """
@@ -19,8 +19,8 @@ from shardc.sbp.placement import Placement
 from shardc.sbp.signature import Rule
 
 box_p = Primitive("box")
-"""A second operand is what it waits for: what is boxed once more, later, is in memory for a shorter time. `shared`:
-so many boxings count as starting as one (`MeshView.shared`)."""
+"""A second operand is a value that the boxing waits for: a boxing that is repeated late keeps its result in memory for
+a shorter time. `shared` is the number of boxings that start together (`MeshView.shared`)."""
 box_p.def_impl(lambda x, *after, src, dst, source, shared: x)
 box_p.def_abstract_eval(lambda x, *after, src, dst, source, shared: x)
 mlir.register_lowering(box_p, lambda ctx, x, *after, src, dst, source, shared: [x])
@@ -35,12 +35,12 @@ def boxing_of(eqn: Eqn, mesh: MeshView) -> Boxing:
 
 @dataclass(frozen=True)
 class Boxed:
-    """A program with its boxings in it.
+    """A program that contains its boxings.
 
     Attributes:
       jaxpr: the program; `box` equations stand before their readers.
-      placements: of every variable, those of nested bodies included.
-      rules: of operations, by the id of the equation, as far as they are known.
+      placements: the placement of every variable, also in nested bodies.
+      rules: known rules of operations, by the id of the equation.
     """
 
     jaxpr: Jaxpr

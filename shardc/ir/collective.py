@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
-KINDS: Final[tuple[Kind, ...]] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+from shardc.sbp.cost import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +20,13 @@ class Collective:
       source: line of user code that made the value, as `file.py:12 (function)`.
       value: dtype and logical shape of what moves, as `f32[8,128]`.
       src, dst: the placements before and after the boxing that this collective is a step of, as text.
-      per_iteration: it is in a `while`, of which `bytes` and `count` have one iteration, or as many as `shardc.trips`
-        says.
-      trips: how many of these it says for one run of all the `while`s around it.
-      one_round: nothing is said of one of them, so that it counts one iteration.
+      per_iteration: whether it is in a `while`. Then `bytes` and `count` are those of one iteration, or of as many as
+        `shardc.trips` gives.
+      trips: the iterations that `shardc.trips` gives for one run of all the `while`s around it.
+      one_round: whether a `while` around it has no `shardc.trips`, so that it counts one iteration.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     count: int
@@ -43,7 +41,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Moves:
-    """The collectives that an equation stands for, and by kind the seconds of one execution."""
+    """The collectives of an equation, and by kind the seconds of one execution."""
 
     collectives: Sequence[Collective]
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[CollectiveKind, float]

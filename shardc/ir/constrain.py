@@ -1,6 +1,6 @@
 """The primitive behind `shardc.constrain`: the identity, with a pin that the planner keeps.
 
-JAX's own sharding constraints are read as pins too. Differentiates and batches as the identity; the cotangent is free.
+JAX's own sharding constraints are pins too. It differentiates and batches as the identity; the cotangent is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ batching.primitive_batchers[constrain_p] = _batch
 
 
 def pin_of(eqn: Eqn) -> Pin | None:
-    """The pin that an equation sets; None if it is no constraint."""
+    """The pin of an equation; None if it is no constraint."""
     if eqn.primitive is constrain_p:
         return eqn.params["pin"]
     if eqn.primitive.name == "sharding_constraint":

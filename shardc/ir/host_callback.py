@@ -1,12 +1,12 @@
-"""Operations that run once, on the first device, on whole operands: calls back into Python, draws from a state.
+"""Operations that run once, on the first device, on whole operands: host callbacks, and draws from a state.
 
     y = pure_callback x  -->  y = cond (every axis index is 0) (pure_callback x) 0
 
-Their results are partial: the first device has them, the others hold what a sum (or, for booleans, a maximum) does not
-notice. So bringing them to all is a planned collective like any other.
+Their results are partial: the first device holds them, the others hold the neutral value of a sum (for booleans, of a
+maximum). So their way to all devices is a planned collective like any other.
 
-A device that failed alone would leave the others waiting in a collective. So what a callback raises is kept, its
-results are zeros, and the call raises it when all devices are done.
+If one device failed alone, the others would wait in a collective for ever. So the error of a callback is kept, its
+results are zeros, and the call raises the error when all devices are done.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def runs_once(eqn: Eqn) -> bool:
 
 
 def result_op(aval: Any) -> ReduceOp:
-    """What brings a result that the first device alone has to all."""
+    """The partial op of a result that only the first device holds."""
     return "max" if aval.dtype == np.bool_ else "sum"
 
 
 def once_signature(eqn: Eqn) -> Signature:
-    """`B, ... -> P, ...`: the only one on any axis."""
+    """`B, ... -> P, ...`: the only signature on any axis."""
     return Signature((B,) * len(eqn.invars), tuple(P(result_op(v.aval)) for v in eqn.outvars))
 
 
 class InWords:
-    """A callback whose numbers of 64 bits come and go as words: the thread that runs it need not have x64.
+    """A callback whose 64-bit numbers come and go as 32-bit words.
 
-    JAX would narrow them there.
+    The thread that runs it may not have x64; JAX would narrow the numbers there.
     """
 
     def __init__(self, callback: Callable[..., Sequence[Any]], eqn: Eqn) -> None:
@@ -62,9 +62,9 @@ class InWords:
 
 
 class Guarded:
-    """A callback in words that does not raise: what it would is added to `raised`, and its results are zeros.
+    """A callback in words that does not raise: its error is added to `raised`, and its results are zeros.
 
-    A loop that waits for what a failed callback does not say would not end: after so many failures it does raise.
+    A loop that waits for a value of a failed callback would not end: after `MOST` failures it does raise.
     """
 
     MOST = 1000
@@ -83,17 +83,17 @@ class Guarded:
 
 
 def words_of(aval: Any) -> int:
-    """Of how many words a number is that may be narrowed; 0 for those of 32 bits and less, and for complex64."""
+    """The 32-bit words of a number that JAX may narrow; 0 for numbers of 32 bits and less, and for complex64."""
     return {"float64": 2, "int64": 2, "uint64": 2, "complex128": 4}.get(str(aval.dtype), 0)
 
 
 def _words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """On the host, `f64[2,3] --> u32[2,3,2]`."""
+    """On the host: `f64[2,3] --> u32[2,3,2]`."""
     return x.reshape(*x.shape, 1).view(np.uint32) if words_of(x) else x
 
 
 def _of_words(x: Any, aval: Any) -> Any:
-    """On the host, what words stand for."""
+    """On the host: `u32[2,3,2] --> f64[2,3]`."""
     if not words_of(aval):
         return x
     return jnp.asarray(np.asarray(x, order="C").view(aval.dtype).reshape(aval.shape))
@@ -108,7 +108,7 @@ def _to_words(x: Any) -> Any:
 
 
 def _from_words(x: Any, aval: Any) -> Any:
-    """On a device, the reverse."""
+    """On a device: `u32[2,3,2] --> f64[2,3]`."""
     if not words_of(aval):
         return x
     if words_of(aval) == 2:
@@ -118,7 +118,7 @@ def _from_words(x: Any, aval: Any) -> Any:
 
 
 def _checked(values: Sequence[Any], avals: Sequence[Any]) -> Sequence[Any]:
-    """What JAX asks of the results of a callback, asked where it can be told."""
+    """The results of a callback after JAX's checks. They are made here, because JAX itself sees only words."""
     if len(values) != len(avals):
         raise RuntimeError(f"Mismatched number of outputs from callback. Expected: {len(avals)}, Actual: {len(values)}")
     arrays = [narrow(np.asarray(v)) for v in values]
@@ -131,7 +131,7 @@ def _checked(values: Sequence[Any], avals: Sequence[Any]) -> Sequence[Any]:
 
 
 def raise_kept(raised: list[BaseException]) -> None:
-    """Raises the first of what callbacks raised in a call that is over, in the type that JAX has for it."""
+    """Raise the first error that callbacks left in a finished call, in JAX's type for it."""
     if raised:
         first, raised[:] = raised[0], ()
         text = "".join(traceback.format_exception(first))
@@ -141,7 +141,7 @@ def raise_kept(raised: list[BaseException]) -> None:
 def run_once(eqn: Eqn, operands: Sequence[Any], sizes: Mapping[str, int], raised: list[BaseException]) -> Sequence[Any]:
     """The results on the first device, neutral values on the others. Runs inside shard_map.
 
-    What a callback raises is added to `raised`.
+    The error of a callback is added to `raised`.
     """
     params: dict[str, Any] = {**eqn.params, **({"sharding": None} if "sharding" in eqn.params else {})}
     arrays = [jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
@@ -149,7 +149,7 @@ def run_once(eqn: Eqn, operands: Sequence[Any], sizes: Mapping[str, int], raised
     if "callback" in params:
         callback = InWords(params["callback"], eqn)
         bind = _bind_in_words(eqn, {**params, "callback": Guarded(callback, raised) if sizes else callback})
-    if not sizes:  # nobody waits for the one device: what a callback raises ends the call
+    if not sizes:  # a single device: the error of a callback ends the call
         return bind(*arrays)
 
     def elsewhere(*_: Any) -> list[jax.Array]:

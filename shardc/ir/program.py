@@ -48,5 +48,5 @@ class Program:
 
     @property
     def given_avals(self) -> list[Any]:
-        """Of the arguments alone, without what was captured."""
+        """The avals of the arguments, without captured arrays."""
         return self.in_avals[: len(self.in_paths) - len(self.captured)]

@@ -3,8 +3,8 @@
     y = f x          -->   stage a: send[number] y        stage b: y = receive[number]; z = g y
     z = g y
 
-On their mesh they only hold a value where the other side has it: `pin` is that placement, once it is known. They may
-not be partial: what crosses is whole.
+On its own mesh each of them only holds the value at the placement of the other side: `pin`, once it is known. The value
+is never partial.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def is_transfer(eqn: Eqn) -> bool:
 
 
 def transfer_number(eqn: Eqn) -> Any:
-    """What both ends of a transfer have in common."""
+    """The number that both ends of a transfer share."""
     return eqn.params["number"]

@@ -1,4 +1,4 @@
-"""`shardc.trips`: how often a loop of unknown length is expected to go around."""
+"""`shardc.trips`: the expected number of rounds of a loop of unknown length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardc.errors import ArgumentError
 
 
 def trips(n: int) -> AbstractContextManager[Any]:
-    """Says how many rounds a `while_loop` is expected to make, for plans: without it one is counted.
+    """State the expected number of rounds of a `while_loop`, for plans. Without it plans count one round.
 
-    The loops that are traced inside, those in the bodies of scans, conditions and remat too, but not what stands in a
-    loop's own body. Of two that are nested the inner one holds. The result of the loop does not depend on it.
+    It holds for the loops that are traced inside it, also in the bodies of scans, conditions and remat, but not for
+    loops in the body of such a loop. Of two nested contexts the inner one holds. It does not change any result.
 
     Args:
       n: rounds in one run of the loop, at least one.

@@ -30,7 +30,7 @@ def _abstract(*avals: Any, fn: Callable[..., Any], **_: Any) -> list[Any]:
 
 
 def _check(text: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
-    """Holds the notation against the shapes."""
+    """Check the notation against the shapes."""
     bad: list[str] = []
     sizes: dict[str, int] = {}
     for what, said, found in zip(("operand", "result"), parse_factors(text), (operands, results), strict=True):
@@ -50,13 +50,13 @@ def _check(text: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
 
 
 def _jvp(primals: Any, tangents: Any, *, fn: Callable[..., Any], **_: Any) -> Any:
-    """Differentiates the body: what comes out is placed by the rules of the operations in it."""
+    """Differentiate the body: the result is placed by the rules of its operations."""
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return jax.jvp(functools.partial(_run, fn=fn), tuple(primals), tuple(tangents))
 
 
 def _batch(args: Any, dims: Any, *, fn: Callable[..., Any], text: str, flops: float, **params: Any) -> Any:
-    """The operation on each row: the new dimension is a factor of the operands that have it and of all results."""
+    """Batch the operation: the new dimension is a factor of the operands that have it and of all results."""
     into = tuple(None if d is None else 0 for d in dims)
     operands, results = parse_factors(text)
     name = next(n for n in (f"vmap{i}" for i in itertools.count()) if all(n not in fs for fs in (*operands, *results)))
@@ -72,10 +72,10 @@ def _batch(args: Any, dims: Any, *, fn: Callable[..., Any], text: str, flops: fl
 
 @runtime_checkable
 class Batches(Protocol):
-    """A function that knows how to be batched."""
+    """A function with a batching rule of its own."""
 
     def batched(self, into: tuple[int | None, ...], results: int) -> Callable[..., Any]:
-        """The same over dimension 0 of operands and results; `into` has None where an operand lacks it."""
+        """The function batched over dimension 0; `into` is None for an operand without that dimension."""
         ...
 
 
@@ -88,8 +88,8 @@ batching.primitive_batchers[user_p] = _batch
 
 @rule("user_operation")
 def _user_rule(op: Operation) -> Rule:
-    """What the user declared. A summed factor of an operand in which the operation is not linear has no neutral value:
-    it is split only into equal parts. It runs by itself, and so goes through its memory once."""
+    """The declared rule. A summed factor of an operand in which the operation is not linear has no neutral value: it is
+    split only into equal parts. The operation is not fused, and so goes through its memory once."""
     operands, results = parse_factors(op.params["text"])
     groups: tuple[tuple[int, ...], ...] = op.params["linear"]
     reduce: ReduceOp = op.params["reduce"]
@@ -139,7 +139,7 @@ def signature(
     reduce: ReduceOp = "sum",
     flops: float | Callable[..., float] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declares how an operation of one's own (a Pallas kernel, a custom call) may be placed.
+    """Declare how a user's own operation (a Pallas kernel, a custom call) may be placed.
 
     Args:
       text: factor notation: one group of names for each operand, an arrow, one for each result. A factor in operands
@@ -147,9 +147,9 @@ def signature(
         `_` is a dimension that is never split.
       linear: operands in which the operation is linear, each by its number, so that a partial sum may pass through it;
         a tuple of numbers means linear in these together.
-      reduce: what the factors that are reduced away are reduced by: "sum", "max" or "min".
-      flops: its floating-point operations on whole operands, or a function of these that says so; by default those of
-        the products and factorizations in its body, which of a kernel says little.
+      reduce: the op by which factors are reduced away: "sum", "max" or "min".
+      flops: its floating-point operations on whole operands, or a function of the operands that returns them. By
+        default those of the products and factorizations in its body, which says little about a kernel.
 
     Returns:
       A decorator. The function takes arrays by position, and runs on any pieces as it does on the whole.

@@ -1,7 +1,7 @@
 """A user's own shard_map inside a function: a unit, which is bound as it is.
 
-Its in_specs and out_specs are its signature: operands are brought to where the first say, results are where the second
-say. Its body runs on the pieces; the collectives in it are the user's, and stand in the plan with the others.
+Its in_specs and out_specs are its signature: operands are boxed to the former, results have the latter. Its body runs
+on the pieces. The collectives in it are the user's, and the plan lists them with the others.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jax.extend.core.primitives import all_gather_p, psum_p
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr
-from shardc.ir.collective import Collective, Kind, Moves
+from shardc.ir.collective import Collective, Moves
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import send_price
+from shardc.sbp.cost import CollectiveKind, send_price
 from shardc.sbp.placement import B, Placement
 from shardc.sbp.signature import Signature
 
 USERS: Final = "in shard_map"
-"""Where a report has the placement before a boxing, for a collective of a user's."""
+"""Stands in a report in place of the placement before a boxing, for a user's own collective."""
 CAST: Final = "pvary"
-"""Types a value as one that may differ between devices. The body runs where nobody asks for that type."""
+"""Types a value as one that may differ between devices. The body runs where that type is not checked."""
 UNTYPED: Final = {"psum_invariant": psum_p, "all_gather_invariant": all_gather_p}
-"""Collectives whose results are typed as equal on all devices, and those that do the same without the type."""
+"""Collectives whose results are typed as equal on all devices, and their equivalents without that type."""
 
 
 def is_unit(eqn: Eqn) -> bool:
@@ -40,14 +40,14 @@ def unit_body(eqn: Eqn) -> Jaxpr:
 
 
 def unit_placements(eqn: Eqn) -> tuple[Placement, ...]:
-    """Of its operands and results, as the specs say."""
+    """The placements of its operands and results, from its specs."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
     atoms = (*eqn.invars, *eqn.outvars)
     return tuple(Placement.from_spec(s).resolve(len(a.aval.shape)) for s, a in zip(specs, atoms, strict=True))
 
 
 def unit_signatures(eqn: Eqn) -> dict[str, Signature]:
-    """By axis the signature that it has there; on other axes all is B."""
+    """Its signature on each axis that the specs name; on other axes all is B."""
     placements = unit_placements(eqn)
     n = len(eqn.invars)
     axes = dict.fromkeys(a for p in placements for a in p)
@@ -59,11 +59,12 @@ def whole_signature(eqn: Eqn) -> Signature:
 
 
 def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
-    """Why a unit cannot be on `mesh`; empty if it can. `inside`: the equations of its body and of bodies in it."""
+    """The reason why a unit cannot run on `mesh`; empty if it can. `inside`: the equations of its body, nested ones
+    too."""
     theirs = tuple(eqn.params["mesh"].shape.items())
     if sorted(theirs) != sorted(mesh.axes):
         names = ", ".join(f"{a}={n}" for a, n in theirs)
-        return f"its mesh ({names}) is another than the function's; give it the function's mesh"
+        return f"its mesh ({names}) differs from that of the function; give it the function's mesh"
     free = [a for a, n in mesh.axes if n > 1 and a not in eqn.params["newly_manual_axes"]]
     if free:
         return (
@@ -74,8 +75,8 @@ def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
     if grouped:
         lines = ", ".join(dict.fromkeys(f"{e.primitive.name} at {compat.source_line(e)}" for e in grouped))
         return (
-            f"axis_index_groups of {lines} are along no axis of the mesh, by which a plan counts what is sent; give "
-            "the mesh an axis for the groups and one for the devices of a group, and name the second"
+            f"axis_index_groups of {lines} follow no axis of the mesh, and a plan counts bytes by axis; give the mesh "
+            "an axis for the groups and one for the devices of a group, and name the second"
         )
     if any(p.partial_axes for p in unit_placements(eqn)):
         return "its specs have unreduced axes; sum inside it, with jax.lax.psum"
@@ -93,18 +94,18 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
-_SENT: Final[Mapping[str, tuple[Kind, Callable[[Any, Any, int], int]]]] = {
+_SENT: Final[Mapping[str, tuple[CollectiveKind, Callable[[Any, Any, int], int]]]] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: _bytes(x))),
     "all_gather": ("all_gather", lambda x, y, n: _bytes(x)),
     "reduce_scatter": ("reduce_scatter", lambda x, y, n: _bytes(y)),
     "all_to_all": ("all_to_all", lambda x, y, n: _bytes(x) // n),
     **dict.fromkeys(("ppermute", "pbroadcast"), ("permute", lambda x, y, n: _bytes(x))),
 }
-"""JAX's collectives: the kind, and the bytes of a piece, by operand, result and devices of a group."""
+"""JAX's collectives: the kind, and the bytes of a piece from operand, result and number of devices."""
 
 
 def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
-    """The collectives that an equation of a unit's body is, and the seconds of one execution."""
+    """The collectives of an equation in a unit's body, and the seconds of one execution."""
     if eqn.primitive.name not in _SENT:
         return Moves([], {})
     kind, piece = _SENT[eqn.primitive.name]

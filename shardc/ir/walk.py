@@ -30,7 +30,7 @@ def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:
 
 
 def itemsize_of(aval: Any) -> int:
-    """Bytes of one element; of a PRNG key those of its words."""
+    """Bytes of one element; for a PRNG key those of its words."""
     dtype = aval.dtype
     try:
         return int(np.dtype(dtype).itemsize)
@@ -46,7 +46,7 @@ def operation_of(eqn: Eqn) -> Operation:
 
 
 def setting_of(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes) -> Setting:
-    """The same with the placements around it."""
+    """The equation as a rule sees it, with the placements of its operands and results."""
     operands, results = (
         tuple(REPLICATED if compat.is_literal(a) else placements[a] for a in side) for side in (eqn.invars, eqn.outvars)
     )

@@ -1,4 +1,4 @@
-"""Meshes: made, and seen as the planner sees them: names, sizes, and where each axis lies in which machine."""
+"""Meshes: `make_mesh`, and the planner's view of a mesh: names, sizes, and the place of each axis in the machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.topology import (
     TOPOLOGIES,
-    Link,
-    Span,
+    AxisSpan,
+    DeviceLink,
     Topology,
     default_spans,
     lay_along,
@@ -37,21 +37,21 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 @dataclass(frozen=True)
 class MeshView:
-    """What the planner knows of a mesh: names, sizes and the topology. Plans of equal views are equal."""
+    """The planner's view of a mesh: names, sizes and the topology. Equal views give equal plans."""
 
     axes: tuple[tuple[str, int], ...]
     topology: Topology
     limit: int | None = None
-    """Bytes that a plan may take of each device; None: not known, as with fake devices, which share a host's memory."""
+    """Bytes of each device that a plan may use. None: unknown, as for fake devices, which share the host's memory."""
     shared: int = 1
-    """Collectives that start as one, where they are of a kind that the compiler combines."""
+    """Number of collectives that start together, for kinds that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
-    """The axis that a pipeline's ranks lie along, if this is one rank's mesh: it stands in no placement."""
+    """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
     avoids: frozenset[str] = frozenset()
-    """Kinds of steps of a boxing that a plan is not to take where it can do without: they cost `AVOIDED` more."""
+    """Kinds of boxing steps that a plan uses only if it has to: each costs `AVOIDED` more."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
-    spans: Mapping[str, tuple[Span, ...]] = field(init=False, compare=False, hash=False, repr=False)
-    """What each axis lies along."""
+    spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
+    """The spans of each axis."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", MappingProxyType(dict(self.axes)))
@@ -65,17 +65,17 @@ class MeshView:
         return math.prod(n for _, n in self.axes)
 
     @property
-    def link(self) -> Link:
-        """To the next mesh along the axis that this is a part of; of a whole mesh, between neighbours."""
+    def link(self) -> DeviceLink:
+        """The link to the next mesh along the axis that this mesh was cut at; for a whole mesh, between neighbours."""
         cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
     def where_start_is_shared(self, by: int) -> MeshView:
-        """A view of this mesh for `by` collectives that the compiler combines: each pays its part of one start."""
+        """This view for `by` collectives that the compiler combines: each pays an equal part of one start."""
         return self if by == self.shared else _shared(self, by)
 
     def goes_together(self, kind: str, axes: Sequence[str]) -> bool:
-        """Whether a collective over a group of axes is done as such, or there is no smaller group to do it in."""
+        """Whether a collective over these axes runs as one of its kind. True also if there is no smaller group."""
         most = dict(self.topology.together).get(kind, math.inf)
         n = math.prod(self.sizes[a] for a in axes)
         return n < self.size or n <= most or sum(self.sizes[a] > 1 for a in axes) == 1
@@ -103,14 +103,14 @@ def parse_bytes(text: str | int | float) -> int:
 def make_mesh(
     *, topology: str | None = None, calibration: str | None = None, hbm: str | int | None = None, **axes: int
 ) -> AnyMesh:
-    """A mesh with the named axes, over the first devices that are needed.
+    """Make a mesh with the named axes over the first devices.
 
     Args:
-      topology: plan for this machine and without its devices; an AbstractMesh comes back. A name and, after a colon,
+      topology: the machine to plan for without its devices; the result is an AbstractMesh. A name and, after a colon,
         the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension.
-      calibration: such a file, to plan for the devices that are there by what was measured of them.
+      calibration: such a file, to plan for the present devices with their measured figures.
       hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's.
       **axes: name and size of each axis, outermost first.
 
@@ -118,7 +118,7 @@ def make_mesh(
       A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
 
     Raises:
-      MeshError: more devices are asked for than there are, a size is not a positive integer, or there is no such
+      MeshError: the mesh needs more devices than there are, a size is not a positive integer, or there is no such
         topology or file.
 
     Example:
@@ -129,24 +129,26 @@ def make_mesh(
     bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]  # pyright: ignore[reportUnnecessaryIsInstance]
     if bad or not axes:
         raise MeshError(
-            f"A mesh wants a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
+            f"A mesh needs a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
             "write shardc.make_mesh(data=4, model=2)."
         )
     need, shape, names = math.prod(axes.values()), tuple(axes.values()), tuple(axes)
     asked = " x ".join(f"{a}={n}" for a, n in axes.items())
     auto = (AxisType.Auto,) * len(names)
     if topology is not None and calibration is not None:
-        raise MeshError("topology= plans without devices and calibration= for those that are there; give one of them.")
+        raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
     if topology is not None:
         machine = parse_topology(topology)
         _check_room(asked, need, topology, machine)
-        kind = machine.to_json() if topology.endswith(".json") else topology  # a mesh needs no file to be read again
+        kind = (
+            machine.to_json() if topology.endswith(".json") else topology
+        )  # the mesh does not depend on the file any more
         kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
         return AbstractMesh(shape, names, auto, abstract_device=AbstractDevice(kind, None, _OURS))
     devices = sorted(jax.devices(), key=_along_links)
     if need > len(devices):
         raise MeshError(
-            f"The mesh {asked} wants {need} devices, this machine has {len(devices)} ({devices[0].platform}). Use a "
+            f"The mesh {asked} needs {need} devices, this machine has {len(devices)} ({devices[0].platform}). Use a "
             "smaller mesh; for fake CPU devices set the environment variable "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts; to plan without devices "
             'name a topology, as in topology="v5p".'
@@ -168,12 +170,12 @@ def make_mesh(
 def _check_room(asked: str, need: int, name: str, machine: Topology) -> None:
     have = math.prod(machine.shape)
     if machine.shape and need > have:
-        raise MeshError(f"The mesh {asked} wants {need} devices, topology {name} has {have}.")
+        raise MeshError(f"The mesh {asked} needs {need} devices, topology {name} has {have}.")
 
 
 _hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
 _calibration_of_mesh: WeakKeyDictionary[Mesh, Topology] = WeakKeyDictionary()
-"""What `make_mesh` said of a mesh of real devices; JAX interns meshes, so the last word counts."""
+"""The arguments of `make_mesh` for a mesh of real devices. JAX interns meshes, so the last call counts."""
 
 _KINDS: Final = (
     ("cpu", r"cpu"), ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
@@ -182,8 +184,8 @@ _KINDS: Final = (
 
 
 _OURS: Final = "shardc"
-"""The platform of devices that are not there. Their kind is a topology, what else was said of it, and for a part of a
-mesh the axes of the whole."""
+"""The platform of absent devices. Their device kind names the topology, the given memory and, for a part of a mesh, the
+axes of the whole mesh."""
 
 
 def view(mesh: AnyMesh) -> MeshView:
@@ -192,7 +194,7 @@ def view(mesh: AnyMesh) -> MeshView:
     if isinstance(mesh, Mesh):
         machine = _calibration_of_mesh.get(mesh)
         if machine is None:
-            machine = _seen(mesh)
+            machine = _machine_of(mesh)
             known = _is_known(mesh.devices.flat[0].device_kind)
             return _with_memory(axes, machine, _hbm_of_mesh.get(mesh), known)
         if machine.shape:
@@ -204,7 +206,7 @@ def view(mesh: AnyMesh) -> MeshView:
     if device.platform != _OURS:
         kind = device.device_kind
         return _with_memory(axes, TOPOLOGIES[_known_kind(kind)], None, _is_known(kind))
-    kind, hbm, whole = _said(device.device_kind)
+    kind, hbm, whole = _parse_kind(device.device_kind)
     machine = parse_topology(kind)
     if machine.shape:
         machine = replace(machine, layout=lay_out(machine, whole or axes))
@@ -214,24 +216,24 @@ def view(mesh: AnyMesh) -> MeshView:
 
 
 def _with_memory(
-    axes: tuple[tuple[str, int], ...], machine: Topology, said: int | None, known: bool = True
+    axes: tuple[tuple[str, int], ...], machine: Topology, given: int | None, known: bool = True
 ) -> MeshView:
-    """The view of a mesh whose devices have the memory that was said, or that of their kind. Fake devices have what the
-    host has to spare, and of a device of another kind it is not known: what is a guess is no limit."""
+    """The view of a mesh whose devices have the `given` memory, else that of their kind. A guess is no limit: fake
+    devices share the memory of the host, and the memory of an unknown kind is not known."""
     limit = machine.hbm if known and not machine.kind.startswith("cpu") else None
-    return MeshView(axes, replace(machine, hbm=said or machine.hbm), said or limit)
+    return MeshView(axes, replace(machine, hbm=given or machine.hbm), given or limit)
 
 
-def _said(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
-    """Of devices that are not there: the topology, the memory (0: the topology's), and the axes of the whole mesh."""
+def _parse_kind(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    """The parts of an absent device's kind: topology, memory (0: the topology's), and the axes of the whole mesh."""
     match = re.fullmatch(r"(.*?)(?: hbm=(\d+))?(?: in (\S.*))?", device_kind, re.DOTALL)
     assert match is not None
     pairs = (pair.rpartition("=") for pair in match[3].split(",")) if match[3] else ()
     return match[1], int(match[2] or 0), tuple((axis, int(n)) for axis, _, n in pairs)
 
 
-def _seen(mesh: Mesh) -> Topology:
-    """The machine that a mesh's devices are of, and how the mesh lies in it as far as the devices tell."""
+def _machine_of(mesh: Mesh) -> Topology:
+    """The machine of a mesh's devices, with the layout of the mesh if the devices report their places."""
     machine = TOPOLOGIES[_known_kind(mesh.devices.flat[0].device_kind)]
     if len(machine.fabrics) == 1:
         return machine
@@ -251,8 +253,8 @@ def _seen(mesh: Mesh) -> Topology:
 
 
 def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tuple[int, ...]] | None:
-    """Where devices are: their first `rank` coordinates on a torus, their number in an NVLink domain; and after that
-    which slice or domain. None if they do not tell."""
+    """The place of each device: on a torus its first `rank` coordinates, else its number in the NVLink domain; then its
+    slice or domain. None if the devices do not report it."""
     found: list[tuple[int, ...]] = []
     members: Counter[int] = Counter()
     for device in devices:
@@ -270,7 +272,7 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
 
 
 def _along_links(device: Any) -> tuple[int, ...]:
-    """Sorts what lies on a torus by coordinates, the first fastest, and leaves the rest as it is."""
+    """Sort key: devices of a torus by coordinates, the first fastest; other devices keep their order."""
     return (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ())[::-1])
 
 
@@ -279,13 +281,13 @@ def _known_kind(device_kind: str) -> str:
 
 
 def _is_known(device_kind: str) -> bool:
-    """Whether the kind says how much memory a device has; an A100 has one of two."""
+    """Whether the kind tells the memory of a device. An A100 has one of two sizes."""
     kind = device_kind.lower()
     return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The same mesh with Auto axes, so that traced values carry no sharding in their types."""
+    """`mesh` with Auto axes, so that traced values carry no sharding in their types."""
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     if mesh.axis_types == auto:
         return mesh
@@ -295,9 +297,9 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def without_mesh() -> AbstractContextManager[Any]:
-    """A context in which no mesh is set, to be entered at once: what shardc lowers is for the mesh of its plan.
+    """A context in which no mesh is set, to be entered at once: shardc lowers for the mesh of its plan.
 
-    `jax.set_mesh` is refused inside a trace, where a plan may be asked for too.
+    JAX refuses `jax.set_mesh` inside a trace, where a user may ask for a plan too.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
@@ -307,36 +309,36 @@ def without_mesh() -> AbstractContextManager[Any]:
 
 
 def automatic() -> AbstractContextManager[Any]:
-    """A context in which the axes of the mesh that is set are automatic, to be entered at once.
+    """A context in which the axes of the current mesh are automatic, to be entered at once.
 
-    Values of a trace carry no sharding in their types, and explicit axes would refuse the user's constraints of them.
+    Then traced values carry no sharding in their types. Explicit axes would refuse the user's constraints on them.
     """
     if not explicit_axes():
         return nullcontext()
     mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
-    devices = _mesh_that_is_set()
+    devices = _current_mesh()
     if devices is None:
         return jax.sharding.use_abstract_mesh(cast(AbstractMesh, auto_mesh(mesh)))
     return jax.set_mesh(cast(Mesh, auto_mesh(devices)))
 
 
 def explicit_axes() -> bool:
-    """Whether a mesh is set that has axes of other types than automatic."""
+    """Whether the current mesh has axes that are not automatic."""
     mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_auto
 
 
 def as_it_is_set(mesh: AnyMesh) -> AnyMesh:
-    """`mesh` with the axis types that it has as the mesh that is set, if it is that one: there, JAX computes with
-    arrays of these types only."""
-    there = _mesh_that_is_set()
+    """The current mesh if it differs from `mesh` only in axis types, else `mesh`: under a current mesh JAX accepts only
+    arrays of its axis types."""
+    there = _current_mesh()
     if there is None or auto_mesh(there) != auto_mesh(mesh):
         return mesh
     return there
 
 
-def _mesh_that_is_set() -> Mesh | None:
-    """The mesh of `jax.set_mesh`; None inside a trace, where it cannot be asked for."""
+def _current_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh`; None inside a trace, where JAX does not give it."""
     if compat.inside_trace() or (mesh := jax.sharding.get_mesh()).empty:
         return None
     return mesh
@@ -356,14 +358,14 @@ def meshes_along(mesh: AnyMesh, axis: str) -> list[AnyMesh]:
             f"shardc.Pipeline(axis=...), or make the mesh with one: shardc.make_mesh({axis}=4, ...)."
         )
     at = mesh.axis_names.index(axis)
-    rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh wants an axis
+    rest = tuple(a for a in mesh.axis_names if a != axis) or (axis,)  # a mesh needs an axis
     auto = (AxisType.Auto,) * len(rest)
     if isinstance(mesh, Mesh):
         ranks = np.split(mesh.devices, mesh.shape[axis], at)
         return [Mesh(d.reshape([mesh.shape[a] if a != axis else 1 for a in rest]), rest, auto) for d in ranks]
     sizes = tuple(mesh.shape[a] if a != axis else 1 for a in rest)
     device = mesh.abstract_device
-    if device is not None and device.platform == _OURS:  # where its axes lie follows from the whole mesh
+    if device is not None and device.platform == _OURS:  # the whole mesh determines the layout of its axes
         whole = ",".join(f"{a}={n}" for a, n in mesh.shape.items())
         device = AbstractDevice(f"{device.device_kind} in {whole}", None, _OURS)
     return [AbstractMesh(sizes, rest, auto, abstract_device=device)] * mesh.shape[axis]
@@ -373,12 +375,12 @@ _STAGES: Final[WeakKeyDictionary[Mesh, set[tuple[int, ...]]]] = WeakKeyDictionar
 
 
 def note_stages(mesh: Mesh, stages: Sequence[int]) -> None:
-    """Remembers which stages of a pipeline run on a mesh, for texts."""
+    """Record the stages that run on a mesh, for texts."""
     _STAGES.setdefault(mesh, set()).add(tuple(stages))
 
 
 def stages_text(mesh: AnyMesh) -> str:
-    """`stage 2`, or `stages 0, 4`, of a mesh that pipelines run these on; empty for others, and where they differ."""
+    """`stage 2` or `stages 0, 4` for a mesh that runs these stages; empty for other meshes, or if pipelines differ."""
     known = _STAGES.get(mesh, ()) if isinstance(mesh, Mesh) else ()
     stages = next(iter(known)) if len(known) == 1 else ()
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""

@@ -1,19 +1,19 @@
-"""Machines: what a device can do, what joins devices, and how a mesh lies in a machine. Imports nothing but the errors.
+"""Machines: the figures of a device, the fabrics between devices, and the layout of a mesh. Imports only the errors.
 
-A machine has physical dimensions, and each a fabric: links between neighbours (a torus), or a switch. A mesh axis lies
-along parts of one dimension or of several: its *spans*. How fast an axis is follows from them, so that an axis inside
-NVLink is fast and one from host to host is slow.
+A machine has physical dimensions. Each has a fabric: links between neighbours (a torus), or a switch. A mesh axis lies
+along parts of one or more dimensions: its *spans*. They determine the speed of the axis: an axis inside NVLink is fast,
+one from host to host is slow.
 
-Sources of the figures, by the letter that stands beside them:
+Sources of the figures, by the letter beside them:
   [B] "How to Scale Your Model" (Austin et al. 2025), chapters tpus and sharding: operations, memory, links (45 and 90
-      GB/s one way), 1 us for a hop, 25 GB/s for a host (of 4 chips; v5e and v6e of 8), what closes to a ring.
+      GB/s one way), 1 us for a hop, 25 GB/s for a host (of 4 chips; v5e and v6e of 8), which dimensions are rings.
   [N] NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200: operations without sparsity, memory, NVLink, one 400 Gb/s
       port for each GPU. JAX multiplies float32 in TF32 there.
   [A] The cost models of autoparallel and DTensor (meta-pytorch/autoparallel; torch.distributed.tensor): 320 of H100's
       450 GB/s are reached in an all-gather over NVSwitch; 6.6 us to start a collective, 0.6 us for a hop inside a host,
       2.7 us between hosts.
-  [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; what XLA:TPU combines, from programs that
-      are compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
+  [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; the sizes that XLA:TPU combines, from
+      programs compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
   [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
   [G] Guessed here: no source.
 """
@@ -28,7 +28,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardc.errors import MeshError, did_you_mean
 
@@ -36,21 +36,21 @@ FabricKind: TypeAlias = Literal["torus", "switch"]
 GB: Final = 10**9
 MiB: Final = 2**20
 ANY: Final = 2.0**62
-"""Bytes: any number of them."""
+"""Bytes: no limit."""
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """What joins the devices along a physical dimension.
+    """The connection of the devices along a physical dimension.
 
     Attributes:
       kind: `torus`: links between neighbours; `switch`: each device has one port, and reaches all others through it.
       bandwidth: bytes/s that a device sends: on a torus along one link, one way; else through its port.
       latency: seconds for each hop.
-      tier: collectives pass one tier after the other; what is of one tier is used at once.
-      most: devices along it at most; 0: any number.
-      ring: a torus dimension whose size is a multiple of it closes to a ring; 0: none does.
-      rates: bytes/s in collectives of one kind, where that is known to be another than `bandwidth`.
+      tier: collectives pass the tiers one after the other; fabrics of one tier work at the same time.
+      most: largest number of devices along it; 0: no limit.
+      ring: a torus dimension closes to a ring if its size is a multiple of this; 0: it never does.
+      rates: bytes/s in collectives of one kind, if known to differ from `bandwidth`.
     """
 
     kind: FabricKind
@@ -66,13 +66,13 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """A part of a physical dimension that a mesh axis lies along.
 
     Attributes:
       dim: number of the dimension.
       count: devices along it.
-      stride: distance between two of them: so many groups share the links.
+      stride: distance between two of them, which is also the number of groups that share the links.
       closed: whether the last is joined to the first.
     """
 
@@ -83,13 +83,13 @@ class Span:
     closed: bool = False
 
 
-Layout: TypeAlias = tuple[tuple[str, tuple[Span, ...]], ...]
-"""For each mesh axis what it lies along."""
+Layout: TypeAlias = tuple[tuple[str, tuple[AxisSpan, ...]], ...]
+"""The spans of each mesh axis."""
 
 
 @dataclass(frozen=True)
-class Link:
-    """What a message from one device to another passes: bytes/s, and seconds until the first of them arrives."""
+class DeviceLink:
+    """The connection between two devices: bytes/s, and seconds until the first byte arrives."""
 
     bandwidth: float
     latency: float
@@ -97,7 +97,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """What a device of a kind can do, and what joins it to others.
+    """A kind of machine: the figures of a device, and the fabrics between devices.
 
     Attributes:
       kind: name, as in `make_mesh(topology="v5p:4x4x2")`.
@@ -105,18 +105,19 @@ class Topology:
       memory_bandwidth: bytes/s between the device and its memory.
       hbm: bytes of memory.
       launch: seconds to start a collective.
-      fabrics: of the physical dimensions, in order, the fastest first; the last stands for all further ones.
-      rates: matrix operations per second in other types, by name; types that are not named run as bfloat16 does.
-      shape: devices along each physical dimension; empty if not said.
-      pod: the largest shape there is; empty if there is no limit.
-      layout: how the axes of a mesh lie in the shape; axes that it does not name lie as `default_spans` says.
-      overlaps: whether a collective can run while the device computes. Of XLA:CPU each waits for the one before it.
-      together: of collectives by kind, the largest mesh whose devices all take part in one; kinds not named have no
-        limit. XLA:TPU makes one all-reduce, twice the bytes, of what all chips of a slice do: of all-gathers from 64
-        chips on, of reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, compiled ahead of time).
-      cached: whether light operations find in caches what they read. Then placements are not chosen by what they move.
-      combined: of collectives by kind, the bytes that the compiler puts into one of them at most, which starts once for
-        all: those along the same axes that do not wait for each other. Kinds not named start one by one.
+      fabrics: one for each physical dimension, the fastest first; the last one stands for all further dimensions.
+      rates: matrix operations per second in other types, by name; a type without a name runs at the speed of bfloat16.
+      shape: devices along each physical dimension; empty if not given.
+      pod: the largest shape that exists; empty: no limit.
+      layout: the spans of the axes of a mesh; for axes without a name here, `default_spans`.
+      overlaps: whether a collective can run while the device computes. On XLA:CPU each waits for the one before it.
+      together: by kind of collective, the largest mesh whose devices all take part in one; other kinds have no limit.
+        Above it XLA:TPU turns a collective of all chips of a slice into an all-reduce of twice the bytes: all-gathers
+        from 64 chips on, reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, ahead of time).
+      cached: whether light operations find their operands in caches. Then the bytes that they move do not count when
+        placements are chosen.
+      combined: by kind of collective, the most bytes that the compiler combines into one, which starts once. Only
+        collectives along the same axes that do not wait for each other are combined. Other kinds start one by one.
     """
 
     kind: str
@@ -142,52 +143,69 @@ class Topology:
         return dict(self.rates).get(dtype, self.flops)
 
     @property
-    def link(self) -> Link:
-        """Between neighbours along the first dimension."""
-        return Link(self.fabrics[0].bandwidth, self.fabrics[0].latency)
+    def link(self) -> DeviceLink:
+        """The link between neighbours along the first dimension."""
+        return DeviceLink(self.fabrics[0].bandwidth, self.fabrics[0].latency)
 
-    def link_along(self, axis: str) -> Link:
-        """Between neighbours along a mesh axis: what is slowest on the way."""
+    def link_along(self, axis: str) -> DeviceLink:
+        """The slowest link between neighbours along a mesh axis."""
         spans = dict(self.layout).get(axis, ())
-        links = [Link(s.fabric.bandwidth / s.stride, s.fabric.latency * _hops(s)) for s in spans]
+        links = [DeviceLink(s.fabric.bandwidth / s.stride, s.fabric.latency * _hops(s)) for s in spans]
         return min(links, key=lambda link: link.bandwidth, default=self.link)
 
     def to_json(self) -> str:
-        """What `make_mesh(topology="file.json")` reads."""
-        said = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
-        said |= {"rates": dict(self.rates), "together": dict(self.together), "combined": dict(self.combined)}
-        said["fabrics"] = [f | {"rates": dict(f["rates"])} for f in said["fabrics"]]
-        return json.dumps(said, indent=1)
+        """The text of a file for `make_mesh(topology="file.json")`."""
+        data = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
+        data |= {"rates": dict(self.rates), "together": dict(self.together), "combined": dict(self.combined)}
+        data["fabrics"] = [f | {"rates": dict(f["rates"])} for f in data["fabrics"]]
+        return json.dumps(data, indent=1)
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
 
 
-def _hops(span: Span) -> int:
+def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
 
 
-def _tpu(
-    kind: str, flops: float, memory: float, hbm: int, link: float, pod: tuple[int, ...], chips: int, ring: int,
-    **rates: float,
-) -> Topology:  # fmt: skip
-    """[B] The dimensions of a pod, and after them the network between slices: a host's, shared by its `chips`."""
+class _Chip(NamedTuple):
+    """Operations/s in bfloat16, bytes/s of its memory, GB of memory, and operations/s in other types."""
+
+    flops: float
+    memory: float
+    hbm: int
+    rates: tuple[tuple[str, float], ...] = ()
+
+
+def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], chips: int, ring: int) -> Topology:
+    """[B] The dimensions of a pod, then the network between slices: that of a host, which its `chips` share."""
     torus = Fabric("torus", link, 1e-6, ring=ring)
     network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
     fabrics = (torus,) * len(pod) + (network,)
     together = (("all_gather", 63), ("reduce_scatter", 4 if len(pod) == 3 else 8))
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
-        kind, flops, memory, hbm * GB, 1e-6, fabrics, tuple(rates.items()), pod=pod, together=together,
+        kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=together,
         combined=combined,
     )  # fmt: skip
 
 
-def _gpu(kind: str, flops: float, memory: float, hbm: int, nvlink: float, domain: int, **rates: float) -> Topology:
+def _gpu(kind: str, chip: _Chip, nvlink: float, domain: int) -> Topology:
     """[N, A] An NVLink domain of at most `domain` GPUs, and the network between domains."""
     fabrics = Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", 5e10, 2.7e-6, tier=1)
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
-    return Topology(kind, flops, memory, hbm * GB, 6.6e-6, fabrics, tuple(rates.items()), combined=combined)
+    return Topology(
+        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined
+    )  # fmt: skip
+
+
+_HOPPER: Final = (
+    ("float32", 4.94e14), ("float64", 6.7e13), ("int8", 1.979e15),
+    ("float8_e4m3fn", 1.979e15), ("float8_e5m2", 1.979e15),
+)  # fmt: skip
+_BLACKWELL: Final = (
+    ("float32", 1.1e15), ("float64", 3.7e13), ("int8", 4.5e15), ("float8_e4m3fn", 4.5e15), ("float8_e5m2", 4.5e15),
+)  # fmt: skip
 
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
@@ -197,17 +215,14 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
                      combined=(("all_reduce", ANY),)),
-            _tpu("v4", 2.75e14, 1.2e12, 32, 4.5e10, (16, 16, 16), 4, 4),
-            _tpu("v5e", 1.97e14, 8.1e11, 16, 4.5e10, (16, 16), 8, 16, int8=3.94e14),
-            _tpu("v5p", 4.59e14, 2.8e12, 95, 9e10, (16, 20, 28), 4, 4, int8=9.18e14),
-            _tpu("v6e", 9.2e14, 1.6e12, 32, 9e10, (16, 16), 8, 16, int8=1.84e15),
-            _gpu("h100", 9.89e14, 3.35e12, 80, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
-                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
-            _gpu("h200", 9.89e14, 4.8e12, 141, 3.2e11, 8, float32=4.94e14, float64=6.7e13, int8=1.979e15,
-                 float8_e4m3fn=1.979e15, float8_e5m2=1.979e15),
-            # 900 GB/s one way, of which as large a part is reached as on H100; 72 GPUs in a rack of GB200.
-            _gpu("b200", 2.25e15, 8e12, 180, 6.4e11, 72, float32=1.1e15, float64=3.7e13, int8=4.5e15,
-                 float8_e4m3fn=4.5e15, float8_e5m2=4.5e15),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), 4, 4),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), 8, 16),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), 4, 4),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16), 8, 16),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), 3.2e11, 8),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), 3.2e11, 8),
+            # NVLink is 900 GB/s one way; the share reached is assumed to be that of H100. A rack of GB200 has 72 GPUs.
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), 6.4e11, 72),
         )
     }
 )  # fmt: skip
@@ -251,28 +266,28 @@ def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
         if most and n > most:
             fit = next(m for m in range(most, 0, -1) if n % m == 0)
             raise MeshError(
-                f"topology={text!r}: NVLink joins at most {most} {machine.kind}; write how many it joins and after it "
-                f"how many of those there are, as in {machine.kind}:{fit}x{n // fit}."
+                f"topology={text!r}: NVLink joins at most {most} {machine.kind}; write the GPUs of a domain, then the "
+                f"number of domains, as in {machine.kind}:{fit}x{n // fit}."
             )
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Span, ...]]:
-    """Where no shape is said: on a torus each axis is a ring of its own; else devices fill what is fast first."""
+def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[str, tuple[AxisSpan, ...]]:
+    """The spans without a shape: on a torus a ring for each axis; else devices fill the fastest fabric first."""
     first = machine.fabrics[0]
     if first.kind == "torus":
-        return {a: (Span(first, k, n, closed=True),) for k, (a, n) in enumerate(axes)}
+        return {a: (AxisSpan(first, k, n, closed=True),) for k, (a, n) in enumerate(axes)}
     if len(machine.fabrics) == 1:
-        return {a: (Span(first, 0, n),) for a, n in axes}
+        return {a: (AxisSpan(first, 0, n),) for a, n in axes}
     whole = math.prod(n for _, n in axes)
     return dict(lay_out(replace(machine, shape=(first.most or whole, whole)), axes))
 
 
 def lay_out(machine: Topology, axes: Sequence[tuple[str, int]]) -> Layout:
-    """The axes of a mesh over the first devices of a shape: numbered along its first dimension first, the mesh's last
-    axis along neighbours."""
+    """The layout of a mesh over the first devices of a shape. Devices are numbered along the first dimension first; the
+    last axis of the mesh lies along neighbours."""
     strides = [math.prod(n for _, n in axes[k + 1 :]) for k in range(len(axes))]
 
     def place(axis: int, i: int) -> tuple[int, ...]:
@@ -288,20 +303,20 @@ def lay_out(machine: Topology, axes: Sequence[tuple[str, int]]) -> Layout:
 def lay_along(
     machine: Topology, axes: Sequence[tuple[str, int]], place: Callable[[int, int], tuple[int, ...]]
 ) -> Layout:
-    """The layout of a mesh, given where in the machine's shape the i-th device along an axis is."""
-    found: list[tuple[str, tuple[Span, ...]]] = []
+    """The layout of a mesh, given the place in the machine's shape of the i-th device along an axis."""
+    found: list[tuple[str, tuple[AxisSpan, ...]]] = []
     for k, (axis, n) in enumerate(axes):
         if n > 1:
             found.append((axis, _spans(machine, n, [place(k, i) for i in range(n)])))
     return tuple(found)
 
 
-def _spans(machine: Topology, n: int, at: Sequence[tuple[int, ...]]) -> tuple[Span, ...]:
-    """What devices at these places lie along; if they are no grid, a line along the last dimension they span."""
+def _spans(machine: Topology, n: int, at: Sequence[tuple[int, ...]]) -> tuple[AxisSpan, ...]:
+    """The spans of `n` devices at these places. If these are no grid, a line along the last dimension they cover."""
     values = {d: sorted(set(column)) for d, column in enumerate(zip(*at, strict=True)) if len(set(column)) > 1}
     if math.prod(map(len, values.values())) != n or not all(map(_is_even, values.values())):
         dim = max(values, default=0)
-        return (Span(machine.fabric(dim), dim, n),)
+        return (AxisSpan(machine.fabric(dim), dim, n),)
     return tuple(_span(machine, d, len(v), v[1] - v[0]) for d, v in values.items())
 
 
@@ -309,15 +324,15 @@ def _is_even(values: Sequence[int]) -> bool:
     return len({b - a for a, b in pairwise(values)}) == 1
 
 
-def _span(machine: Topology, dim: int, count: int, stride: int) -> Span:
+def _span(machine: Topology, dim: int, count: int, stride: int) -> AxisSpan:
     fabric, size = machine.fabric(dim), machine.shape[dim]
     closed = bool(fabric.ring) and size % fabric.ring == 0 and count * stride == size
-    return Span(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
+    return AxisSpan(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans of several axes together: two that lie along one dimension, end to end, are one."""
-    found: list[Span] = []
+def merged(spans: Iterable[AxisSpan]) -> tuple[AxisSpan, ...]:
+    """The spans of several axes together; two spans end to end along one dimension become one."""
+    found: list[AxisSpan] = []
     for s in sorted(spans, key=lambda s: (s.fabric.tier, s.dim, s.stride)):
         last = found[-1] if found else None
         if last is not None and s.dim == last.dim and s.fabric.kind == "torus" and s.stride == last.count * last.stride:
@@ -334,7 +349,7 @@ def read_topology(path: str) -> Topology:
     """A topology from a file of JSON.
 
     Raises:
-      MeshError: there is no such file, or it does not say what a topology has to.
+      MeshError: the file does not exist, or is not a valid topology.
     """
     try:
         return topology_from_json(Path(path).read_text(encoding="utf-8"), path)
@@ -345,66 +360,66 @@ def read_topology(path: str) -> Topology:
 def topology_from_json(text: str, where: str = "The topology") -> Topology:
     """The inverse of `Topology.to_json`."""
     try:
-        said = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise MeshError(f"{where} is not JSON: {error}.") from None
-    said = _named(said, Topology, where)
-    fabrics = said.get("fabrics")
+    data = _named(data, Topology, where)
+    fabrics = data.get("fabrics")
     if not isinstance(fabrics, list) or not fabrics:
-        raise MeshError(f'{where}: "fabrics" is a list of at least one.')
+        raise MeshError(f'{where}: "fabrics" must be a list of at least one fabric.')
     read = tuple(_fabric(f, f"{where}, fabric {i}") for i, f in enumerate(fabrics))
-    kind, shape = said["kind"], said.get("shape", [])
+    kind, shape = data["kind"], data.get("shape", [])
     if not isinstance(kind, str) or not re.fullmatch(r"[\w.-]+", kind):
-        raise MeshError(f'{where}: "kind" is a name of letters, digits, dots and dashes, not {kind!r}.')
+        raise MeshError(f'{where}: "kind" must be a name of letters, digits, dots and dashes, not {kind!r}.')
     if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
-        raise MeshError(f'{where}: "shape" is a list of whole numbers, not {shape!r}.')
-    numbers = [_positive(said, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
-    launch = _positive(said, "launch", where, least=0.0)
-    flags = {"overlaps": said.get("overlaps", True), "cached": said.get("cached", False)}
+        raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
+    numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
+    launch = _positive(data, "launch", where, least=0.0)
+    flags = {"overlaps": data.get("overlaps", True), "cached": data.get("cached", False)}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise MeshError(f'{where}: "{name}" is true or false, not {flag!r}.')
+            raise MeshError(f'{where}: "{name}" must be true or false, not {flag!r}.')
     return Topology(
-        kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(said, where), tuple(cast(list[int], shape)),
-        together=_rates(said, where, "together"), combined=_rates(said, where, "combined"), **flags,
+        kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
+        together=_rates(data, where, "together"), combined=_rates(data, where, "combined"), **flags,
     )  # fmt: skip
 
 
-def _fabric(said: Any, where: str) -> Fabric:
-    said = _named(said, Fabric, where)
-    if said["kind"] not in ("torus", "switch"):
-        raise MeshError(f'{where}: "kind" is "torus" or "switch", not {said["kind"]!r}.')
-    tier, most, ring = (int(_positive({k: said.get(k, 0)}, k, where, 0.0)) for k in ("tier", "most", "ring"))
+def _fabric(data: Any, where: str) -> Fabric:
+    data = _named(data, Fabric, where)
+    if data["kind"] not in ("torus", "switch"):
+        raise MeshError(f'{where}: "kind" must be "torus" or "switch", not {data["kind"]!r}.')
+    tier, most, ring = (int(_positive({k: data.get(k, 0)}, k, where, 0.0)) for k in ("tier", "most", "ring"))
     return Fabric(
-        said["kind"], _positive(said, "bandwidth", where), _positive(said, "latency", where, 0.0), tier, most, ring,
-        _rates(said, where),
+        data["kind"], _positive(data, "bandwidth", where), _positive(data, "latency", where, 0.0), tier, most, ring,
+        _rates(data, where),
     )  # fmt: skip
 
 
-def _named(said: Any, of: type[Topology] | type[Fabric], where: str) -> dict[str, Any]:
-    """What is said, if it has all the names that it must and no others."""
+def _named(data: Any, of: type[Topology] | type[Fabric], where: str) -> dict[str, Any]:
+    """`data` itself, if it has all required names and no unknown ones."""
     names = [f.name for f in fields(of) if f.name not in _NOT_IN_FILES]
     needed = {f.name for f in fields(of) if f.default is MISSING}
-    if not isinstance(said, dict):
-        raise MeshError(f"{where}: wants an object with {', '.join(names)}.")
-    found = cast(dict[str, Any], said)
+    if not isinstance(data, dict):
+        raise MeshError(f"{where}: must be an object with {', '.join(names)}.")
+    found = cast(dict[str, Any], data)
     wrong = [f"has no {n!r}" for n in names if n in needed and n not in found]
-    wrong += [f"has {n!r}, which means nothing.{did_you_mean(n, names)}" for n in found if n not in names]
+    wrong += [f"has the unknown name {n!r}.{did_you_mean(n, names)}" for n in found if n not in names]
     if wrong:
         raise MeshError(f"{where}: {'; '.join(wrong)}")
     return found
 
 
-def _positive(said: Mapping[str, Any], name: str, where: str, least: float = 1e-300) -> float:
-    number = said[name]
+def _positive(data: Mapping[str, Any], name: str, where: str, least: float = 1e-300) -> float:
+    number = data[name]
     if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number < math.inf:
-        raise MeshError(f"{where}: {name!r} is a positive number, not {number!r}.")
+        raise MeshError(f"{where}: {name!r} must be a positive number, not {number!r}.")
     return number
 
 
-def _rates(said: Mapping[str, Any], where: str, key: str = "rates") -> tuple[tuple[str, float], ...]:
-    rates = said.get(key, {})
+def _rates(data: Mapping[str, Any], where: str, key: str = "rates") -> tuple[tuple[str, float], ...]:
+    rates = data.get(key, {})
     if not isinstance(rates, dict):
-        raise MeshError(f'{where}: "{key}" is an object from names to numbers, not {rates!r}.')
+        raise MeshError(f'{where}: "{key}" must be an object from names to numbers, not {rates!r}.')
     found = cast(dict[str, Any], rates)
     return tuple((name, _positive(found, name, where)) for name in found)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shardc import compat
 from shardc.compat import Var
@@ -14,7 +14,7 @@ from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
 from shardc.machine.mesh import view
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Choice, compute_again
+from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
@@ -53,7 +53,7 @@ ROOMS: Final = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search varies.
+    """One setting of the search.
 
     Attributes:
       recompute: stages that recompute their forward.
@@ -128,10 +128,10 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
 def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
     """The request for a program whose loops recompute what takes less time to recompute than to keep."""
     program = precompute_state(request.program)
-    cheaper = Choice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
+    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
     if not cheaper:
         return replace(request, program=program)
-    program = program.after("recompute_residuals", compute_again(program.jaxpr, cheaper)[0])
+    program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
     count = len(cheaper.stacks)
     note = f"Of what loops would keep, {count} values are computed again, which takes less time."
     return replace(request, program=program, notes=(*request.notes, note))
@@ -144,8 +144,8 @@ class _Search:
         _refuse_fresh_weights(request.program, request.pipeline, request.where)
         if request.pipeline.stages not in ("marked", "auto"):
             raise PipelineError(
-                f'{request.where}: stages={request.pipeline.stages!r}; write "marked", to cut at shardc.stage_boundary, '
-                'or "auto".'
+                f'{request.where}: stages={request.pipeline.stages!r}; write "marked", to cut at '
+                'shardc.stage_boundary, or "auto".'
             )
         self.request = request
         self.tried: list[Attempt] = []
@@ -187,7 +187,7 @@ class _Search:
         given = _stand_in(chunks) if r.pipeline.schedule == "auto" else r.pipeline.schedule
 
         def ordered(costs: StageCosts, microbatches: int, backward: bool) -> Schedule:
-            return _ordered(given, ranks, microbatches, chunks, costs, backward)
+            return _ordered(given, _Size(ranks, microbatches, chunks), costs, backward)
 
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
         views = [view(r.meshes[k]) for k in rank_of]
@@ -360,7 +360,7 @@ def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:
 
 
 def with_schedule(plan: MpmdPlan, schedule: Any) -> MpmdPlan:
-    """The same tasks in another order: nothing is cut or placed anew.
+    """A plan with its tasks in another order. Nothing is cut or placed anew.
 
     Args:
       schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
@@ -395,7 +395,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
-    """What a microbatch leaves for the next wants them in order in the task that replaces it."""
+    """Raises PipelineError if microbatches whose state goes from one to the next do not run in their order."""
     n = cut.body.stages
     wrong: list[str] = []
     for stage, at in sorted({(stage_of(c.position, n), c.position) for c in cut.body.carries if c.state}):
@@ -492,14 +492,21 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
     latency = stages[0].mesh.link.latency
     backward = cut.body.backward or count == 1
     costs = StageCosts.read(costs)
-    return _ordered(pipeline.schedule, ranks, cut.loop.microbatches, count // ranks, costs, backward, latency)
+    size = _Size(ranks, cut.loop.microbatches, count // ranks)
+    return _ordered(pipeline.schedule, size, costs, backward, latency)
 
 
-def _ordered(
-    given: Any, ranks: int, microbatches: int, chunks: int, costs: StageCosts, backward: bool, latency: float = 0.0
-) -> Schedule:
+class _Size(NamedTuple):
+    """The numbers that a schedule is made for; chunks are stages of each rank."""
+
+    ranks: int
+    microbatches: int
+    chunks: int
+
+
+def _ordered(given: Any, size: _Size, costs: StageCosts, backward: bool, latency: float = 0.0) -> Schedule:
     """The schedule for tasks of given costs; without a backward pass its forwards alone."""
-    found = make_schedule(given, ranks, microbatches, chunks, costs=costs, latency=latency)
+    found = make_schedule(given, *size, costs=costs, latency=latency)
     if backward:
         return found
     forward = tuple(tuple(a for a in row if a.kind == "F") for row in found.rows)
@@ -507,7 +514,7 @@ def _ordered(
 
 
 def _registers(plan: MpmdPlan, pipeline: Pipeline, where: str) -> Sequence[int]:
-    """Of each channel, whatever the memory."""
+    """The registers of each channel, without regard to memory."""
     net = plan.network
     if pipeline.credits == "auto":
         try:

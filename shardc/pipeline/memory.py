@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from shardc import compat
 from shardc.compat import Atom, Var
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import estimate_memory
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import StageProgram
@@ -36,23 +37,38 @@ from shardc.sbp.placement import REPLICATED
 _ORDER = list(KINDS)
 
 
+@dataclass(frozen=True, eq=False)
+class SimulatedCall:
+    """A call of a pipeline, as far as memory depends on it.
+
+    Attributes:
+      built: the actors, their channels and the values that these carry.
+      programs, tasks, views: of each stage; a view is its mesh.
+      homes: the stage on which each argument of the whole program lives.
+      timeline: the simulated call, of a network with the registers that the call will have.
+      link: as for `simulate`.
+    """
+
+    built: StageNetwork
+    programs: Sequence[StageProgram]
+    tasks: Sequence[StageTasks]
+    views: Sequence[MeshView]
+    homes: Sequence[int]
+    timeline: Timeline
+    link: LinkCost
+
+
 def pipeline_memory(
-    built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks], views: Sequence[MeshView],
-    homes: Sequence[int], capacities: Sequence[int], timeline: Timeline, link: LinkCost,
-    working: Callable[[StageTask], int] | None = None,
-) -> PipelineMemory:  # fmt: skip
+    call: SimulatedCall, capacities: Sequence[int], working: Callable[[StageTask], int] | None = None
+) -> PipelineMemory:
     """The memory of every rank.
 
     Args:
-      built: the actors, their channels and what these carry.
-      programs, tasks, views: of each stage.
-      homes: the stage on which each argument of the whole program lives.
+      call: the call.
       capacities: bytes of a device, for each rank.
-      timeline: the simulated call, of a network with the registers that the call will have.
-      link: as for `simulate`.
       working: bytes that live inside a task besides its inputs and outputs; not given: `working_bytes`.
     """
-    account = _Account(built, programs, tasks, views, homes, timeline, link, working or working_bytes)
+    account = _Account(call, working or working_bytes)
     return PipelineMemory(tuple(_Rank(account, r).run(c) for r, c in enumerate(capacities)))
 
 
@@ -65,33 +81,30 @@ def working_bytes(task: StageTask) -> int:
     if task.plan is None:
         return 0
     boxed, mesh = task.plan.boxed, task.plan.mesh
-    habits = habits_of(mesh.topology.kind)
-    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), habits=habits).temporaries
+    backend = backend_of(mesh.topology.kind)
+    return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
 
 
 class _Account:
-    """What the accounts of all ranks share."""
+    """Data that the accounts of all ranks share."""
 
-    def __init__(
-        self, built: StageNetwork, programs: Sequence[StageProgram], tasks: Sequence[StageTasks],
-        views: Sequence[MeshView], homes: Sequence[int], timeline: Timeline, link: LinkCost,
-        working: Callable[[StageTask], int],
-    ) -> None:  # fmt: skip
-        self.built, self.programs, self.tasks, self.views, self.homes = built, programs, tasks, views, homes
-        self.timeline, self.net = timeline, timeline.network
-        self.values = step_values(built, tasks)
-        self.arrivals = earliest_arrivals(timeline)
-        self.moved = _moved(timeline, link)
-        run = {id(t): t for _, t in built.tasks.values()}
+    def __init__(self, call: SimulatedCall, working: Callable[[StageTask], int]) -> None:
+        self.built, self.programs, self.tasks = call.built, call.programs, call.tasks
+        self.views, self.homes = call.views, call.homes
+        self.timeline, self.net = call.timeline, call.timeline.network
+        self.values = step_values(call.built, call.tasks)
+        self.arrivals = earliest_arrivals(call.timeline)
+        self.moved = _moved(call.timeline, call.link)
+        run = {id(t): t for _, t in call.built.tasks.values()}
         self.working = {i: working(t) for i, t in run.items()}
         self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in run.items()}
-        self.results = [set(_variables(t.results)) for t in tasks]
+        self.results = [set(_variables(t.results)) for t in call.tasks]
         self._sizes: dict[tuple[int, Var], int] = {}
 
     def size(self, stage: int, atom: Atom) -> int:
         """Bytes that a device of a stage allots for a value."""
         mesh = self.views[stage]
-        backend = habits_of(mesh.topology.kind)
+        backend = backend_of(mesh.topology.kind)
         if compat.is_literal(atom):
             return piece_bytes(atom.aval, REPLICATED, {}, backend)
         if (stage, atom) not in self._sizes:
@@ -211,7 +224,7 @@ class _Rank:
                 self.residents[stage, v] = entered[key]
 
     def arrive(self, message: Message, at: int) -> None:
-        """What another rank sends."""
+        """Takes in a message of another rank."""
         route = self.account.built.channel_values[message[0]]
         self.inbox[message] = []
         if route is None:
@@ -245,7 +258,7 @@ class _Rank:
                 self.ledger.release(self.residents.pop((stage, v)), self.word(stage, v), 2 * k + 1)
 
     def word(self, stage: int, v: Var) -> str:
-        """What a resident is held for."""
+        """The kind of memory that a resident is."""
         if v in self.account.results[stage]:
             return "results"
         return "copies" if v in self.account.tasks[stage].arguments else "sums"
@@ -281,7 +294,7 @@ class _Rank:
         self.inbox[message] = kept
 
     def leave(self, at: int) -> None:
-        """What has moved by now."""
+        """Releases the values that have left by now."""
         for buffer in self.leaving.pop(at, ()):
             self.ledger.release(buffer, "leaving", at)
 
@@ -346,7 +359,7 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
-    """Of each value of each stage the line of code that makes it; of a sum that of what is added to it."""
+    """The source line of each value of each stage; for a sum, the line of what is added to it."""
     found: dict[tuple[int, Var], str] = {}
     for stage, t in enumerate(tasks):
         for task in (t.load, *t.loop.values(), *t.updates.values()):

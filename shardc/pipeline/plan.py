@@ -17,7 +17,7 @@ from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
-from shardc.pipeline.memory import pipeline_memory
+from shardc.pipeline.memory import SimulatedCall, pipeline_memory
 from shardc.pipeline.place_stages import Stage, transfer_ends
 from shardc.pipeline.points.split_scans import Piece, Pieces
 from shardc.pipeline.rank_memory import PipelineMemory
@@ -63,7 +63,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes from one stage to another.
+    """A transfer from one stage to another.
 
     Attributes:
       source, target: stages.
@@ -83,7 +83,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What the plan of a pipeline is asked for.
+    """A request for the plan of a pipeline.
 
     Attributes:
       program: traced with its marks.
@@ -169,12 +169,12 @@ class MpmdPlan:
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:
-        """What was known of each input of the program in pieces."""
+        """The inputs of the program in pieces, as they were known before planning."""
         return arguments_of(self.request, self.pieces)
 
     @cached_property
     def results(self) -> tuple[Pin | None, ...]:
-        """What was said of each result of the program in pieces."""
+        """The pins of the results of the program in pieces."""
         return results_of(self.request, self.pieces)
 
     @cached_property
@@ -215,12 +215,12 @@ class MpmdPlan:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """What moves on the stages' own meshes, in the order of the stages; over all executions in one call."""
+        """The collectives on the stages' own meshes, in the order of the stages; over all executions in one call."""
         return tuple(c for _, c in self.stage_collectives)
 
     @cached_property
     def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
-        """The same, each with its stage."""
+        """The collectives, each with its stage."""
         return tuple(
             (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
             for stage in self.stages
@@ -237,7 +237,7 @@ class MpmdPlan:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What goes from stage to stage, arguments that several stages use included."""
+        """The transfers from stage to stage, arguments that several stages use included."""
         found: list[Transfer] = []
         pieces = self.pieces.program
         for i, (path, aval) in enumerate(zip(pieces.in_paths, pieces.in_avals, strict=True)):
@@ -291,11 +291,10 @@ class MpmdPlan:
         return self.memory_with(None)
 
     def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
-        """The same, given what lives inside each task besides its inputs and outputs."""
-        return pipeline_memory(
-            self.built, [s.program for s in self.stages], [s.tasks for s in self.stages], [s.mesh for s in self.stages],
-            self.homes, self.capacities, self.simulate(), self.link, working,
-        )  # fmt: skip
+        """The memory, given the bytes that live inside each task besides its inputs and outputs."""
+        programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
+        call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
+        return pipeline_memory(call, self.capacities, working)
 
     @cached_property
     def capacities(self) -> tuple[int, ...]:
@@ -356,18 +355,18 @@ class MpmdPlan:
 
 
 def arguments_of(request: PipelineRequest, pieces: Pieces) -> tuple[Argument, ...]:
-    """What is known of each input of a program in pieces."""
+    """The inputs of a program in pieces, as they are known before planning."""
     given = request.arguments
     return tuple(given[p.number] if p.number < len(given) else Argument() for p in pieces.inputs)
 
 
 def results_of(request: PipelineRequest, pieces: Pieces) -> tuple[Pin | None, ...]:
-    """What was said of each result of a program in pieces."""
+    """The pins of the results of a program in pieces."""
     return tuple(request.results[p.number] for p in pieces.outputs)
 
 
 def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
-    """Of each whole the placement of its first piece."""
+    """The placement of the first piece of each value."""
     found: dict[int, Placement] = {}
     for piece, placement in zip(pieces, placements, strict=True):
         found.setdefault(piece.number, placement)
@@ -382,5 +381,5 @@ def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
 
 
 def task_seconds(plan: PlacedProgram | None) -> float:
-    """Of one execution of a task with this plan."""
+    """Seconds of one execution of a task with this plan."""
     return 0.0 if plan is None else max(plan.seconds, HOST_SECONDS)

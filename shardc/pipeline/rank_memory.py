@@ -1,4 +1,4 @@
-"""What a pipeline holds in memory: per device of each rank, over the time of a call."""
+"""The memory of a pipeline as data: bytes per device of each rank, over the time of a call."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RankMemory:
 
     @property
     def peak_parts(self) -> dict[str, int]:
-        """What the peak is made of, by kind."""
+        """The bytes at the peak, by kind."""
         at = self.bytes.index(self.peak)
         return {kind: sizes[at] for kind, sizes in self.parts.items()}
 
@@ -147,7 +147,7 @@ LARGEST: Final = 5
 
 
 def too_large(memory: PipelineMemory) -> str:
-    """What does not fit, what it is made of, and what would make it smaller."""
+    """The error text of ranks that do not fit: the bytes by kind, and how to reduce them."""
     lines: list[str] = []
     for r in memory.too_full:
         parts = ", ".join(f"{_mib(b)} {kind}" for kind, b in sorted(r.peak_parts.items(), key=lambda p: -p[1]) if b)

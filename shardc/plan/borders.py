@@ -10,7 +10,7 @@ from shardc import compat
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
-from shardc.passes.place.problem import Border, Problem, build_problem
+from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin
 
@@ -77,8 +77,10 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
     """The placement problem of a request; of a plan's own `request` and `ties`, that plan's."""
     mesh, program = request.mesh, request.program
-    inputs = [Border(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments]
-    outputs = [Border(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
+    inputs = [
+        Requirement(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments
+    ]
+    outputs = [Requirement(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
     return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
 
 

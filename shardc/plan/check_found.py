@@ -21,7 +21,7 @@ from shardc.errors import SignatureError, all_offenders
 from shardc.ir.user_shard_map import is_unit
 from shardc.machine.mesh import MeshView
 from shardc.passes.lower.lower import Lowering
-from shardc.passes.trace.find_signatures import Found, found_of
+from shardc.passes.trace.find_signatures import OperationSignatures, found_of
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import B, Placement, local_extent
 
@@ -82,7 +82,7 @@ class _Checking(Lowering):
             self.compare(eqn, found, operands, whole)
         return whole
 
-    def compare(self, eqn: Eqn, found: Found, operands: Sequence[Any], whole: Sequence[Any]) -> None:
+    def compare(self, eqn: Eqn, found: OperationSignatures, operands: Sequence[Any], whole: Sequence[Any]) -> None:
         """Runs the pieces of every device, and notes the first that differs."""
         placed = [self.placement(a) for a in (*eqn.invars, *eqn.outvars)]
         axes = list(dict.fromkeys(a for p in placed for a in p if a in self.sizes))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Jaxpr, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.passes.place.domain import Domains
 from shardc.passes.place.insert_boxing import entries_of, insert_boxing
@@ -47,7 +47,7 @@ class Other:
 
     @property
     def placement(self) -> Placement:
-        """Of the first value, or the only one."""
+        """The placement of the first value."""
         return self.placements[0]
 
 
@@ -124,7 +124,7 @@ class Counterfactual:
         if found.exact or start is None:
             return found
         # what is not proved best is then no worse where the question does not reach
-        values = tables.fuse([found.values, start], start, tables.work, ROUNDING)
+        values = tables.merge([found.values, start], start, tables.work, ROUNDING)
         return replace(found, values=values, cost=Costs(unary, tables.pairwise).cost(values))
 
     def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:
@@ -167,33 +167,41 @@ class Counterfactual:
 
 
 def ports_in(problem: Problem, boxed: Boxed) -> dict[Node, dict[int, Placement]]:
-    """What a boxed program tells of the nodes of its problem: by port, where the value there lies."""
-    found: dict[Node, dict[int, Placement]] = {}
-
-    def note(node: Node, port: int, atom: Atom) -> None:
-        if not compat.is_literal(atom):
-            found.setdefault(node, {})[port] = boxed.placements[atom]
-
-    def walk(scope: Scope, jaxpr: Jaxpr) -> None:
-        for node, eqn in zip(scope.nodes, (e for e in jaxpr.eqns if e.primitive is not box_p), strict=True):
-            if not isinstance(node, Nested):
-                for port, atom in enumerate((*eqn.invars, *eqn.outvars)):
-                    note(node, port, atom)
-                continue
-            for n, atom in zip(node.entries, eqn.invars, strict=True):
-                note(n, 0, atom)
-            for n, var in zip(node.exits, eqn.outvars, strict=True):
-                note(n, -1, var)
-            for k, (inner, body) in enumerate(zip(node.scopes, bodies_of(eqn), strict=True)):
-                for n, var in zip(entries_of(eqn, node, k), body.invars, strict=True):
-                    note(n, len(n.operands), var)
-                for (n, port), atom in zip(node.returns[k], body.outvars, strict=False):
-                    note(n, port, atom)
-                walk(inner, body)
-
+    """The placement at each port of each node of a problem, read off its boxed program."""
+    ports = _Ports(boxed)
     for node, var in zip(problem.sources, boxed.jaxpr.invars, strict=True):
-        note(node, -1, var)
+        ports.note(node, -1, var)
     for node, atom in zip(problem.sinks, boxed.jaxpr.outvars, strict=True):
-        note(node, 0, atom)
-    walk(problem.scope, boxed.jaxpr)
-    return found
+        ports.note(node, 0, atom)
+    ports.walk(problem.scope, boxed.jaxpr)
+    return ports.found
+
+
+class _Ports:
+    def __init__(self, boxed: Boxed) -> None:
+        self.boxed = boxed
+        self.found: dict[Node, dict[int, Placement]] = {}
+
+    def note(self, node: Node, port: int, atom: Atom) -> None:
+        if not compat.is_literal(atom):
+            self.found.setdefault(node, {})[port] = self.boxed.placements[atom]
+
+    def walk(self, scope: Scope, jaxpr: Jaxpr) -> None:
+        for node, eqn in zip(scope.nodes, (e for e in jaxpr.eqns if e.primitive is not box_p), strict=True):
+            if isinstance(node, Nested):
+                self.nested(node, eqn)
+                continue
+            for port, atom in enumerate((*eqn.invars, *eqn.outvars)):
+                self.note(node, port, atom)
+
+    def nested(self, node: Nested, eqn: Eqn) -> None:
+        for n, atom in zip(node.entries, eqn.invars, strict=True):
+            self.note(n, 0, atom)
+        for n, var in zip(node.exits, eqn.outvars, strict=True):
+            self.note(n, -1, var)
+        for k, (inner, body) in enumerate(zip(node.scopes, bodies_of(eqn), strict=True)):
+            for n, var in zip(entries_of(eqn, node, k), body.invars, strict=True):
+                self.note(n, len(n.operands), var)
+            for (n, port), atom in zip(node.returns[k], body.outvars, strict=False):
+                self.note(n, port, atom)
+            self.walk(inner, body)

@@ -19,13 +19,13 @@ AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permut
 
 @dataclass(frozen=True)
 class DataParallel:
-    """What `data_parallel` says of all arguments; its fields are `data_parallel`'s arguments."""
+    """The placements that `data_parallel` gives to all arguments; its fields are `data_parallel`'s arguments."""
 
     axes: tuple[str, ...]
     batch: tuple[str, ...]
 
     def placements(self, names: Sequence[str], static: Collection[str], where: str) -> dict[str, Any]:
-        """What is said of each argument."""
+        """The placement of each argument."""
         batch = self.batch or tuple(n for n in names if n == "batch")
         unknown = [n for n in batch if n not in names]
         if unknown or not batch:

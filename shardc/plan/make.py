@@ -11,19 +11,19 @@ from shardc import compat
 from shardc.ir.box import Boxed
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import Habits, habits_of
+from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import GOOD_ENOUGH, Fit, Fitted, Trial
+from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Choice, Offers, Repeated, compute_again, recomputed
+from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import Assignment, relative_gap
 
-NOTHING: Final = Repeated()
+NOTHING: Final = Recomputation()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +39,14 @@ class Misfit:
 
     request: Request
     limit: int
-    fitted: Fitted
+    fitted: LimitResult
     plan: SpmdPlan
 
 
 def make_plan(request: Request) -> SpmdPlan | Misfit:
     """The cheapest plan that was found within the request's limit."""
-    jaxpr, cheaper = compute_again(
-        request.program.jaxpr, Choice(*choose_residuals(request.program.jaxpr, request.mesh))
+    jaxpr, cheaper = recompute(
+        request.program.jaxpr, RecomputeChoice(*choose_residuals(request.program.jaxpr, request.mesh))
     )
     placing = Placing.of(replace(request, program=request.program.after("recompute_residuals", jaxpr)), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
@@ -60,7 +60,7 @@ class Placing:
     search: _Search
 
     @classmethod
-    def of(cls, request: Request, cheaper: Repeated = NOTHING) -> Placing:
+    def of(cls, request: Request, cheaper: Recomputation = NOTHING) -> Placing:
         program, mesh = request.program, request.mesh
         arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
         arguments += [Argument()] * (len(program.in_paths) - len(arguments))
@@ -105,26 +105,26 @@ class Placing:
         return Misfit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
 
 
-def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[Fitted]]:
+def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[LimitResult]]:
     """Plans that fit, of the program as it is and as it computes again what it does not keep; and what was found where
     none does at once."""
     search, limit = whole.search, whole.limit
-    if whole.fitting.charges.least_arguments() > limit:  # then nothing fits, and the error says why
+    if whole.fitting.memory.least_arguments() > limit:  # then nothing fits, and the error says why
         return [], [whole.fit()]
-    offers = Offers(search.plan.boxed, search.plan.profile(), search.mesh, search.habits)
-    plans, fitted = list[SpmdPlan](), dict[_Within, Fitted]()
+    options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
+    plans, fitted = list[SpmdPlan](), dict[_Within, LimitResult]()
 
     def fit(s: _Within) -> None:
-        fitted[s] = found = s.fit(alone=not offers.most)
+        fitted[s] = found = s.fit(alone=not options.most)
         if found.best is not None:
             plans.append(s.plan_of(found.best))
 
-    if offers.most < search.plan.memory.peak - limit and whole.may_fit:
+    if options.most < search.plan.memory.peak - limit and whole.may_fit:
         fit(whole)
     least_cost = whole.fitting.least_cost
-    hopeless = plans and least_cost(limit + offers.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
+    hopeless = plans and least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
     if not (hopeless or any(map(_near, plans))):
-        missed, found = _computing_again(whole, offers, traced)
+        missed, found = _recomputing(whole, options, traced)
         plans += found
         smallest = min(missed, key=lambda s: s.plan.memory.peak)
         cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
@@ -135,25 +135,25 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[F
     return plans, list(fitted.values())
 
 
-def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
-    """What computes again too little for its cheapest plan to fit, beginning with nothing; and the plans of what
-    computes enough. What a layer's values take while it runs, and what lies elsewhere then, is not known before. Where
-    all is too little, what is worth it comes first: the rest is to lie elsewhere."""
+def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
+    """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
+    the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
+    all recomputation is too little, the part that is worth its time is tried first: placements free the rest."""
     limit, peak = whole.limit, whole.plan.memory.peak
-    missed, plans, tried, dearest = [whole], list[SpmdPlan](), [Choice()], math.inf
-    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= offers.most else offers.worth)
+    missed, plans, tried, dearest = [whole], list[SpmdPlan](), [RecomputeChoice()], math.inf
+    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= options.most else options.worth)
     for _ in range(TRIES):
-        choice, freed = offers.choose(wanted, dearest)
+        choice, freed = options.choose(wanted, dearest)
         if choice in tried:
             if wanted == math.inf or high < math.inf:
                 break
             wanted = math.inf
             continue
         tried.append(choice)
-        trial = _Within(whole.search.computing_again(choice, traced), limit)
+        trial = _Within(whole.search.recomputing(choice, traced), limit)
         if trial.fits:
             plans.append(trial.plan)
-            high = min(wanted, offers.most)
+            high = min(wanted, options.most)
             if _near(trial.plan) or trial.plan.memory.peak > FULL * limit:
                 break
         else:
@@ -161,7 +161,7 @@ def _computing_again(whole: _Within, offers: Offers, traced: Program) -> tuple[l
             both = choice.stacks and choice.values and dearest == math.inf
             if both and trial.plan.memory.peak > peak - ENOUGH * freed:
                 # what is written out fills another point as it is computed again, as logits do: loops pay what is dear
-                dearest = offers.typical
+                dearest = options.typical
                 continue
             low = wanted = max(wanted, freed)
         if high < math.inf:
@@ -205,8 +205,8 @@ class _Search:
 
     request: Request
     ties: tuple[int | None, ...]
-    cheaper: Repeated
-    repeated: Repeated = NOTHING
+    cheaper: Recomputation
+    recomputation: Recomputation = NOTHING
     bound: float = math.inf
 
     @property
@@ -217,16 +217,16 @@ class _Search:
     def mesh(self) -> MeshView:
         return self.request.mesh
 
-    def computing_again(self, choice: Choice, traced: Program) -> _Search:
-        """The same for the program that computes again what was chosen. What the one that keeps it costs at least is as
-        low as a bound may be."""
-        jaxpr, repeated = compute_again(self.program.jaxpr, choice, traced.jaxpr)
+    def recomputing(self, choice: RecomputeChoice, traced: Program) -> _Search:
+        """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
+        limits its own bound from above."""
+        jaxpr, recomputation = recompute(self.program.jaxpr, choice, traced.jaxpr)
         request = replace(self.request, program=self.program.after("recompute", jaxpr))
-        return replace(self, request=request, repeated=repeated, bound=self.cheapest.bound)
+        return replace(self, request=request, recomputation=recomputation, bound=self.cheapest.bound)
 
     @cached_property
-    def habits(self) -> Habits:
-        return habits_of(self.mesh.topology.kind)
+    def backend(self) -> Backend:
+        return backend_of(self.mesh.topology.kind)
 
     @cached_property
     def placer(self) -> Placer:
@@ -253,8 +253,8 @@ class _Search:
             self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
             gap=gap if math.isfinite(gap) else None,
-            recomputed=recomputed(boxed, self.mesh, self.habits, self.repeated),
-            cheaper=recomputed(boxed, self.mesh, self.habits, self.cheaper),
+            recomputed=recomputed(boxed, self.mesh, self.backend, self.recomputation),
+            cheaper=recomputed(boxed, self.mesh, self.backend, self.cheaper),
         )  # fmt: skip
 
 
@@ -276,17 +276,17 @@ class _Within:
         return self.plan.memory.peak <= self.limit
 
     @cached_property
-    def fitting(self) -> Fit:
+    def fitting(self) -> LimitSearch:
         """The search for what fits."""
         s = self.search
-        return Fit(s.placer, may_replace(s.program, s.ties), s.habits, self.limit)
+        return LimitSearch(s.placer, may_replace(s.program, s.ties), s.backend, self.limit)
 
     @cached_property
     def may_fit(self) -> bool:
         """Whether it would, were every value where it takes least."""
-        return self.fitting.charges.least() <= self.limit
+        return self.fitting.memory.least() <= self.limit
 
-    def fit(self, alone: bool = True) -> Fitted:
+    def fit(self, alone: bool = True) -> LimitResult:
         return self.fitting.run(self.search.cheapest, alone)
 
     def plan_of(self, trial: Trial) -> SpmdPlan:

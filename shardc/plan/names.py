@@ -73,7 +73,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a variable holds: whose value, by what boxings, and the lists of uses that its readers go into."""
+    """The content of a variable: whose value, by what boxings, and the lists of uses that its readers go into."""
 
     name: str
     line: str
@@ -87,10 +87,13 @@ class _Finder:
         self.found: list[Named] = []
         self._origin: dict[Var, _Origin] = {}
 
-    def define(self, kind: str, name: str, line: str, var: Var, node: Node, port: int, made_of: Sequence[Use]) -> None:
+    def define(self, var: Var, origin: _Origin, at: tuple[Node, int], made_of: Sequence[Use] | None = None) -> None:
+        """A value with its name, made at a port of a node; without `made_of` an argument."""
         uses: list[Use] = []
-        self.found.append(Named(kind, name, line, var.aval, self.placements[var], node, port, made_of, uses))
-        self._origin[var] = _Origin(name, line, uses=(uses,))
+        kind = "argument" if made_of is None else "value"
+        named = Named(kind, origin.name, origin.line, var.aval, self.placements[var], *at, made_of or (), uses)
+        self.found.append(named)
+        self._origin[var] = replace(origin, uses=(uses,))
 
     def read(self, atom: Atom, name: str, line: str) -> Use | None:
         """Notes a reader of a value. Gives the value as that sees it; None for a literal."""
@@ -122,7 +125,7 @@ class _Finder:
                 self.bodies(eqn, node, times, scopes, back, line)
             for i, var in enumerate(eqn.outvars):
                 at, port = (node.exits[i], -1) if isinstance(node, Nested) else (node, len(node.operands) + i)
-                self.define("value", name, line, var, at, port, made_of)
+                self.define(var, _Origin(name, line), (at, port), made_of)
 
     def bodies(self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str) -> None:
         outside = {n: a for n, a in zip(nested.entries, eqn.invars, strict=True) if not compat.is_literal(a)}
@@ -141,7 +144,7 @@ def values_of(program: Program, problem: Problem, boxed: Boxed) -> list[Named]:
     """All values of a boxed program: arguments, what its operations make, results."""
     finder = _Finder(boxed)
     for path, node, var in zip(program.in_paths, problem.sources, boxed.jaxpr.invars, strict=True):
-        finder.define("argument", path, "", var, node, -1, ())
+        finder.define(var, _Origin(path, ""), (node, -1))
     finder.walk(problem.scope, boxed.jaxpr, 1, (), False)
     for path, node, atom in zip(program.out_paths, problem.sinks, boxed.jaxpr.outvars, strict=True):
         use = finder.read(atom, f"result {path}".rstrip(), "")

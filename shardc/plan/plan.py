@@ -18,9 +18,9 @@ from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import Memory, Profile, profile_memory
-from shardc.passes.estimate.plan_cost import Tally, Time, tally
+from shardc.passes.estimate.plan_cost import PlanCost, Time, plan_cost
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import may_replace
@@ -84,9 +84,9 @@ class PlacedProgram:
     ties: tuple[int | None, ...]
 
     @cached_property
-    def cost(self) -> Tally:
+    def cost(self) -> PlanCost:
         """Collectives and seconds, read off the boxed program."""
-        return tally(self.boxed, self.mesh)
+        return plan_cost(self.boxed, self.mesh)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -127,7 +127,7 @@ class PlacedProgram:
         """Bytes that each device holds at each point of the program."""
         return profile_memory(
             self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes, ties=self.donations,
-            habits=habits_of(self.mesh.topology.kind),
+            backend=backend_of(self.mesh.topology.kind),
         )  # fmt: skip
 
     @property
@@ -196,12 +196,12 @@ class SpmdPlan(PlacedProgram):
 
     @property
     def arguments(self) -> Sequence[Argument]:
-        """What was known of each input before planning."""
+        """The inputs as they were known before planning."""
         return self.request.arguments
 
     @property
     def results(self) -> Sequence[Pin | None]:
-        """What was said of each result before planning."""
+        """The pins of the results."""
         return self.request.results
 
     @property

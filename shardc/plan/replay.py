@@ -16,10 +16,10 @@ from shardc.ir.box import Boxed, box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import habits_of
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.place.insert_boxing import latest
 from shardc.passes.place.problem import Node, Problem
-from shardc.passes.recompute.recompute import choice_named, compute_again, recomputed
+from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
 from shardc.plan.borders import match_donated, moves, pin_entries, problem_of, without_idle
 from shardc.plan.counterfactual import ports_in
 from shardc.plan.plan import SpmdPlan
@@ -50,8 +50,8 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
         )
     arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
     results = [without_idle(pin, mesh) for pin in request.results]
-    jaxpr, cheaper = compute_again(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
-    jaxpr, repeated = compute_again(jaxpr, choice_named(jaxpr, saved.recomputed))
+    jaxpr, cheaper = recompute(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
+    jaxpr, recomputation = recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
     program = program.after("recompute", jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
     if wrong:
@@ -70,11 +70,11 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     wrong = _illegal(problem, mesh, boxed)
     if wrong:
         raise ArgumentError(all_offenders(f"{saved.name} was changed so that it is no plan:", wrong))
-    habits = habits_of(mesh.topology.kind)
+    backend = backend_of(mesh.topology.kind)
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
         tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
-        recomputed=recomputed(boxed, mesh, habits, repeated), cheaper=recomputed(boxed, mesh, habits, cheaper),
+        recomputed=recomputed(boxed, mesh, backend, recomputation), cheaper=recomputed(boxed, mesh, backend, cheaper),
     )  # fmt: skip
     if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
         return plan
@@ -112,7 +112,7 @@ def _other_leaves(what: str, saved: Mapping[str, SavedLeaf], paths: Sequence[str
 
 
 def _other_operations(saved: SavedPlan, program: Program, *, with_types: bool) -> list[str]:
-    """What the operations differ in: their kinds and types, else their order, else what they are told and read.
+    """The differences between the operations: kinds and types, else order, else parameters and operands.
 
     Without types only the kinds: where arguments have other types, so have most operations.
     """

@@ -1,4 +1,4 @@
-"""What a plan is asked for: a program, a mesh, and what is known of arguments and results."""
+"""Requests for plans: a program, a mesh, and what is known of arguments and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardc.sbp.placement import Pin, Placement
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of one input before planning.
+    """One input as it is known before planning.
 
     Attributes:
       pin: what the user said; None is AUTO.
@@ -82,7 +82,7 @@ class ArgumentsTree:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a plan is asked for.
+    """A request for the plan of one program.
 
     Attributes:
       program: what is to be placed.

@@ -82,7 +82,7 @@ def placement_of(word: str) -> Placement:
 
 
 def rows_of(says: str) -> list[tuple[list[Placement], list[Placement]]]:
-    """What an operation reads and makes, then the same of its bodies."""
+    """Placements of the operands and results of an operation, then those of its bodies."""
     found: list[tuple[list[Placement], list[Placement]]] = []
     for row in says.split("; inside "):
         takes, gives = ([placement_of(w) for w in re.findall(r"\{[^}]*\}|B", side)] for side in row.split("->"))

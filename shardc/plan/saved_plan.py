@@ -58,7 +58,7 @@ class SavedPlan:
         1, `results.0` that of the function.
       digests: for each primitive, of the parameters and connections of its operations.
       name: the file's, or the function's.
-      recomputed: which values are computed again and not kept for want of memory (`compute_again`); operations,
+      recomputed: which values are computed again and not kept for want of memory (`recompute`); operations,
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
       shared: how many devices share the rounds of each loop (`share_loops`).
@@ -101,7 +101,7 @@ class SavedPlan:
 
 
 def record(plan: SpmdPlan) -> SavedPlan:
-    """What is saved of a plan."""
+    """The saved form of a plan."""
     jaxpr, count = plan.boxed.jaxpr, sum(map(moves, plan.arguments))
     recorder = _Recorder(plan.boxed.placements)
     entered, begin = _entered(plan, count)
@@ -109,10 +109,9 @@ def record(plan: SpmdPlan) -> SavedPlan:
     recorder.scope(jaxpr.eqns[begin:], jaxpr.outvars, "results.")
     program = without_entries(plan.program, plan.arguments)
     names = [done.names if done else () for done in (plan.recomputed, plan.cheaper)]
-    return replace(
-        record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap), operations=recorder.operations, boxings=recorder.boxings,
-        recomputed=names[0], cheaper=names[1],
-    )  # fmt: skip
+    borders = record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap)
+    operations, boxings = recorder.operations, recorder.boxings
+    return replace(borders, operations=operations, boxings=boxings, recomputed=names[0], cheaper=names[1])
 
 
 def record_borders(

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Jaxpr
-from shardc.ir.collective import KINDS, Collective
+from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, local_bytes, short_aval
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.recompute.recompute import Recomputed
@@ -27,6 +27,7 @@ from shardc.report.tables import (
     section,
     times_text,
 )
+from shardc.sbp.cost import COLLECTIVES
 from shardc.sbp.placement import Pin, Placement, is_even
 
 WORDS = (
@@ -97,9 +98,9 @@ def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
 def time_text(time: Time) -> str:
     """One line with the parts of the time."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
-    parts += [f"{seconds_text(s)} {kind}" for kind in KINDS if (s := getattr(time, kind))]
-    hidden = f"; {seconds_text(time.hidden)} of the reductions overlap with computation" if time.hidden else ""
-    return f"Time: {', '.join(parts)}{hidden}."
+    parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
+    overlap = f"; {seconds_text(time.overlapped)} of the reductions overlap with computation" if time.overlapped else ""
+    return f"Time: {', '.join(parts)}{overlap}."
 
 
 def _arguments(plan: SpmdPlan) -> str:

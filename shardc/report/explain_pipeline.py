@@ -48,7 +48,7 @@ _WIDTH: Final = 120
 _MOST_COLUMNS: Final = 4
 """The most arguments with a column of their own."""
 _PARTS: Final = {
-    "compute": "computing", "memory": "reading and writing", "hidden": "overlapped", "launch": "launching",
+    "compute": "computing", "memory": "reading and writing", "overlapped": "overlapped", "launch": "launching",
     "wait": "waiting",
 }  # fmt: skip
 """Column names of the parts of a rank's time, where they differ from the field."""
@@ -240,7 +240,7 @@ def _times(plan: MpmdPlan) -> str:
     parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, time in enumerate(plan.rank_times):
-        cells = tuple("-" * (part == "hidden") + seconds_text(getattr(time, part)) for part in parts)
+        cells = tuple("-" * (part == "overlapped") + seconds_text(getattr(time, part)) for part in parts)
         rows.setdefault(cells, []).append(rank)
     table = make_table("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
     for cells, ranks in rows.items():

@@ -11,7 +11,7 @@ from shardc.errors import all_offenders
 from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.passes.place.memory_limit import Fitted, Trial
+from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import Misfit
 from shardc.plan.request import Argument
 from shardc.report.tables import bytes_text, fold_leaves, number_text, placement_text
@@ -64,7 +64,7 @@ def _maker(eqn: compat.Eqn) -> str:
     return f"{eqn.primitive.name} ({compat.source_line(eqn)})"
 
 
-def _fixes(program: Program, arguments: Sequence[Argument], fitted: Fitted, alone: bool) -> str:
+def _fixes(program: Program, arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:
     memory = fitted.least.profile.memory
     fixes: list[str] = []
     if any(a.pin is not None for a in arguments):

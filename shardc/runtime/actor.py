@@ -1,13 +1,13 @@
-"""The actor: a small deterministic state machine, and the network of channels that joins several of them.
+"""The actor: a small deterministic state machine, and the network of channels that joins actors.
 
 An actor runs its steps in one fixed order. Its next step may fire when every message that the step takes is there and
 every channel that it gives to has a free register. A register is taken when the producing step starts and given back
 when the consuming step ends: this is credit-based flow control, as in OneFlow (Yuan et al. 2021, section 4).
 
-The machine has no clock and no threads. What a message carries is up to who drives it: its time of arrival in the
-simulator (`shardc.pipeline.schedule.simulate`), an array in the executor (`shardc.runtime.executor`), nothing where only the
-order matters (`shardc.runtime.deadlock`). As there is nothing to choose, what an actor does never depends on who is
-faster: a network either finishes under every timing or stops at the same steps under every timing.
+The machine has no clock and no threads. Its driver decides what a message carries: the time of arrival in the simulator
+(`shardc.pipeline.schedule.simulate`), an array in the executor (`shardc.runtime.executor`), nothing where only the
+order matters (`shardc.runtime.deadlock`). An actor has no choices, so its behaviour does not depend on speed: a network
+either finishes under every timing or stops at the same steps under every timing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Channel:
     Attributes:
       name: for people: `stash 0`, `activation 0->1`.
       source, target: actor numbers; equal for what an actor keeps for itself (a stash).
-      registers: how many messages may be on their way or in use at once; None: no bound.
-      bytes: of one message.
+      registers: the number of messages that may be in transit or in use at once; None: no bound.
+      bytes: size of one message.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Network:
     """For each actor its steps in their order, and the channels between actors.
 
     Every message is given by one step, of its channel's source, and taken by one step, of its channel's target:
-    `check_network` says where that is not so.
+    `check_network` lists what violates this.
     """
 
     actors: tuple[tuple[Step, ...], ...]
     channels: tuple[Channel, ...]
 
     def with_registers(self, registers: Sequence[int | None]) -> Network:
-        """The same network with other numbers of registers, one for each channel."""
+        """This network with other numbers of registers, one for each channel."""
         channels = tuple(replace(c, registers=r) for c, r in zip(self.channels, registers, strict=True))
         return replace(self, channels=channels)
 
 
 class Span(NamedTuple):
-    """One step as it ran: virtual seconds in the simulator, seconds of the host's clock in the executor."""
+    """The execution of one step: virtual seconds in the simulator, seconds of the host's clock in the executor."""
 
     actor: int
     label: Hashable
@@ -82,7 +82,7 @@ class Span(NamedTuple):
 
 
 class Actor(Generic[T]):
-    """What one actor knows: its next step, the messages that have come, its free registers.
+    """The state of one actor: its next step, the messages that have arrived, its free registers.
 
     Example:
       >>> net = Network(((Step("give", (), ((0, "x"),)),), (Step("take", ((0, "x"),)),)), (Channel("c", 0, 1, 1),))
@@ -97,7 +97,7 @@ class Actor(Generic[T]):
     __slots__ = ("_free", "_held", "_inbox", "_steps", "number", "position", "step")
 
     def __init__(self, net: Network, number: int, free: T) -> None:
-        """`free` is what a register carries that was never used (the time 0 in the simulator)."""
+        """`free` is the value that a register carries before its first use (the time 0 in the simulator)."""
         self.number = number
         self.position = 0
         self._steps = net.actors[number]
@@ -112,7 +112,7 @@ class Actor(Generic[T]):
         self._held: list[T] = []
 
     def ready(self) -> bool:
-        """Whether the next step may fire. Registers that it needs are put aside as they become free."""
+        """Whether the next step may fire. Reserves the registers that it needs as they become free."""
         step = self.step
         if step is None:
             return False
@@ -135,13 +135,13 @@ class Actor(Generic[T]):
         return True
 
     def fire(self) -> tuple[list[T], list[T]]:
-        """Starts the next step, which has to be ready, and moves on to the one after it.
+        """Start the next step, which must be ready, and move on to the one after it.
 
         Returns:
-          what the messages that it takes carry, in their order, and what the bounded registers that it takes carry.
+          the values of the messages that it takes, in order, and those of the bounded registers that it takes.
 
-        The driver, when the step has ended, gives a credit for each message taken to the channel's source, and
-        delivers each message given to the channel's target.
+        When the step has ended, the driver gives a credit for each taken message to the channel's source, and delivers
+        each given message to the channel's target.
         """
         step = self.step
         assert step is not None
@@ -152,17 +152,17 @@ class Actor(Generic[T]):
         return values, held
 
     def deliver(self, message: Message, value: T) -> None:
-        """A message has come."""
+        """Record a message that has arrived."""
         self._inbox[message] = value
 
     def credit(self, channel: int, value: T) -> None:
-        """A register of a bounded channel that this actor gives to is free again."""
+        """Record that a register of a bounded channel that this actor gives to is free again."""
         free = self._free[channel]
         assert free is not None
         free.append(value)
 
     def missing(self) -> tuple[list[Message], list[int]]:
-        """What the next step still waits for: messages, and channels without a free register."""
+        """The messages that the next step still waits for, and the channels without a free register."""
         if self.step is None:
             return [], []
         messages = [m for m in self.step.takes if m not in self._inbox]
@@ -182,7 +182,7 @@ class Actor(Generic[T]):
 
 
 def check_network(net: Network) -> list[str]:
-    """What is wrong with a network as such, whatever the timing; empty if nothing is."""
+    """The errors of a network that do not depend on timing; empty if there are none."""
     count = len(net.actors)
     wrong = [
         f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; the network has {count}.'

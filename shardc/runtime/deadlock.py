@@ -1,7 +1,7 @@
-"""Deadlock, decided before the run: the machine is driven without time until it ends or stops.
+"""Deadlock detection before the run: the actors run without a clock until they end or stop.
 
-A network's actors choose nothing, so where they stop does not depend on who is faster: one run without a clock decides
-for all runs (Kahn 1974, The semantics of a simple language for parallel programming).
+The actors of a network have no choices, so the point where they stop does not depend on speed: one run without a clock
+decides for all runs (Kahn 1974, The semantics of a simple language for parallel programming).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _BEFORE: Final = 4
 _AFTER: Final = 8
 """Cells shown of an actor's row before and after the one where it is stuck."""
 _KEYS: Final = 6
-"""Messages named of those that fill a channel."""
+"""Most messages named of those that fill a channel."""
 _WORK: Final = 2_000_000
-"""Steps run to find a remedy."""
+"""Most steps run to find a remedy."""
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Why an actor is stuck: it waits for a message (`key` tells which), or for a register (`key` is None).
+class ActorWait:
+    """The reason why an actor is stuck: it waits for a message, or for a register.
 
     Attributes:
-      actor, label: who waits, and the step that cannot fire.
+      actor, label: the actor, and its step that cannot fire.
       channel: number of the channel.
-      message: the message; None if it is a register that is missing.
-      on: the actor that would have to move on.
+      message: the missing message; None if a register is missing.
+      on: the actor that would have to go on.
     """
 
     actor: int
@@ -43,17 +43,17 @@ class Wait:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """Where a network stops, and the cycle of actors that wait for each other.
+    """The point where a network stops, and the cycle of actors that wait for each other.
 
     Attributes:
       network: the network.
-      positions: for each actor how many steps it can do; the next one, if there is one, is stuck.
+      positions: for each actor the number of steps that it can run; the next one, if there is one, is stuck.
       cycle: each wait is on the actor of the next one, the last on that of the first.
     """
 
     network: Network
     positions: tuple[int, ...]
-    cycle: tuple[Wait, ...]
+    cycle: tuple[ActorWait, ...]
 
     def __str__(self) -> str:
         who = sorted({w.actor for w in self.cycle})
@@ -67,7 +67,7 @@ class Deadlock:
             [
                 f"The pipeline deadlocks: {head}; {stuck} of {len(self.positions)} actors never end.",
                 *(f"  {reason}" for reason in self.reasons()),
-                "Order of the actions, the [stuck] ones in brackets, before them what is done:",
+                "Order of the actions; [brackets] mark the stuck ones, actions before them are done:",
                 *(f"  {line}" for line in self._grid()),
                 self._remedy(),
             ]
@@ -77,7 +77,7 @@ class Deadlock:
         """A line for each wait of the cycle."""
         return [self._for_register(w) if w.message is None else self._for_message(w, w.message) for w in self.cycle]
 
-    def _for_message(self, wait: Wait, message: Message) -> str:
+    def _for_message(self, wait: ActorWait, message: Message) -> str:
         channel = self.network.channels[wait.channel]
         giver = next(i for i, s in enumerate(self.network.actors[channel.source]) if message in s.gives)
         return (
@@ -85,7 +85,7 @@ class Deadlock:
             f"which actor {channel.source} gives in {self._place(channel.source, giver)}."
         )
 
-    def _for_register(self, wait: Wait) -> str:
+    def _for_register(self, wait: ActorWait) -> str:
         channel = self.network.channels[wait.channel]
         source, target = self.network.actors[wait.actor], self.network.actors[channel.target]
         given = [m for s in source[: self.positions[wait.actor]] for m in s.gives if m[0] == wait.channel]
@@ -109,7 +109,7 @@ class Deadlock:
         return f"{place}, {ahead} step{'s' * (ahead > 1)} after {steps[at].label}"
 
     def _grid(self) -> list[str]:
-        """A row for each actor, what is stuck in one column."""
+        """A row for each actor, with the stuck steps in one column."""
         rows: list[tuple[list[str], list[str]]] = []
         for steps, at in zip(self.network.actors, self.positions, strict=True):
             before = [str(s.label) for s in steps[max(0, at - _BEFORE) : at]]
@@ -130,10 +130,10 @@ class Deadlock:
         contradiction = find_deadlock(free)
         if contradiction is not None:
             if all(w.message for w in self.cycle):
-                return "No number of registers helps: change the order, so that what is waited for comes first."
+                return "No number of registers helps: change the order, so that the awaited messages come first."
             return "\n".join(
                 [
-                    "More registers do not help, the order itself contradicts the data. Without any bound:",
+                    "More registers do not help: the order itself contradicts the data. Without any bound:",
                     *(f"  {reason}" for reason in contradiction.reasons()),
                 ]
             )
@@ -150,7 +150,7 @@ class Deadlock:
 
 
 def _enough(net: Network) -> tuple[int | None, ...] | None:
-    """Registers with which the network ends: one more, as long as it deadlocks, for a channel of the cycle.
+    """Registers with which the network ends: while it deadlocks, a channel of the cycle gets one more.
 
     None if that takes too much work.
     """
@@ -167,18 +167,16 @@ def _enough(net: Network) -> tuple[int | None, ...] | None:
 
 
 def find_deadlock(net: Network) -> Deadlock | None:
-    """Where the network stops for ever, or None if every actor ends.
+    """The point where the network stops for ever; None if every actor ends.
 
     Linear in the number of messages.
 
     Raises:
-      PipelineError: the network is none: a message that nobody gives, a channel without registers.
+      PipelineError: the network is invalid: a message that no step gives, a channel without registers.
     """
     wrong = check_network(net)
     if wrong:
-        raise PipelineError(
-            all_offenders("This is no network: each message is to be given once and taken once.", wrong)
-        )
+        raise PipelineError(all_offenders("Invalid network: each message must be given once and taken once.", wrong))
     return _stop_of(net)
 
 
@@ -190,7 +188,7 @@ def _stop_of(net: Network) -> Deadlock | None:
 
 
 def run_without_time(net: Network) -> list[Actor[None]]:
-    """All actors, each as far as it can come."""
+    """All actors, each run as far as it can go."""
     actors: list[Actor[None]] = [Actor(net, a, None) for a in range(len(net.actors))]
     source = [c.source for c in net.channels]
     target = [c.target for c in net.channels]
@@ -220,10 +218,10 @@ def run_without_time(net: Network) -> list[Actor[None]]:
     return actors
 
 
-def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[Wait, ...]:
-    """From the lowest stuck actor, follow the first wait until an actor comes again."""
+def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[ActorWait, ...]:
+    """The cycle of first waits that starts at the lowest stuck actor."""
     came: dict[int, int] = {}
-    path: list[Wait] = []
+    path: list[ActorWait] = []
     at = next(a.number for a in actors if a.step is not None)
     while at not in came:
         came[at] = len(path)
@@ -232,10 +230,10 @@ def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[Wait, ...]:
     return tuple(path[came[at] :])
 
 
-def _first_wait(net: Network, actor: Actor[None]) -> Wait:
+def _first_wait(net: Network, actor: Actor[None]) -> ActorWait:
     assert actor.step is not None
     messages, full = actor.missing()
     if messages:
         channel = messages[0][0]
-        return Wait(actor.number, actor.step.label, channel, messages[0], net.channels[channel].source)
-    return Wait(actor.number, actor.step.label, full[0], None, net.channels[full[0]].target)
+        return ActorWait(actor.number, actor.step.label, channel, messages[0], net.channels[channel].source)
+    return ActorWait(actor.number, actor.step.label, full[0], None, net.channels[full[0]].target)

@@ -1,50 +1,68 @@
-"""The actors of a network under the real clock: threads that run Python callables.
+"""The actors of a network in real time: threads that run Python callables.
 
-A thread runs its actors' steps in their order. It prepares a step (host work that needs no inputs), waits for the
-inputs, runs the task, which on an asynchronous device only launches it, and posts the results. With a thread for each
-actor the host work of all overlaps; where launching is all that tasks do, fewer threads spend less on waking each
-other. Actors run ahead of the device as far as registers and window allow.
+A thread runs the steps of its actors in order. It prepares a step (host work that needs no inputs), waits for the
+inputs, runs the task, and posts the results. On an asynchronous device the task only launches the work. With one thread
+for each actor the host work of all actors overlaps. If tasks only launch, fewer threads spend less time on waking each
+other. Actors run ahead of the device as far as registers and the launch limit allow.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from shardc.errors import PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.window import Window
-from shardc.runtime.worker import ALL_RUNS, Task, Transport, Worker
+from shardc.runtime.window import LaunchLimit, LaunchWindow
+from shardc.runtime.worker import ALL_RUNS, Task, ThreadShare, Transport, Worker
 
-__all__ = ["Executor", "Task", "Tasks"]
+__all__ = ["Executor", "LaunchLimit", "ProcessShare", "Task", "Tasks", "Threads"]
 
 Tasks: TypeAlias = Mapping[Hashable, Task] | Callable[[Hashable], Task]
 
 
+@dataclass(frozen=True)
+class ProcessShare:
+    """The actors that this process runs.
+
+    Attributes:
+      mine: numbers of these actors.
+      ports: the port of each actor that runs in another process. Its replies go to `Executor.mailboxes`.
+    """
+
+    mine: Collection[int]
+    ports: Mapping[int, Port] = field(default_factory=dict[int, Port])
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The threads of an executor: how many share its actors (None: one for each actor), and their name."""
+
+    count: int | None = None
+    name: str = "pipeline"
+
+
 class Executor:
-    """Runs a network, again and again. Close it, or use it as a context manager; dropping it closes it too.
+    """Runs a network, any number of times. Close it, or use it as a context manager; dropping it closes it too.
 
     Args:
-      net: one that `find_deadlock` finds nothing in.
+      net: a network without a deadlock.
       tasks: the task of each label of the actors that run here: a mapping, or a function of the label.
-      transports: for a channel a function that moves a value to its consumer, called in the giver's thread as soon as
-        the value is there, so that the move overlaps with what comes next (`jax.device_put`). Not given: values stay.
-      wait, window: at most `window` launched, unfinished steps for each actor; `wait` blocks until the values that it
-        is given are there (`jax.block_until_ready`). Not given: no bound.
-      finished: whether a token is there; saves waiting for those that are.
-      threads: how many the actors of this process are dealt out to; not given: each has its own.
-      mine: the actors that this process runs; all, if not given.
-      ports: for each actor that runs elsewhere how to post to it. What comes back goes to `mailboxes`.
-      name: of the threads.
+      transports: for a channel, a function that moves a value to its consumer (`jax.device_put`). It is called in the
+        giver's thread as soon as the value is there, so that the move overlaps with the next steps. None: values stay.
+      limit: the launched, unfinished steps that each actor may have. None: no limit.
+      threads: number and name of the threads.
+      share: the actors of this process. None: all actors.
 
     Raises:
-      PipelineError: the network deadlocks, a label has no task, or an actor elsewhere no port.
+      PipelineError: the network deadlocks, a label has no task, or an actor of another process has no port.
 
     Example:
       >>> from shardc.runtime.actor import Step
@@ -63,58 +81,53 @@ class Executor:
         tasks: Tasks,
         *,
         transports: Callable[[Channel], Transport] | None = None,
-        wait: Callable[[list[Any]], object] | None = None,
-        finished: Callable[[Any], bool] | None = None,
-        window: int | None = None,
-        threads: int | None = None,
-        mine: Iterable[int] | None = None,
-        ports: Mapping[int, Port] | None = None,
-        name: str = "pipeline",
+        limit: LaunchLimit | None = None,
+        threads: Threads = Threads(),
+        share: ProcessShare | None = None,
     ) -> None:
         deadlock = find_deadlock(net)
         if deadlock is not None:
             raise PipelineError(str(deadlock))
-        here = sorted(range(len(net.actors)) if mine is None else set(mine))
-        _check_places(net, here, ports or {})
-        if (window is None) != (wait is None) or (window is not None and window < 1):
-            raise PipelineError(f"Executor: window={window} and wait={wait}: give both, and a window of 1 or more.")
+        share = share or ProcessShare(range(len(net.actors)))
+        here = sorted(set(share.mine))
+        _check_places(net, here, share.ports)
         found = _resolve(net, here, tasks)
-        shares = _shares(here, len(here) if threads is None else max(1, threads))
-        boxes = [Mailbox() for _ in shares]
-        self.mailboxes: dict[int, Mailbox] = {a: box for share, box in zip(shares, boxes, strict=True) for a in share}
-        """Where messages and credits from elsewhere are to be posted, by actor."""
-        self._ports: dict[int, Port] = {**(ports or {}), **self.mailboxes}
+        shares = [
+            ThreadShare(
+                {a: found[a] for a in actors},
+                {} if limit is None else {a: LaunchWindow(limit) for a in actors},
+                Mailbox(),
+            )
+            for actors in _split(here, threads.count)
+        ]
+        self.mailboxes: dict[int, Mailbox] = {a: s.mailbox for s in shares for a in s.tasks}
+        """By actor, the mailbox that other processes post messages and credits to."""
+        self._ports: dict[int, Port] = {**share.ports, **self.mailboxes}
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
-        windows = {a: Window(window, wait, finished) for a in here if window is not None and wait is not None}
-        self._workers = [
-            Worker(
-                net, {a: found[a] for a in share}, windows, box, self._ports, moves, self._reports,
-            )
-            for share, box in zip(shares, boxes, strict=True)
-        ]  # fmt: skip
+        self._workers = [Worker(net, s, self._ports, moves, self._reports) for s in shares]
         self._net = net
         self._runs = 0
         self._running = threading.Lock()
-        for w, share in zip(self._workers, shares, strict=True):
-            who = f"actor{'s' if len(share) > 1 else ''} {', '.join(map(str, share))}"
-            w.thread = threading.Thread(target=w.loop, name=f"{name}: {who}", daemon=True)
+        for w, s in zip(self._workers, shares, strict=True):
+            who = f"actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}"
+            w.thread = threading.Thread(target=w.loop, name=f"{threads.name}: {who}", daemon=True)
             w.thread.start()
         self._finalizer = weakref.finalize(self, _close, self._workers)
 
     def run(self, *, record: bool = False) -> list[Span]:
-        """Runs all steps of the actors that are here, and returns when the last was launched.
+        """Runs all steps of the actors of this process, and returns when the last one is launched.
 
         Returns:
-          if asked to record, the host's times of all steps by actor: from when the inputs were there to when the
-          results were posted. Seconds of `time.perf_counter`.
+          with `record`, the host times of all steps by actor, in seconds of `time.perf_counter`: from the arrival of
+          the inputs to the posting of the results. Else an empty list.
 
         Raises:
           PipelineTaskError: a task failed; all actors have stopped, and the executor can be run again.
-          PipelineError: the executor is closed, or running already, or an actor elsewhere stopped the run.
+          PipelineError: the executor is closed or already running, or an actor of another process stopped the run.
         """
         if not self._running.acquire(blocking=False):
-            raise PipelineError("Executor.run: it is running already, in another thread or in a task of its own.")
+            raise PipelineError("Executor.run: it is already running, in another thread or in one of its own tasks.")
         try:
             if not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor is closed.")
@@ -124,31 +137,8 @@ class Executor:
             self._running.release()
 
     def _run(self, run: int, record: bool) -> list[Span]:
-        interrupt: BaseException | None = None
-        ordered = False
-        while True:
-            try:
-                if not ordered:  # an order that comes twice is ignored
-                    for w in self._workers:
-                        w.orders.put((run, record))
-                    ordered = True
-                while any(w.done < run for w in self._workers):
-                    self._reports.get()
-                break
-            except BaseException as error:  # KeyboardInterrupt, wherever it hits
-                if interrupt is not None:  # a second one: whoever sits there will not wait for a task that hangs
-                    for w in self._workers:
-                        w.abandoned = w.done < run
-                    raise
-                interrupt = error
-                stop_all(self._ports.values(), run)
-        spans = [span for w in self._workers for span in w.spans]
-        failed = _first_cause(self._net, sorted((f for w in self._workers for f in w.failures), key=lambda f: f[0]))
-        stopped = any(w.stopped for w in self._workers)
-        for w in self._workers:
-            w.spans, w.failures = [], []
-            if failed or stopped:
-                w.mailbox.clear(run)
+        interrupt = self._wait_for_workers(run, record)
+        spans, failed, stopped = self._collect(run)
         try:
             if interrupt is not None:
                 raise interrupt
@@ -160,14 +150,49 @@ class Executor:
                 raise PipelineError("Executor.run: the executor was closed while it ran.")
             if stopped:
                 raise PipelineError(
-                    "Executor.run: an actor of another process stopped the run; the error stands there."
+                    "Executor.run: an actor of another process stopped the run; that process reports the error."
                 )
         finally:
-            del failed, interrupt  # or this frame and the exception would hold each other
+            del failed, interrupt  # this frame and the exception would hold each other
         return spans
 
+    def _wait_for_workers(self, run: int, record: bool) -> BaseException | None:
+        """Orders a run and waits until it has ended in all threads. Returns the exception that interrupted the wait."""
+        interrupt: BaseException | None = None
+        ordered = False
+        try:
+            while True:
+                try:
+                    if not ordered:  # a worker ignores an order that comes twice
+                        for w in self._workers:
+                            w.orders.put((run, record))
+                        ordered = True
+                    while any(w.done < run for w in self._workers):
+                        self._reports.get()
+                    return interrupt
+                except BaseException as error:  # KeyboardInterrupt, at any line
+                    if interrupt is not None:  # the second one: the user does not wait for a task that hangs
+                        for w in self._workers:
+                            w.abandoned = w.done < run
+                        raise
+                    interrupt = error
+                    stop_all(self._ports.values(), run)
+        finally:
+            del interrupt  # this frame and the exception would hold each other
+
+    def _collect(self, run: int) -> tuple[list[Span], list[PipelineTaskError], bool]:
+        """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""
+        spans = [span for w in self._workers for span in w.spans]
+        failed = _first_cause(self._net, sorted((f for w in self._workers for f in w.failures), key=lambda f: f[0]))
+        stopped = any(w.stopped for w in self._workers)
+        for w in self._workers:
+            w.spans, w.failures = [], []
+            if failed or stopped:
+                w.mailbox.clear(run)
+        return spans, failed, stopped
+
     def close(self) -> None:
-        """Ends all threads and waits for them; a run in another thread is stopped. Closing twice is nothing."""
+        """Ends all threads and waits for them. Stops a run in another thread. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> Executor:
@@ -177,9 +202,9 @@ class Executor:
         self.close()
 
 
-def _shares(actors: Sequence[int], threads: int) -> list[list[int]]:
-    """The actors of each thread: neighbours, which exchange most."""
-    count = min(threads, len(actors))
+def _split(actors: Sequence[int], threads: int | None) -> list[list[int]]:
+    """The actors of each thread. A thread gets neighbours, because they exchange most."""
+    count = len(actors) if threads is None else min(max(1, threads), len(actors))
     ends = [i * len(actors) // count for i in range(count + 1)] if count else [0]
     return [list(actors[a:b]) for a, b in pairwise(ends)]
 
@@ -194,9 +219,9 @@ def _close(workers: Sequence[Worker]) -> None:
 
 
 def _first_cause(net: Network, failed: Sequence[tuple[float, PipelineTaskError]]) -> list[PipelineTaskError]:
-    """The failures, before all others one that none of them comes before in the network.
+    """The failures, with one first that no other failure precedes in the network.
 
-    Where tasks are only launched, a step that reads what a failed one made can fail, and be heard of, before that one.
+    When tasks are only launched, a step that reads the result of a failed step can fail, and be reported, before it.
     """
     errors = [error for _, error in failed]
     for _ in failed:
@@ -209,10 +234,10 @@ def _first_cause(net: Network, failed: Sequence[tuple[float, PipelineTaskError]]
 
 
 def _is_before(net: Network, one: PipelineTaskError, other: PipelineTaskError) -> bool:
-    """Whether the step of one failure has to end before that of another begins."""
+    """Whether the step of `one` has to end before the step of `other` begins."""
     place = {e: next(i for i, s in enumerate(net.actors[e.actor]) if s.label == e.label) for e in (one, other)}
     giver = {m: (a, i) for a, steps in enumerate(net.actors) for i, s in enumerate(steps) for m in s.gives}
-    needed = [0] * len(net.actors)  # of each actor's steps, before the other
+    needed = [0] * len(net.actors)  # the number of steps of each actor that `other` needs
     looked = [0] * len(net.actors)
     needed[other.actor] = place[other]
     takes = [giver[m] for m in net.actors[other.actor][place[other]].takes]
@@ -228,17 +253,19 @@ def _is_before(net: Network, one: PipelineTaskError, other: PipelineTaskError) -
 def _check_places(net: Network, here: Sequence[int], ports: Mapping[int, Port]) -> None:
     strange = [a for a in here if not 0 <= a < len(net.actors)]
     if strange:
-        raise PipelineError(f"Executor: mine has {strange}; the network has actors 0 to {len(net.actors) - 1}.")
+        raise PipelineError(f"Executor: share.mine has {strange}; the network has actors 0 to {len(net.actors) - 1}.")
     lost = sorted(
         {
-            f'channel "{c.name}" joins actor {a}, which is here, and actor {b}, which is elsewhere and has no port.'
+            f'channel "{c.name}" joins actor {a}, which runs here, and actor {b}, which runs elsewhere without a port.'
             for c in net.channels
             for a, b in ((c.source, c.target), (c.target, c.source))
             if a in here and b not in here and b not in ports
         }
     )
     if lost:
-        raise PipelineError(all_offenders("Executor: give a port for each actor that runs elsewhere:", lost))
+        raise PipelineError(
+            all_offenders("Executor: ProcessShare.ports needs a port for each actor of another process:", lost)
+        )
 
 
 def _resolve(net: Network, here: Sequence[int], tasks: Tasks) -> dict[int, list[Task]]:

@@ -1,8 +1,8 @@
-"""What reaches an actor from the others: messages and credits, through a queue that only this actor reads.
+"""The mailbox of an actor: messages and credits from other actors, in a queue that only this actor reads.
 
-An actor posts to a `Port` of each other actor and never asks where that one lives. In one process the port is the
-other's `Mailbox`; between processes it is something that writes to a socket, whose reader posts to the mailbox there.
-Everything posted carries the number of the run, so that what is left of a run that failed is told apart.
+An actor posts to a `Port` of each other actor, wherever that one runs. In one process the port is the other's
+`Mailbox`; between processes it is an object that writes to a socket, whose reader posts to the mailbox there. Every
+post carries the number of the run, which tells leftovers of a failed run apart.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any, Protocol, TypeAlias
 from shardc.runtime.actor import Message
 
 Posted: TypeAlias = tuple[int, Message | int | None, Any]
-"""Number of the run; a message with its value, or the channel of a credit, or None: stop."""
+"""Number of the run; a message with its value, the channel of a credit, or None to stop."""
 
 
 class Port(Protocol):
-    """Where to post what one actor waits for. No call may block for long, and any thread may call."""
+    """The address of one actor for messages and credits. No call may block for long; any thread may call."""
 
     def message(self, run: int, message: Message, value: Any) -> None:
-        """A message for this actor."""
+        """Post a message for this actor."""
         ...
 
     def credit(self, run: int, channel: int) -> None:
-        """A register of a channel that this actor gives to is free again."""
+        """Post that a register of a channel that this actor gives to is free again."""
         ...
 
     def stop(self, run: int) -> None:
-        """Some actor failed: this one is to abandon the run, and all before it."""
+        """Post that some actor failed: this one abandons the run, and all runs before it."""
         ...
 
 
-class Reader(Protocol):
-    """Whom a mailbox hands on to what is posted: an actor, or all that run in one thread."""
+class MailboxReader(Protocol):
+    """The receiver of what a mailbox gets: an actor, or all actors of one thread."""
 
     def deliver(self, message: Message, value: Any) -> None: ...
     def credit(self, channel: int, value: Any) -> None: ...
 
 
 class Mailbox:
-    """The port of the actors of one thread of this process, and the end from which that thread reads."""
+    """The port of the actors of one thread of this process, with the end from which that thread reads."""
 
     def __init__(self) -> None:
         self._posted: SimpleQueue[list[Posted]] = SimpleQueue()
-        """Lists of one, which the reader empties: the thread that posts keeps nothing alive, however slow it is."""
+        """Lists of one post, which the reader empties: so a slow posting thread keeps no value alive."""
         self._later: list[Posted] = []
         self.stopped = 0
-        """The last run that is to be abandoned."""
+        """The last run to abandon."""
 
     def message(self, run: int, message: Message, value: Any) -> None:
         posted: list[Posted] = [(run, message, value)]
@@ -63,8 +63,8 @@ class Mailbox:
         self.stopped = max(self.stopped, run)
         self._posted.put([(run, None, None)])
 
-    def open(self, run: int, reader: Reader) -> None:
-        """Begins a run: drops what is left of those before it, hands on what came early."""
+    def open(self, run: int, reader: MailboxReader) -> None:
+        """Begin a run: drop leftovers of earlier runs, pass on posts that came early."""
         early, self._later = self._later, []
         try:
             while True:
@@ -72,17 +72,17 @@ class Mailbox:
         except Empty:
             pass
         for posted in early:
-            self._hand_on(posted, run, reader)
+            self._pass_on(posted, run, reader)
 
     @property
     def empty(self) -> bool:
         return self._posted.empty()
 
-    def feed(self, run: int, reader: Reader) -> None:
-        """Waits for one thing that is posted and hands it on."""
-        self._hand_on(self._posted.get().pop(), run, reader)
+    def feed(self, run: int, reader: MailboxReader) -> None:
+        """Wait for one post and pass it on."""
+        self._pass_on(self._posted.get().pop(), run, reader)
 
-    def _hand_on(self, posted: Posted, run: int, reader: Reader) -> None:
+    def _pass_on(self, posted: Posted, run: int, reader: MailboxReader) -> None:
         of, what, value = posted
         if of > run:
             self._later.append(posted)
@@ -94,7 +94,7 @@ class Mailbox:
             reader.deliver(what, value)
 
     def clear(self, run: int) -> None:
-        """Drops what is left of a run and those before it."""
+        """Drop the leftovers of a run and of those before it."""
         later = self._later
         try:
             while True:
@@ -105,7 +105,7 @@ class Mailbox:
 
 
 def stop_all(ports: Iterable[Port], run: int) -> None:
-    """Tells all actors, here and elsewhere, to abandon a run."""
+    """Tell all actors, of this process and of others, to abandon a run."""
     for port in ports:
-        with suppress(Exception):  # a connection that is gone stops nobody
+        with suppress(Exception):  # a lost connection must not keep the others from stopping
             port.stop(run)

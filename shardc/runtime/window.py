@@ -1,27 +1,48 @@
-"""How many steps an actor may have launched that have not finished."""
+"""The limit on the steps that an actor has launched and that have not finished."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from shardc.errors import PipelineError
 
-class Window:
-    """At most `size` launched, unfinished steps: before one more, the oldest is waited for.
 
-    Of the values that a step gives only weak references are held, so that a register is free when its consumer has
-    run. A step whose values are all gone counts as finished; one that gave tokens, which are held, never does.
+@dataclass(frozen=True)
+class LaunchLimit:
+    """A limit on the launched, unfinished steps of one actor.
+
+    Attributes:
+      steps: the limit, at least 1.
+      wait: blocks until the given values are ready (`jax.block_until_ready`).
+      finished: whether a token is ready; saves the wait for a token that is. None: not known.
     """
 
-    def __init__(
-        self, size: int, wait: Callable[[list[Any]], object], finished: Callable[[Any], bool] | None = None
-    ) -> None:
-        self._size = size
-        self._wait = wait
-        self._finished = finished
+    steps: int
+    wait: Callable[[list[Any]], object]
+    finished: Callable[[Any], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise PipelineError(
+                f"LaunchLimit: steps={self.steps}; an actor needs at least 1, as in LaunchLimit(1, wait)."
+            )
+
+
+class LaunchWindow:
+    """The launched, unfinished steps of one actor. When the limit is reached, the oldest is waited for.
+
+    It holds only weak references to the values that a step gives, so that a register is free as soon as its consumer
+    has run. A step counts as finished when all its values are gone. Tokens are held: a step that gave tokens counts as
+    finished only after a wait.
+    """
+
+    def __init__(self, limit: LaunchLimit) -> None:
+        self._limit = limit
         self._launched: deque[tuple[tuple[Hashable, str], list[weakref.ref[Any]], list[Any]]] = deque()
         self._times: deque[float] = deque()
 
@@ -32,7 +53,7 @@ class Window:
 
     @property
     def since(self) -> float:
-        """When that one was launched."""
+        """The time at which `oldest` was launched; 0 if there is none."""
         return self._times[0] if self._times else 0.0
 
     def __len__(self) -> int:
@@ -40,20 +61,20 @@ class Window:
 
     @property
     def full(self) -> bool:
-        return len(self._launched) >= self._size
+        return len(self._launched) >= self._limit.steps
 
     @property
     def may_go_on(self) -> bool:
-        """Whether `make_room` would not have to wait, as far as that is known."""
-        tokens = self._launched[0][2]
-        return self._finished is not None and bool(tokens) and all(map(self._finished, tokens))
+        """Whether `make_room` is known to return without a wait."""
+        tokens, finished = self._launched[0][2], self._limit.finished
+        return finished is not None and bool(tokens) and all(map(finished, tokens))
 
     def make_room(self) -> None:
-        """Waits for the oldest step. Raises what `wait` raises: then that step has failed."""
+        """Waits for the oldest step and drops it. An error that `wait` raises passes on: that step has failed."""
         _, values, tokens = self._launched[0]
         alive = tokens or [v for v in (ref() for ref in values) if v is not None]
         if alive:
-            self._wait(alive)
+            self._limit.wait(alive)
         self._drop()
 
     def _drop(self) -> None:
@@ -61,13 +82,13 @@ class Window:
         self._times.popleft()
 
     def drain(self) -> tuple[tuple[Hashable, str], BaseException] | None:
-        """Waits for all steps, however they end. Gives the first that failed, and its error."""
+        """Waits for all steps, also after an error. Returns the first step that failed, with its error."""
         first: tuple[tuple[Hashable, str], BaseException] | None = None
         while self._launched:
             who = self.oldest
             try:
                 self.make_room()
-            except BaseException as error:  # noqa: BLE001 - those after it are waited for all the same
+            except BaseException as error:  # noqa: BLE001 - the later steps are waited for all the same
                 self._drop()
                 first = first or (who, error)
         return first
@@ -84,5 +105,5 @@ def _weak(values: Iterable[Any]) -> Iterator[weakref.ref[Any]]:
         else:
             try:
                 yield weakref.ref(value)
-            except TypeError:  # numbers, None and other values that nothing needs to be waited for
+            except TypeError:  # numbers, None and other values that are ready at once
                 continue

@@ -1,4 +1,4 @@
-"""A thread of actors: what it does for each step, and what it tells about a run."""
+"""A thread that runs the steps of one actor or several, and reports how a run ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.window import Window
+from shardc.runtime.window import LaunchWindow
 
 ALL_RUNS: Final = 2**63 - 1
 
@@ -21,15 +21,15 @@ Transport: TypeAlias = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What a step does.
+    """The work of a step.
 
     Attributes:
-      run: takes the values of the messages that the step takes, gives those of the messages that it gives, both in
-        the step's order. More values may follow: tokens, which nobody takes. They are held until the window has
-        waited for them; a task whose results may be donated by others before they are finished gives one.
-      prepare: host work that needs no inputs; called with the label before the inputs are waited for.
-      source: where the task comes from, for errors: `model.py:41`.
-      settled: it begins when all steps that its actor launched before have finished, not only been launched.
+      run: maps the values of the messages that the step takes to those of the messages that it gives, both in the
+        step's order. Tokens may follow, which no step takes: they are held until the window has waited for them. A task
+        gives a token if its results may be donated before they are ready.
+      prepare: host work that needs no inputs; called with the label before the wait for inputs.
+      source: origin of the task, for errors: `model.py:41`.
+      settled: whether all steps that its actor launched before must have finished, not only been launched.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -39,9 +39,9 @@ class Task:
 
 
 class _Part:
-    """An actor in its thread: what it runs, and how far it is."""
+    """The state of one actor in its thread."""
 
-    def __init__(self, net: Network, number: int, window: Window | None) -> None:
+    def __init__(self, net: Network, number: int, window: LaunchWindow | None) -> None:
         self.net, self.number, self.window = net, number, window
         self.ways: list[_Way] = []
         self.rewind()
@@ -50,7 +50,7 @@ class _Part:
         self.actor: Actor[Any] = Actor(self.net, self.number, None)
         self.prepared = False
         self.changed = True
-        """Whether anything has happened since it could not go on."""
+        """Whether a message or credit has come since the actor was last found stuck."""
 
     def deliver(self, message: Message, value: Any) -> None:
         self.actor.deliver(message, value)
@@ -61,20 +61,20 @@ class _Part:
         self.changed = True
 
     def must_wait(self, task: Task) -> bool:
-        """Whether steps that it launched have to finish before the next one, which is this."""
+        """Whether launched steps have to finish before `task`, the actor's next."""
         w = self.window
         return w is not None and (w.full or (task.settled and len(w) > 0))
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A step, and the ways of what it gives: to actors of the same thread, or through ports.
+    """A step and the destinations of its messages and registers: actors of the same thread, or ports.
 
     Attributes:
       who: label and source.
-      moves: what moves the values of its messages, by their place.
-      sends: for each message that it gives who takes it.
-      returns: for each that it takes, of a bounded channel, whom the register goes back to.
+      moves: (position, transport) of the given values that have a transport.
+      sends: (taker, message) for each given message.
+      returns: (giver, channel) for each taken message of a bounded channel: its register goes back to the giver.
     """
 
     task: Task
@@ -84,41 +84,54 @@ class _Way:
     returns: Sequence[tuple[_Part | Port, int]]
 
 
-class Worker:
-    """The thread of one actor or several, and what it needs: nothing of the executor, so that dropping that ends it.
+@dataclass(frozen=True)
+class ThreadShare:
+    """The actors of one thread.
 
-    A thread with several actors runs a step of each in turn. It waits for what was launched, or for mail, only where
-    none of them could go on.
+    Attributes:
+      tasks: the task of each step, by actor.
+      windows: the window of each actor; empty if there is no limit.
+      mailbox: the queue that the thread reads.
+    """
+
+    tasks: Mapping[int, Sequence[Task]]
+    windows: Mapping[int, LaunchWindow]
+    mailbox: Mailbox
+
+
+class Worker:
+    """The thread of one actor or several. It holds no reference to the executor, so that dropping the executor ends it.
+
+    A thread with several actors runs one step of each in turn. It waits, for a launched step or for mail, only when
+    none of its actors can go on.
     """
 
     def __init__(
         self,
         net: Network,
-        tasks: Mapping[int, Sequence[Task]],
-        windows: Mapping[int, Window],
-        mailbox: Mailbox,
+        share: ThreadShare,
         ports: Mapping[int, Port],
         moves: Sequence[Transport | None],
         reports: SimpleQueue[None],
     ) -> None:
-        self.mailbox = mailbox
+        self.mailbox = share.mailbox
         self.orders: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
         self.thread = threading.Thread()
         self.done = 0
-        """The last run that ended; then `spans`, `failures` (with their times) and `stopped` say how."""
+        """The last run that ended; `spans`, `failures` (with their times) and `stopped` are its outcome."""
         self.spans: list[Span] = []
         self.failures: list[tuple[float, PipelineTaskError]] = []
         self.stopped = False
         self.abandoned = False
-        """Nobody waits for what it does now."""
+        """Whether the executor has given up waiting for the current run."""
         self._net = net
         self._moves = moves
-        self._parts = [_Part(net, a, windows.get(a)) for a in tasks]
+        self._parts = [_Part(net, a, share.windows.get(a)) for a in share.tasks]
         self._ports = ports
         self._reports = reports
         self._here = {p.number: p for p in self._parts}
         for part in self._parts:
-            part.ways += map(self._way, net.actors[part.number], tasks[part.number])
+            part.ways += map(self._way, net.actors[part.number], share.tasks[part.number])
 
     def _way(self, step: Step, task: Task) -> _Way:
         channels = self._net.channels
@@ -133,22 +146,22 @@ class Worker:
         return self._here.get(actor) or self._ports[actor]
 
     def deliver(self, message: Message, value: Any) -> None:
-        """Hands on a message that came by mail."""
+        """Passes a message from the mailbox to its actor."""
         self._here[self._net.channels[message[0]].target].deliver(message, value)
 
     def credit(self, channel: int, value: Any) -> None:
-        """Hands on a register that came back by mail."""
+        """Passes a credit from the mailbox to its actor."""
         self._here[self._net.channels[channel].source].credit(channel, value)
 
     def loop(self) -> None:
-        """The thread: runs what is ordered, until None is."""
+        """The body of the thread: executes the ordered runs until the order is None."""
         while (order := self.orders.get()) is not None:
             run, record = order
             if run > self.done:
                 self._run(run, record)
                 self._report(run)
         self.stopped = True
-        self._report(ALL_RUNS)  # whoever waits for a run that was ordered too late
+        self._report(ALL_RUNS)  # for a caller that waits for a run ordered too late
 
     def _report(self, run: int) -> None:
         self.done = run
@@ -175,10 +188,10 @@ class Worker:
         for part in self._parts:
             if self.stopped or self.failures:
                 self._drain(part)
-            part.rewind()  # of a run that failed it may hold messages
+            part.rewind()  # a failed run may have left messages
 
     def _wait(self, parts: Sequence[_Part], run: int, record: bool) -> None:
-        """Waits for what keeps one of these actors, none of which can go on: what it launched, or else mail."""
+        """Waits until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
         full = [p for p in parts if p.actor.ready()]
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
@@ -186,7 +199,7 @@ class Worker:
             self.mailbox.feed(run, self)
 
     def _advance(self, part: _Part, run: int, record: bool, wait: bool) -> bool:
-        """Runs an actor's next step, if it can begin; `wait`: once those before it have ended. Gives whether it ran."""
+        """Runs an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
         actor = part.actor
         way = part.ways[actor.position]
         task = way.task
@@ -210,7 +223,7 @@ class Worker:
             label, source = way.who
             begin = perf_counter()
             end = self._launch(part, way, run)
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread has to live on
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
             self.failures.append((perf_counter(), _task_error(error, part.number, label, source)))
             stop_all(self._ports.values(), run)
             return False
@@ -220,17 +233,17 @@ class Worker:
         return True
 
     def _drain(self, part: _Part) -> None:
-        """Nothing runs on behind a run that failed; and what was launched may have failed before."""
+        """Waits for the launched steps of a failed run. One of them may be the first cause."""
         earlier = None if part.window is None else part.window.drain()
         if earlier is not None:
             (label, source), error = earlier
             self.failures.append((float("inf"), _task_error(error, part.number, label, source)))
 
     def _launch(self, part: _Part, way: _Way, run: int) -> float:
-        """Runs a step. Gives the time before its registers go back: what takes them next starts later."""
+        """Runs a step. Returns its end, read before the registers go back: their next users start later."""
         values, _ = part.actor.fire()
         given = way.task.run(values)
-        del values  # the registers that were taken
+        del values  # frees the taken registers
         count = len(way.sends)
         if len(given) < count:
             raise ValueError(f"the task returned {len(given)} values; the step gives {count}.")
@@ -240,7 +253,7 @@ class Worker:
         if part.window is not None:
             part.window.add(way.who, given, tokens)
         given.reverse()
-        for reader, message in way.sends:  # nothing of it is kept: its taker may be through before this thread goes on
+        for reader, message in way.sends:  # keep no reference: the taker may finish before this thread continues
             if isinstance(reader, _Part):
                 reader.deliver(message, given.pop())
             else:
@@ -259,7 +272,7 @@ def _since(part: _Part) -> float:
 
 
 def _task_error(error: BaseException, actor: int, label: Hashable, source: str) -> PipelineTaskError:
-    """Without our own frames, which would hold values as long as somebody holds the error."""
+    """The error of a failed task, without the runtime's frames: they would keep values alive with the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
         trace = trace.tb_next

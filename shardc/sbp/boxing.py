@@ -1,9 +1,9 @@
-"""Boxing: turning a value from one placement into another on the same mesh, by the cheapest path of steps.
+"""Boxing: the cheapest path of steps from one placement of a value to another on the same mesh.
 
 A step changes some axes of a placement. `neighbours` lists the steps that leave a placement; a boxing is a shortest
-path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`: the
-least time, of these the least on the links, of these the fewest steps. All three are integers, so ties are real.
-Nothing here runs anything: `shardc.passes.lower.lower_boxing` emits the steps.
+path over placements, orders of axes included, found by Dijkstra's algorithm with the costs of `shardc.sbp.cost`: least
+time, then least time on the links, then fewest steps. All three are integers, so that ties are exact. Nothing runs
+here: `shardc.passes.lower.lower_boxing` emits the steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
-    LOCAL_STEPS,
     LONGEST,
     STEP_KINDS,
-    Group,
+    BoxingStep,
+    DeviceGroup,
     StepKind,
     StepPrice,
     group_of,
@@ -40,31 +40,17 @@ from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, b
 
 Shape: TypeAlias = tuple[int, ...]
 AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill"), 10 * FEMTO), "slice": FEMTO // 1000}
-"""Femtoseconds that a step costs besides where a mesh avoids its kind: more than any step of a step that is trained
-takes. A slice sends nothing, and goes before what does."""
+"""Femtoseconds added to a step whose kind the mesh avoids: more than any boxing of a training step takes. A slice sends
+nothing, so its addition is small and it comes before steps that send."""
 EVEN: Final = -1
-"""Stands for a size that all devices together divide."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a boxing: `kind` over the group of `axes`, from `src` to `dst`."""
-
-    kind: StepKind
-    axes: tuple[str, ...]
-    src: Placement
-    dst: Placement
-
-    @property
-    def is_collective(self) -> bool:
-        return self.kind not in LOCAL_STEPS
+"""Stands for a size that is a multiple of the number of devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxing:
-    """The cheapest path: its steps, and what each of them costs."""
+    """The cheapest path: its steps, and the price of each."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BoxingStep, ...]
     prices: tuple[StepPrice, ...]
 
     @property
@@ -87,15 +73,21 @@ def _subsets(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(axes, k)
 
 
-def neighbours(
-    p: Placement, rank: int, sizes: AxisSizes, ops: Sequence[ReduceOp]
-) -> Iterator[tuple[StepKind, tuple[str, ...], Placement]]:
-    """All steps that leave `p`, but for permutes: kind, axes, and where they lead.
+_Leaving: TypeAlias = Iterator[tuple[StepKind, tuple[str, ...], Placement]]
 
-    What becomes partial takes the op of `p`, else any of `ops`.
+
+def neighbours(p: Placement, rank: int, sizes: AxisSizes, ops: Sequence[ReduceOp]) -> _Leaving:
+    """All steps that leave `p`, except permutes: kind, axes and the placement that the step leads to.
+
+    A value that becomes partial takes the op of `p`, else any of `ops`.
     """
-    splits = _splits(rank)
     partials = [P(op) for op in ((p.partial_op,) if p.partial_op else ops)]
+    yield from _from_splits(p, _splits(rank), partials)
+    yield from _from_broadcast(p, _splits(rank), partials, sizes)
+    yield from _from_partials(p, _splits(rank))
+
+
+def _from_splits(p: Placement, splits: Sequence[S], partials: Sequence[P]) -> _Leaving:
     for dim, cut_by in p.splits.items():
         for axes in (cut_by[i:] for i in range(len(cut_by))):
             yield "all_gather", axes, p.moved(axes, B)
@@ -104,11 +96,17 @@ def neighbours(
                     yield "all_to_all", axes, p.moved(axes, split)
             for partial in partials:
                 yield "fill", axes, p.moved(axes, partial)
+
+
+def _from_broadcast(p: Placement, splits: Sequence[S], partials: Sequence[P], sizes: AxisSizes) -> _Leaving:
     for axes in ((a,) for a in sizes if a not in p):
         for split in splits:
             yield "slice", axes, p.moved(axes, split)
         for partial in partials:
             yield "keep", axes, p.moved(axes, partial)
+
+
+def _from_partials(p: Placement, splits: Sequence[S]) -> _Leaving:
     scatter: StepKind = "reduce_scatter" if p.partial_op == "sum" else "all_to_all"
     for axes in _subsets(p.partial_axes):
         yield "all_reduce", axes, p.moved(axes, B)
@@ -123,14 +121,14 @@ def _splits(rank: int) -> tuple[S, ...]:
 
 
 def piece_of(size: int, axes: Sequence[str], sizes: AxisSizes, coords: AxisSizes) -> tuple[int, int]:
-    """`local_extent`, the same for all pieces that are empty: wherever they are, they hold the same."""
+    """`local_extent`, with one common value for all empty pieces, which hold the same wherever they are."""
     offset, valid = local_extent(size, axes, sizes, coords)
     return (offset, valid) if valid else (size, 0)
 
 
 @lru_cache(maxsize=65536)
 def _pieces(size: int, counts: tuple[int, ...]) -> object:
-    """The pieces of a dimension that axes of `counts` devices cut, in any order; all of one size are known by that."""
+    """A key of the pieces into which axes of `counts` devices cut a dimension, in any order; of equal ones the size."""
     if size % math.prod(counts) == 0:
         return size // math.prod(counts)
     offset, valid = np.zeros(1, np.int64), np.full(1, size)
@@ -138,13 +136,13 @@ def _pieces(size: int, counts: tuple[int, ...]) -> object:
         start = block * np.arange(n)
         offset = (offset[:, None] + start).ravel()
         valid = (valid[:, None] - start).clip(0, block).ravel()
-    offset = np.where(valid, offset, size)  # as `piece_of` has it
+    offset = np.where(valid, offset, size)  # as in `piece_of`
     return np.stack([offset, valid])[:, np.lexsort([valid, offset])].tobytes()
 
 
 @lru_cache(maxsize=256)
 def all_placements(rank: int, axes: tuple[str, ...], op: ReduceOp = "sum") -> tuple[Placement, ...]:
-    """Every placement of a value of `rank` dimensions over `axes`, orders of axes included; partial ones with `op`."""
+    """All placements of a value of `rank` dimensions over `axes`, orders of axes included; partial ones with `op`."""
     choices: tuple[SBP, ...] = (B, *_splits(rank), P(op))
     found: dict[Placement, None] = {}
     for sbps in itertools.product(choices, repeat=len(axes)):
@@ -161,18 +159,18 @@ def _active(mesh: MeshView) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The placements of a rank, and all steps but permutes between them: they are the same for every shape.
+    """The placements of a rank, and the steps between them except permutes. They are the same for every shape.
 
     Attributes:
-      placements: all of them.
+      placements: all placements.
       index: position of each placement.
-      src, dst: of each step the positions of its ends, in the order of `src`.
-      name: of each step, the number of its kind and axes in `names`.
-      group: the same in `groups`, where axes stand in the order of the mesh.
-      reduced: of each step, whether it reduces.
+      src, dst: positions of the ends of each step; steps are in the order of `src`.
+      name: for each step, the number of its kind and axes in `names`.
+      group: for each step, the number of its kind and axes in `groups`, where axes have the order of the mesh.
+      reduced: for each step, whether it reduces.
       cuts: (placements, rank) number in `orders` of the sizes of the axes that cut each dimension, outermost first.
-      partial: of each placement, a number for its partial axes and their op.
-      idle: of each placement, whether it is partial by max or min.
+      partial: for each placement, a number for its partial axes and their op.
+      idle: for each placement, whether it is partial by max or min.
       split: (placements, axes) whether an axis splits.
     """
 
@@ -227,12 +225,12 @@ def _steps(rank: int, axes: tuple[tuple[str, int], ...], ops: tuple[ReduceOp, ..
 
 @dataclass(frozen=True, eq=False)
 class _Costs:
-    """What steps over groups of devices cost, for each kind and group.
+    """The costs of steps over groups of devices, for each kind and group.
 
     Attributes:
-      together: whether it is done as such.
-      kind: its number in STEP_KINDS.
-      n, wire, latency: of its collective, as `Group` has them; of a local step 0.
+      together: whether the collective runs as one of its kind (`MeshView.goes_together`).
+      kind: number of the kind in STEP_KINDS.
+      n, wire, latency: of the collective, as in `DeviceGroup`; 0 for a local step.
     """
 
     together: NDArray[np.bool_]
@@ -241,9 +239,9 @@ class _Costs:
     wire: NDArray[np.int64]
     latency: NDArray[np.int64]
 
-    def of(self, groups: NDArray[np.int64], kind: StepKind) -> Group:
-        """Those of one kind, in arrays."""
-        return Group(self.n[groups], {kind: self.wire[groups]}, {kind: self.latency[groups]})
+    def of(self, groups: NDArray[np.int64], kind: StepKind) -> DeviceGroup:
+        """The costs of these groups for steps of one kind, in arrays."""
+        return DeviceGroup(self.n[groups], {kind: self.wire[groups]}, {kind: self.latency[groups]})
 
 
 @lru_cache(maxsize=256)
@@ -259,25 +257,25 @@ def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshVi
 
 
 class _OfKind(NamedTuple):
-    """The steps of one kind: their numbers, their groups of devices, and for each whether it reduces, and whether its
+    """The steps of one kind: their numbers, their groups of devices, and for each whether it reduces and whether its
     end is partial by max or min."""
 
     kind: StepKind
     at: NDArray[np.intp]
-    groups: Group
+    groups: DeviceGroup
     reduced: NDArray[np.bool_]
     idle: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class _Links:
-    """The steps between the placements of some shapes: all those of which the same dimensions are cut evenly.
+class _Edges:
+    """The steps between the placements of all shapes whose dimensions are cut evenly alike.
 
     Attributes:
-      steps: those of their rank.
-      names, name: kinds and axes, and of each step the number of its own.
-      src, dst: of each step the positions of its ends, in the order of `src`; permutes come after other steps.
-      first: of each placement the number of the first step that leaves it, and of the last the one after its last.
+      steps: the steps of the rank, without permutes.
+      names, name: kinds and axes, and for each step their number.
+      src, dst: positions of the ends of each step; steps are in the order of `src`, permutes after the others.
+      first: for each placement the number of the first step that leaves it; at the end the number of steps.
       kinds: the steps of each kind.
     """
 
@@ -291,8 +289,8 @@ class _Links:
 
 
 @lru_cache(maxsize=1024)
-def _links(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Links:
-    """Of shapes whose dimensions are EVEN, all pieces alike however they are cut, or of these sizes."""
+def _edges(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Edges:
+    """The edges for shapes whose dimensions are EVEN (all pieces alike, however cut) or have these sizes."""
     axes = _active(mesh)
     steps = _steps(len(uneven), tuple(axes.items()), ops)
     away, to = _alike(tuple(math.prod(axes.values()) if size == EVEN else size for size in uneven), steps)
@@ -314,28 +312,28 @@ def _links(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Links:
         if at.size:
             kinds.append(_OfKind(kind, at, costs.of(group[at], kind), reduced[at], steps.idle[dst[at]]))
     first = np.searchsorted(src, np.arange(len(steps.placements) + 1))
-    return _Links(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
+    return _Edges(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
 
 
 class _Graph:
-    """The placements of a shape, and the steps between them with what they cost.
+    """The placements of a shape, and the steps between them with their costs.
 
     Attributes:
-      links: the steps.
+      edges: the steps.
       held: (placements,) bytes that a device holds, padding included.
-      wire, rest: of each step, as in `StepPrice`.
+      wire, rest: for each step, as in `StepPrice`.
     """
 
     def __init__(self, shape: Shape, itemsize: int, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> None:
         devices = math.prod(_active(mesh).values())
-        self.links = links = _links(tuple(EVEN if n and n % devices == 0 else n for n in shape), mesh, ops)
-        counts = np.asarray(list(map(math.prod, links.steps.orders)), np.int64)
-        local = -(-np.asarray(shape, np.int64) // counts[links.steps.cuts])
+        self.edges = edges = _edges(tuple(EVEN if n and n % devices == 0 else n for n in shape), mesh, ops)
+        counts = np.asarray(list(map(math.prod, edges.steps.orders)), np.int64)
+        local = -(-np.asarray(shape, np.int64) // counts[edges.steps.cuts])
         self.held: NDArray[np.int64] = local.prod(-1) * itemsize
-        self.wire, self.rest = np.empty((2, len(links.src)), np.int64)
+        self.wire, self.rest = np.empty((2, len(edges.src)), np.int64)
         memory = memory_cost(mesh.topology)
-        for kind, at, groups, reduced, idle in links.kinds:
-            i, j = links.src[at], links.dst[at]
+        for kind, at, groups, reduced, idle in edges.kinds:
+            i, j = edges.src[at], edges.dst[at]
             before, after = self.held[i], self.held[j]
             smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize if kind == "all_to_all" else after
             piece = sent_pieces(kind, before, after, smaller, reduced)
@@ -343,19 +341,19 @@ class _Graph:
             self.rest[at] = rest_cost(kind, after, idle, groups, memory) + AVOIDED.get(kind, 0) * (kind in mesh.avoids)
 
     def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
-        """The steps that leave a placement: number, position of its end, wire, rest."""
-        begin, end = self.links.first[i : i + 2].tolist()
-        dst, wire, rest = (column[begin:end].tolist() for column in (self.links.dst, self.wire, self.rest))
+        """The steps that leave a placement: number, position of the end, wire, rest."""
+        begin, end = self.edges.first[i : i + 2].tolist()
+        dst, wire, rest = (column[begin:end].tolist() for column in (self.edges.dst, self.wire, self.rest))
         return zip(range(begin, end), dst, wire, rest, strict=True)
 
-    def step(self, number: int) -> Step:
-        kind, axes = self.links.names[self.links.name[number]]
-        src, dst = (self.links.steps.placements[ends[number]] for ends in (self.links.src, self.links.dst))
-        return Step(kind, axes, src, dst)
+    def step(self, number: int) -> BoxingStep:
+        kind, axes = self.edges.names[self.edges.name[number]]
+        src, dst = (self.edges.steps.placements[ends[number]] for ends in (self.edges.src, self.edges.dst))
+        return BoxingStep(kind, axes, src, dst)
 
 
 def _alike(shape: Shape, steps: _Steps) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The pairs of placements whose pieces are the same, whoever holds them: they are one permute apart."""
+    """The pairs of placements with the same pieces on other devices: they are one permute apart."""
     alike = steps.partial
     for dim, size in enumerate(shape):
         known: dict[object, int] = {}
@@ -373,8 +371,8 @@ _graph = lru_cache(maxsize=1024)(_Graph)
 def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView) -> Boxing:
     """The cheapest boxing of a value of `shape` (logical) from `src` to `dst`.
 
-    Least time, of these the least on the links, of these the fewest steps. Axes of size 1 cost nothing and need none.
-    A path may be a sum on its way, whatever P means for the value: zeros in place of what others hold.
+    Least time, then least time on the links, then fewest steps. Axes of size 1 need no step. A path may pass a partial
+    sum whatever the partial op of the ends: each device then holds zeros in place of the pieces of others.
     """
     idle = [a for a, n in mesh.axes if n == 1]
     if idle:
@@ -390,7 +388,7 @@ def _shortest(
     shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView, ops: tuple[ReduceOp, ...]
 ) -> Boxing:
     graph = _graph(shape, itemsize, mesh, ops)
-    start, goal = graph.links.steps.index[src], graph.links.steps.index[dst]
+    start, goal = graph.edges.steps.index[src], graph.edges.steps.index[dst]
     best: dict[int, tuple[int, int, int]] = {start: (0, 0, 0)}  # time, time on the links, steps
     came: dict[int, int] = {}
     queue: list[tuple[tuple[int, int, int], int, int]] = [((0, 0, 0), 0, start)]
@@ -407,24 +405,24 @@ def _shortest(
                 best[j] = further
                 came[j] = e
                 heapq.heappush(queue, (further, next(order), j))
-    path: list[Step] = []
+    path: list[BoxingStep] = []
     while goal != start:
         path.append(graph.step(came[goal]))
-        goal = int(graph.links.src[came[goal]])
+        goal = int(graph.edges.src[came[goal]])
     path.reverse()
-    prices = (step_price(s.kind, shape, itemsize, s.src, s.dst, mesh, s.axes) for s in path)
+    prices = (step_price(s, shape, itemsize, mesh) for s in path)
     return Boxing(tuple(path), tuple(prices))
 
 
 @dataclass(frozen=True)
 class BoxingTable:
-    """Seconds of the boxing between every two placements of a shape.
+    """Seconds of the boxings between all placements of a shape.
 
     Attributes:
       index: position of each placement.
       placements: the placement at each position.
       seconds: matrix, from row to column.
-      local_bytes: what a device holds of the value at each placement.
+      local_bytes: bytes of the value that a device holds at each placement.
     """
 
     index: dict[Placement, int]
@@ -437,17 +435,17 @@ _FAR: Final = 2 * LONGEST
 
 
 def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
-    """The least time from each placement to each other one."""
-    n, price, links = len(graph.held), graph.wire + graph.rest, graph.links
+    """The least time between every two placements."""
+    n, price, edges = len(graph.held), graph.wire + graph.rest, graph.edges
     cost = np.full((n, n), _FAR, np.int64)
-    np.minimum.at(cost, (links.src, links.dst), price)
+    np.minimum.at(cost, (edges.src, edges.dst), price)
     np.fill_diagonal(cost, 0)
-    _go_on(cost, links.dst, price, links.first)
+    _relax(cost, edges.dst, price, edges.first)
     return cost
 
 
-def _go_on(cost: NDArray[np.int64], to: NDArray[np.intp], price: NDArray[np.int64], first: NDArray[np.intp]) -> None:
-    """From each placement by its own steps until nothing changes (Bellman 1958, Ford 1956). A path has few steps."""
+def _relax(cost: NDArray[np.int64], to: NDArray[np.intp], price: NDArray[np.int64], first: NDArray[np.intp]) -> None:
+    """Relax each placement by its own steps until nothing changes (Bellman 1958, Ford 1956). Paths have few steps."""
     ends = [to[a:b] for a, b in itertools.pairwise(first.tolist())]
     prices = [price[a:b, None] for a, b in itertools.pairwise(first.tolist())]
     changed = np.ones(len(cost), np.bool_)
@@ -467,10 +465,10 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
     """All-pairs `find_boxing`, as a matrix."""
     graph = _graph(shape, itemsize, mesh, (op,) if op == "sum" else (op, "sum"))
     held, cost = graph.held, _all_pairs(graph)
-    own = {p: i for p, i in graph.links.steps.index.items() if p.partial_op in (None, op)}
-    m = len(own)  # sums that are something only on the way come last
+    own = {p: i for p, i in graph.edges.steps.index.items() if p.partial_op in (None, op)}
+    m = len(own)  # partial sums that occur only on a path come last
     seconds = cost[:m, :m] / FEMTO
-    if op != "sum":  # no maximum is on the way between what is not partial
+    if op != "sum":  # between placements that are not partial, no path passes a maximum
         plain = boxing_table(shape, itemsize, mesh)
         whole = [p for p in own if not p.partial_axes]
         at, there = [own[p] for p in whole], [plain.index[p] for p in whole]

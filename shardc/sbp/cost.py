@@ -1,11 +1,11 @@
-"""The one cost model: what a boxing step moves and how long that takes, and how long an operation computes.
+"""The cost model: bytes and time of a boxing step, and time of an operation.
 
 Bytes are those that each device sends. Times follow the alpha-beta model (Thakur et al. 2005, "Optimization of
 Collective Communication Operations in MPICH"): a latency for each message that has to wait for another, and bytes over
-bandwidth. They are integers, in femtoseconds, so that ties are real and sums do not depend on their order.
+bandwidth. They are integers, in femtoseconds, so that ties are exact and sums do not depend on their order.
 
-A collective over a group of axes passes the tiers of the machine one after the other (NVLink, then the network): a
-gather the slowest first, while the pieces are small; a reduction is a scatter and a gather. Within a tier
+A collective over a group of axes passes the tiers of the machine one after the other (NVLink, then the network). A
+gather starts with the slowest, while the pieces are small; a reduction is a scatter and a gather. Within a tier
 
   a ring of n         pieces go both ways: gather (n-1)·p / 2w in n/2 hops, exchange (n²/4)·p / 2w
   a line of n         gather (n-1)·p / w in n-1 hops, exchange (n²/4)·p / w
@@ -14,7 +14,7 @@ gather the slowest first, while the pieces are small; a reduction is a scatter a
   a switch of n       gather (n-1)·p / w, exchange (n-1)·p / w, one ring of messages for each axis
 
 for pieces of p bytes and w bytes/s, one way along a link or through a device's port. An exchange over several tiers
-sends each piece straight to its goal. See docs/design/cost-model.md.
+sends each piece directly to its destination. See docs/design/cost-model.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from shardc.machine.mesh import MeshView
-from shardc.machine.topology import Span, Topology, merged
+from shardc.machine.topology import AxisSpan, Topology, merged
 from shardc.sbp.placement import Placement, local_shape
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
@@ -47,14 +47,14 @@ STEP_KINDS: Final[tuple[StepKind, ...]] = (*COLLECTIVES, "slice", "keep", "fill"
 FEMTO: Final = 10**15
 """Femtoseconds in a second."""
 LONGEST: Final = 2**59
-"""Femtoseconds that no step is longer than: ten minutes. What would be is as bad as can be; a sum of two still fits."""
+"""Femtoseconds that a longer step counts as, ten minutes: a sum of two still fits in an int64."""
 LIGHT: Final = 1e-4
-"""Share of all that a light operation, or a boxing's local step, reads and writes that counts where placements are
-chosen. XLA fuses them into their neighbours; what a fused one moves is priced besides (`Node.traffic`). This decides
-between placements that move the same, for the one that holds less."""
+"""The share of the memory traffic of a light operation, or of a boxing's local step, that counts when placements are
+chosen. XLA fuses them into their neighbours; the traffic of fused operations has its own price (`Node.traffic`). This
+share breaks ties in favour of the placement that holds less."""
 HIDING: Final = 0.01
-"""Part of the time of permutes behind arithmetic, or of arithmetic behind permutes, that counts all the same. Not
-measured: a ring of what every device holds anyway would else be as good as none."""
+"""The part of overlapped time, of permutes or of arithmetic, that still counts. Not measured: without it a ring over a
+value that every device holds anyway would tie with no ring."""
 _FUSED: Final = round(1 / LIGHT)
 
 
@@ -62,14 +62,14 @@ _FUSED: Final = round(1 / LIGHT)
 
 
 @dataclass(frozen=True)
-class Group:
-    """What collectives over a group of devices cost; or, in arrays, over some.
+class DeviceGroup:
+    """A group of devices with the costs of collectives over it; in arrays, several groups.
 
     Attributes:
-      n: devices.
-      wire: by kind, femtoseconds for each byte of a piece: of what each device puts into a gather, gets out of a
-        scatter, sends to each of the others in an exchange, or holds before a permute. For an all-reduce the piece is
-        the n-th part of what a device holds.
+      n: number of devices.
+      wire: by kind, femtoseconds for each byte of a piece. The piece is what each device puts into a gather, gets from
+        a scatter, sends to each other device in an exchange, or holds before a permute; in an all-reduce it is the
+        n-th part of what a device holds.
       latency: by kind, femtoseconds before the last byte moves: the start, and hops that wait for each other.
     """
 
@@ -78,14 +78,14 @@ class Group:
     latency: Mapping[str, Any]
 
 
-def group_of(mesh: MeshView, axes: Sequence[str]) -> Group:
-    """The devices that differ in the given axes only."""
+def group_of(mesh: MeshView, axes: Sequence[str]) -> DeviceGroup:
+    """A group of devices that differ only along the given axes."""
     combined = frozenset(kind for kind, _ in mesh.topology.combined) if mesh.shared > 1 else frozenset[str]()
     return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch, combined, mesh.shared)
 
 
 @lru_cache(maxsize=4096)
-def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], shared: int) -> Group:
+def _group(spans: tuple[AxisSpan, ...], launch: float, combined: frozenset[str], shared: int) -> DeviceGroup:
     ways = merged(spans)
     tiers = [tuple(found) for _, found in itertools.groupby(ways, key=lambda s: s.fabric.tier)]
     around = sum(_hops(s) * s.fabric.latency for s in ways)
@@ -101,7 +101,7 @@ def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], sha
         "all_to_all": _exchange(tiers),
         "permute": max((_permute(t) for t in tiers), default=0),
     }
-    return Group(
+    return DeviceGroup(
         math.prod(s.count for s in ways),
         MappingProxyType(wire),
         MappingProxyType(
@@ -113,27 +113,27 @@ def _group(spans: tuple[Span, ...], launch: float, combined: frozenset[str], sha
     )
 
 
-def _hops(s: Span) -> int:
-    """Messages that follow one another until all devices have heard of each other."""
+def _hops(s: AxisSpan) -> int:
+    """The number of messages in sequence until every device has data of every other one."""
     if s.fabric.kind == "switch":
         return s.count - 1
     return s.stride * (s.count // 2 if s.closed else s.count - 1)
 
 
-def _width(s: Span, kind: str) -> float:
-    """Bytes/s that a device sends along a span: on a torus by both links, if there are two, which others share."""
+def _width(s: AxisSpan, kind: str) -> float:
+    """Bytes/s that a device sends along a span. A closed torus dimension has two links; `stride` groups share them."""
     links = 2 if s.closed else 1
     return s.fabric.rate(kind) * (links / s.stride if s.fabric.kind == "torus" else 1)
 
 
-def _tier_width(tier: Sequence[Span], kind: str) -> float:
+def _tier_width(tier: Sequence[AxisSpan], kind: str) -> float:
     if tier[0].fabric.kind == "torus":
         return sum(_width(s, kind) for s in tier)
     return min(_width(s, kind) for s in tier)
 
 
-def _gather(kind: str, tiers: Sequence[Sequence[Span]]) -> int:
-    """Femtoseconds for each byte that each device puts in: the outer tiers gather first."""
+def _gather(kind: str, tiers: Sequence[Sequence[AxisSpan]]) -> int:
+    """Femtoseconds for each byte that each device contributes; the outer tiers gather first."""
     total, held = 0, 1
     for tier in reversed(tiers):
         n = math.prod(s.count for s in tier)
@@ -142,8 +142,8 @@ def _gather(kind: str, tiers: Sequence[Sequence[Span]]) -> int:
     return total
 
 
-def _exchange(tiers: Sequence[Sequence[Span]]) -> int:
-    """Femtoseconds for each byte that each device sends to each of the others, straight to where it belongs."""
+def _exchange(tiers: Sequence[Sequence[AxisSpan]]) -> int:
+    """Femtoseconds for each byte that each device sends to each other device, directly to its destination."""
     total, inside = 0, 1
     for tier in tiers:
         n = math.prod(s.count for s in tier)
@@ -156,16 +156,16 @@ def _exchange(tiers: Sequence[Sequence[Span]]) -> int:
     return total
 
 
-def _permute(tier: Sequence[Span]) -> int:
-    """Femtoseconds for each byte that each device sends to some other. On a torus the way is as long as it is on
-    average to all others, and all links are in use."""
+def _permute(tier: Sequence[AxisSpan]) -> int:
+    """Femtoseconds for each byte that each device sends to one other. On a torus the distance is the average over all
+    others, and all links are in use."""
     if tier[0].fabric.kind == "switch":
         return _per_byte(_tier_width(tier, "permute"))
     return max(max(s.count**2 // 4, s.count) * _per_byte(_width(s, "permute")) // s.count for s in tier)
 
 
 def _per_byte(bandwidth: float) -> int:
-    """Femtoseconds; whole, so that equal bytes are ties."""
+    """Femtoseconds for a byte: a whole number, so that equal bytes tie."""
     return max(round(FEMTO / bandwidth), 1)
 
 
@@ -174,11 +174,11 @@ def _per_byte(bandwidth: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What one step of a boxing costs.
+    """The cost of one boxing step.
 
     Attributes:
       bytes: that each device sends.
-      wire: femtoseconds that the links, or the memory if that is slower, are busy.
+      wire: femtoseconds that the links are busy, or the memory if it is slower.
       rest: femtoseconds of latency, and of local copies.
     """
 
@@ -191,16 +191,28 @@ class StepPrice:
         return (self.wire + self.rest) / FEMTO
 
 
-def step_price(
-    kind: StepKind, shape: Sequence[int], itemsize: int, src: Placement, dst: Placement, mesh: MeshView,
-    axes: Sequence[str],
-) -> StepPrice:  # fmt: skip
-    """What one boxing step over a group of axes costs."""
+@dataclass(frozen=True, slots=True)
+class BoxingStep:
+    """One step of a boxing: `kind` over the group of `axes`, from `src` to `dst`."""
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    src: Placement
+    dst: Placement
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind not in LOCAL_STEPS
+
+
+def step_price(step: BoxingStep, shape: Sequence[int], itemsize: int, mesh: MeshView) -> StepPrice:
+    """The cost of one boxing step of a value of `shape`."""
+    kind, src, dst = step.kind, step.src, step.dst
     shapes = [local_shape(shape, p, mesh.sizes) for p in (src, dst)]
     before, after = (math.prod(s) * itemsize for s in shapes)
     smaller = math.prod(map(min, zip(*shapes, strict=True))) * itemsize
     piece = sent_pieces(kind, before, after, smaller, int(src.partial_axes != dst.partial_axes))
-    group, memory = group_of(mesh, axes), memory_cost(mesh.topology)
+    group, memory = group_of(mesh, step.axes), memory_cost(mesh.topology)
     return StepPrice(
         moved_bytes(kind, piece, group.n),
         wire_cost(kind, piece, before + after, group, memory),
@@ -209,15 +221,15 @@ def step_price(
 
 
 def sent_pieces(kind: StepKind, before: Any, after: Any, smaller: Any, reduced: Any) -> Any:
-    """Bytes of the pieces of a collective, of numbers or of arrays of them.
+    """Bytes of the pieces of a collective, in numbers or in arrays.
 
     Args:
       before, after: bytes that a device holds, padding included.
-      smaller: of all-to-alls, the bytes of a piece that has been cut for its goal and not yet put together.
+      smaller: for an all-to-all, bytes of a piece that is cut for its destination and not yet joined.
       reduced: 1 where an all-to-all stands for the reduce-scatter of a max or min, else 0.
 
     Returns:
-      The pieces of `Group.wire`; of an all-reduce all n of them together.
+      The pieces of `DeviceGroup.wire`; for an all-reduce all n of them together.
     """
     match kind:
         case "reduce_scatter":
@@ -239,9 +251,9 @@ def moved_bytes(kind: StepKind, piece: int, n: int) -> int:
     return (n - 1) * piece  # to n-1 others, passed on around the ring
 
 
-def wire_cost(kind: StepKind, piece: Any, touched: Any, group: Group, memory: int) -> Any:
-    """Femtoseconds that a step's bytes are on their way: as long as the links take, and no less than the memory that
-    gives and takes them. Of numbers or of arrays.
+def wire_cost(kind: StepKind, piece: Any, touched: Any, group: DeviceGroup, memory: int) -> Any:
+    """Femtoseconds that a step's bytes take on the links, and at least the time that memory takes to read and write
+    them. In numbers or in arrays.
 
     Args:
       touched: bytes held before and after.
@@ -250,7 +262,7 @@ def wire_cost(kind: StepKind, piece: Any, touched: Any, group: Group, memory: in
     if kind in LOCAL_STEPS:
         return 0 * piece
     wire = group.wire[kind]
-    if kind == "all_reduce":  # of pieces n times as small, without a product that is n times as large
+    if kind == "all_reduce":  # its pieces are n times smaller; the product here is not n times larger
         sent = _times(piece // group.n, wire) + piece % group.n * wire // group.n
     else:
         sent = _times(piece, wire)
@@ -266,11 +278,11 @@ def _times(held: Any, cost: Any) -> Any:
     return np.where(held * cost.astype(np.float64) < LONGEST, held * cost, LONGEST)
 
 
-def rest_cost(kind: StepKind, after: Any, idle: Any, group: Group, memory: int) -> Any:
-    """Femtoseconds of a step besides: latency, or the share of a local copy that counts. Of numbers or of arrays.
+def rest_cost(kind: StepKind, after: Any, idle: Any, group: DeviceGroup, memory: int) -> Any:
+    """The other femtoseconds of a step: latency, or the share of a local copy that counts. In numbers or in arrays.
 
     Args:
-      idle: whether a `keep` writes nothing, for what all hold is its own max or min.
+      idle: whether a `keep` writes nothing, because a value that all hold is its own max or min.
     """
     if kind not in LOCAL_STEPS:
         return group.latency[kind] + 0 * after
@@ -285,10 +297,10 @@ def memory_cost(topology: Topology) -> int:
 
 
 def send_price(kind: CollectiveKind, piece: int, mesh: MeshView, axes: Sequence[str]) -> StepPrice:
-    """What a collective costs that is no step of a boxing: those inside operations, and a user's own.
+    """The price of a collective that is no boxing step: one inside an operation, or a user's own.
 
     Args:
-      piece: bytes, as `sent_pieces` has them.
+      piece: bytes, as from `sent_pieces`.
     """
     group = group_of(mesh, axes)
     if group.n == 1 or not piece:
@@ -300,32 +312,42 @@ def send_price(kind: CollectiveKind, piece: int, mesh: MeshView, axes: Sequence[
 # --- rings -----------------------------------------------------------------------------------------------------------
 
 
+class RingWork(NamedTuple):
+    """The work of a ring on one of its pieces, in numbers or in arrays of them.
+
+    Attributes:
+      piece: bytes of a piece that goes around.
+      flops, memory: of the product with one piece: operations, and bytes read and written.
+      added: bytes that are read and written to add it up.
+    """
+
+    piece: Any
+    flops: Any
+    memory: Any
+    added: Any
+
+
 class RingTime(NamedTuple):
-    """Seconds of a product whose pieces go around: of its arithmetic, of its permutes, and from begin to end."""
+    """Seconds of a ring product: its arithmetic, its permutes, and the total with their overlap."""
 
     computing: Any
     moving: Any
     total: Any
 
 
-def ring_time(
-    piece: Any, flops: Any, memory: Any, added: Any, mesh: MeshView, axis: str, dtype: Any
-) -> RingTime:  # fmt: skip
-    """What a product in pieces costs, of numbers or of arrays of them. Half of the pieces come from either side, and
-    while those of one step are on their way, those of the step before are multiplied.
+def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any) -> RingTime:
+    """The time of a product in pieces. Half of the pieces come from either side; while the pieces of one step move,
+    those of the step before are multiplied.
 
     Args:
-      piece: bytes of a piece that goes around.
-      flops, memory: of the product with one piece: operations, and bytes read and written.
-      added: bytes that are read and written to add it up.
-      axis: that it goes around.
+      axis: the mesh axis that the pieces go around.
       dtype: of the operands.
     """
     n = mesh.sizes[axis]
-    each = heavy_seconds(flops, memory, mesh, dtype) + memory_seconds(added, mesh)
-    held, late, wires = memory_seconds(piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
-    one, two = (np.maximum(piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
-    pairs, alone = (n - 1) // 2, (n + 1) % 2  # of pieces that move at once, and whether one moves by itself
+    each = heavy_seconds(work.flops, work.memory, mesh, dtype) + memory_seconds(work.added, mesh)
+    held, late, wires = memory_seconds(work.piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
+    one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
+    pairs, alone = (n - 1) // 2, (n + 1) % 2  # pairs of pieces that move at once; whether one piece moves alone
     moving = pairs * two + alone * one
     if not mesh.topology.overlaps:
         return RingTime(n * each, moving, n * each + moving)
@@ -338,10 +360,10 @@ def ring_time(
 
 @lru_cache(maxsize=256)
 def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
-    """Femtoseconds for each byte of a piece that every device passes on to the next, and for each of two pieces at
-    once, one each way. Those pass different links of a torus that closes; elsewhere the last device's piece goes all
-    the way back, and a port to a switch is one. Dimensions further out are crossed by the pieces of one device in
-    each row: those that go forth cross at one end of it, and those that go back at the other."""
+    """Femtoseconds for each byte that every device passes to the next: of one piece, and of two pieces at once, one
+    each way. On a closed torus the two use different links. Elsewhere they share: the piece of the last device travels
+    all the way back, and a device has one port to a switch. In outer dimensions only the pieces of one device in each
+    row cross: forward at one end of the row, backward at the other."""
     spans = merged(mesh.spans[axis])
     wires = [_per_byte(s.fabric.rate("permute") / (s.stride if s.fabric.kind == "torus" else 1)) for s in spans]
     apart = spans[0].fabric.kind == "torus" and spans[0].closed
@@ -350,7 +372,7 @@ def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _hop_latency(mesh: MeshView, axis: str) -> float:
-    """Seconds before the last byte of such a piece moves: the start, and the longest way of all."""
+    """Seconds before the last byte of such a piece moves: the start, and the longest path."""
     hops = ((1, s) if s.fabric.kind == "switch" else (s.stride * (1 if s.closed else s.count - 1), s)
             for s in merged(mesh.spans[axis]))  # fmt: skip
     return mesh.topology.launch + sum(n * s.fabric.latency for n, s in hops)
@@ -360,7 +382,7 @@ def _hop_latency(mesh: MeshView, axis: str) -> float:
 
 
 def light_seconds(memory: float, mesh: MeshView) -> float:
-    """Time of a light local piece that reads and writes `memory` bytes, so far as it counts alone."""
+    """The counted time of a light local piece that reads and writes `memory` bytes (`LIGHT`)."""
     return LIGHT * memory_seconds(memory, mesh)
 
 
@@ -371,12 +393,12 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       flops: its operations.
       memory: bytes that it reads and writes in one pass.
       dtype: of its operands; matrix units are faster in some.
-      passes: through this memory, at least one.
+      passes: how often it goes through this memory, at least once.
     """
     moved = max(passes, 1.0) * memory / mesh.topology.memory_bandwidth
     return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:
-    """Time to read and write so many bytes."""
+    """Time to read and write `memory` bytes."""
     return memory / mesh.topology.memory_bandwidth

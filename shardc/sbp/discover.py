@@ -1,7 +1,7 @@
 """`shardc.discover`: the signatures of an operation, found by experiment.
 
-Inputs are cut in two as a signature says, the operation runs on either part, and what the parts give is held against
-what the whole gives, on several draws of random data.
+The inputs are cut in two as a signature says, the operation runs on both parts, and the joined results are compared
+with the result of the whole, on several draws of random data.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ _JOIN: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Discovery:
-    """What `discover` found.
+    """The result of `discover`.
 
     Attributes:
-      signatures: combinations that held on one axis, but for the one where everything is B. Operands are split, or
-        partial sums.
-      text: the factors of the split ones, in the notation of `shardc.signature`.
+      signatures: combinations that held on one axis, except all-B. Operands are split, or are partial sums.
+      text: the factors of the split signatures, in the notation of `shardc.signature`.
       linear: groups of operands through which a partial sum passes.
-      reduce: what factors that no result has are reduced by.
-      left_out: signatures that this notation cannot say together with the others.
+      reduce: the op that reduces factors that no result has.
+      left_out: signatures that this notation cannot express together with the others.
     """
 
     signatures: tuple[Signature, ...]
@@ -50,7 +49,7 @@ class Discovery:
         linear = f", linear=({groups}{',' if len(self.linear) == 1 else ''})" if self.linear else ""
         reduce = f', reduce="{self.reduce}"' if self.reduce != "sum" else ""
         lines = [f'@shardc.signature("{self.text}"{linear}{reduce})', *(f"  {s}" for s in self.signatures)]
-        lines += [f"  {s}    not said by the line above" for s in self.left_out]
+        lines += [f"  {s}    not expressed by the line above" for s in self.left_out]
         return "\n".join(lines)
 
 
@@ -58,17 +57,18 @@ def discover(
     fn: Callable[..., Any], *args: Any, draws: int = 4, seed: int = 0,
     draw: Callable[[np.random.Generator], Sequence[Any]] | None = None,
 ) -> Discovery:  # fmt: skip
-    """Finds the sbp signatures of an operation by experiment.
+    """Find the sbp signatures of an operation by experiment.
 
-    What it finds held on all draws; it is no proof. What needs more than the pieces (a halo, an offset) is not found.
+    The signatures held on all draws; this is no proof. Those that need more than the pieces (a halo, an offset) are not
+    found.
 
     Args:
       fn: takes arrays by position, of any sizes; its results depend on their values and shapes alone.
-      args: arrays of the sizes to try, of keys too. Dimensions of one element cannot be cut.
-      draws: how often each combination is tried, with other data each time.
+      args: arrays of the sizes to try; keys are allowed. Dimensions of one element cannot be cut.
+      draws: number of tries of each combination, each with other data.
       seed: of the data.
-      draw: makes the arguments of one draw, where not every order of the elements of `args` is meaningful (a matrix
-        that must stay positive definite). By default their elements are shuffled, and keys are drawn.
+      draw: makes the arguments of one draw, for arguments whose elements cannot be reordered (a matrix that must stay
+        positive definite). By default the elements of `args` are shuffled, and keys are drawn.
 
     Returns:
       A `Discovery`; printed, it is the `@shardc.signature(...)` to paste.
@@ -95,7 +95,7 @@ def _shuffled(x: Any, rng: np.random.Generator) -> Any:
         data = rng.integers(0, 2**32, jax.random.key_data(x).shape, np.uint32)
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
     x = rng.permuted(x.ravel()).reshape(x.shape)
-    if x.dtype.kind == "f" or x.dtype.kind == "c":  # equal elements hide much
+    if x.dtype.kind == "f" or x.dtype.kind == "c":  # equal elements would hide differences
         return (x * rng.uniform(0.7, 1.0, x.shape)).astype(x.dtype)
     return x
 
@@ -105,7 +105,7 @@ def _results(fn: Callable[..., Any], values: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _on_host(x: Any) -> np.ndarray:
-    """An array; of keys, one whose elements are the bytes of each."""
+    """The array; for keys, one whose elements are the bytes of each key."""
     if not is_extended(x.dtype):
         return np.asarray(x)
     data = np.ascontiguousarray(jax.random.key_data(x))
@@ -113,7 +113,7 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _combos(args: Sequence[Any]) -> Iterator[tuple[SBP, ...]]:
-    """Operand placements: cut along dimensions, or partial sums."""
+    """Operand placements: splits along dimensions, or partial sums."""
     cuts: list[list[SBP]] = [[B, *(S(d) for d, n in enumerate(np.shape(x)) if n > 1)] for x in args]
     sums: list[list[SBP]] = [[B, P()] if _may_be_partial(x, "sum") else [B] for x in args]
     for choices in (cuts, sums):
@@ -125,14 +125,14 @@ def _may_be_partial(x: Any, op: str) -> bool:
 
 
 def _parts(x: Any, sbp: SBP, rng: np.random.Generator) -> Parts:
-    """What two devices hold."""
+    """The pieces of a value on two devices."""
     if isinstance(sbp, S):
         half = -(-x.shape[sbp.dim] // 2)
         before = (slice(None),) * sbp.dim
         return x[(*before, slice(half))], x[(*before, slice(half, None))]
     if not isinstance(sbp, P):
         return x, x
-    if x.dtype.kind in "iu":  # any, as sums wrap
+    if x.dtype.kind in "iu":  # any part will do, as sums wrap
         part = rng.integers(np.iinfo(x.dtype).min, np.iinfo(x.dtype).max, x.shape, x.dtype, endpoint=True)
     else:
         part = rng.normal(size=x.shape).astype(x.dtype)
@@ -144,13 +144,13 @@ def _joins(
     fn: Callable[..., Any], combo: Sequence[SBP], tries: Sequence[Sequence[Any]],
     wholes: Sequence[Sequence[np.ndarray]], rng: np.random.Generator,
 ) -> list[tuple[SBP, ...]] | None:  # fmt: skip
-    """What the results are if the operands are placed so; None if nothing holds."""
+    """All result placements that hold for these operand placements; None if there are none."""
     left: list[list[SBP]] | None = None
     for values, whole in zip(tries, wholes, strict=True):
         parts = zip(*(_parts(x, sbp, rng) for x, sbp in zip(values, combo, strict=True)), strict=True)
         try:
             one, two = (_results(fn, part) for part in parts)
-        except Exception as error:  # noqa: BLE001  # whatever a function says that does not take these shapes
+        except Exception as error:  # noqa: BLE001  # a function that does not take these shapes may raise anything
             log.debug("%s: %s", ", ".join(map(str, combo)), error)
             return None
         if not len(one) == len(two) == len(whole):
@@ -164,12 +164,12 @@ def _joins(
         if not all(left):
             return None
     assert left is not None
-    best = [choices[:1] if choices[0] == B else choices for choices in left]  # B says it all
+    best = [choices[:1] if choices[0] == B else choices for choices in left]  # B is the strongest
     return list(itertools.product(*best))
 
 
 def _holds(sbp: SBP, a: np.ndarray, b: np.ndarray, whole: np.ndarray) -> bool:
-    """Whether two parts make the whole in this way."""
+    """Whether two parts form the whole in this way."""
     if isinstance(sbp, S):
         d = sbp.dim
         rest = a.shape[:d] == b.shape[:d] and a.shape[d + 1 :] == b.shape[d + 1 :]

@@ -1,6 +1,6 @@
-"""How a logical value lies in one physical array: a jax.Array that every JAX function can hold.
+"""The physical array of a logical value: one jax.Array, which every JAX function can hold.
 
-Where the placement is plain (no partial axes, no uneven split) the physical array is the logical one. Else it is the
+If the placement is plain (no partial axes, no uneven split), the physical array is the logical one. Else it holds the
 pieces of all devices side by side: a split dimension holds its pieces with their padding, and partial axes become one
 leading dimension, split over them.
 """
@@ -20,14 +20,14 @@ from shardc.sbp.placement import AxisSizes, Placement, S, extents, is_even, loca
 
 
 def bits_of(dtype: Any) -> int:
-    """Size of an element; of keys that of a byte at least."""
+    """Bits of an integer or float element; of other types 8, a lower bound."""
     if jax.dtypes.issubdtype(dtype, np.integer):
         return jax.numpy.iinfo(dtype).bits
     return jax.numpy.finfo(dtype).bits if jax.dtypes.issubdtype(dtype, np.floating) else 8
 
 
 def is_plain(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> bool:
-    """Whether a jax.Array can be placed so as it is."""
+    """Whether a jax.Array can have this placement."""
     return not placement.partial_axes and is_even(shape, placement, sizes)
 
 
@@ -40,14 +40,14 @@ def physical_shape(shape: Sequence[int], placement: Placement, sizes: AxisSizes)
 
 
 def physical_spec(placement: Placement) -> PartitionSpec:
-    """How the physical array is split."""
+    """The PartitionSpec of the physical array."""
     rest = placement.without(placement.partial_axes).to_spec()
     return PartitionSpec(placement.partial_axes, *rest) if placement.partial_axes else rest
 
 
 def plain_placement(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> Placement:
-    """The placement next to `placement` that a jax.Array can have: axes that leave padding, or the value partial, split
-    the largest other dimension that they divide, or none.
+    """The placement closest to `placement` that a jax.Array can have. An axis that leaves padding, or a partial value,
+    splits the largest other dimension that it divides, or none.
 
     Example:
       >>> str(plain_placement((13, 8), Placement({"data": S(0)}), {"data": 4}))
@@ -71,7 +71,7 @@ def plain_placement(shape: Sequence[int], placement: Placement, sizes: AxisSizes
 
 
 def _valid(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> list[slice | NDArray[Any]]:
-    """Where the elements of each dimension lie in the physical array, in order; a leading dimension is not counted."""
+    """The positions of the elements of each dimension in the physical array; a leading dimension is not counted."""
     found: list[slice | NDArray[Any]] = []
     for dim, (size, local) in enumerate(zip(shape, local_shape(shape, placement, sizes), strict=True)):
         pieces = extents(size, tuple(sizes[a] for a in placement.axes_of(dim)))
@@ -83,7 +83,7 @@ def _valid(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> list
 
 
 def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDArray[Any]:
-    """The physical array of a logical numpy array. As a partial sum, the first device holds it and the others zero."""
+    """The physical array of a logical NumPy array. Of a partial sum the first device holds all, the others zero."""
     if is_plain(x.shape, placement, sizes):
         return x
     out = np.zeros(physical_shape(x.shape, placement, sizes), x.dtype)

@@ -1,6 +1,7 @@
-"""What one device computes of an operation: masks, windows and what the pieces tell each other, then the local piece.
+"""The work of one device in an operation: masks, collectives between the pieces, then the local piece.
 
-The internal steps of a signature are the last two: `internal_steps` says what they send, `run_piece` sends it.
+The collectives bring windows, and the arrays that the pieces exchange: `internal_steps` lists them for a plan,
+`run_piece` runs them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
-from shardc.sbp.placement import extents, local_shape
+from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import Rule, Setting, Site, Window, neutral_value
+from shardc.sbp.signature import OperandWindow, Rule, Setting, Site, neutral_value
 
-Index: TypeAlias = NDArray[np.intp]
+Positions: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective inside an operation: every device puts in an array of `shape`.
+    """One collective inside an operation: every device contributes an array of `shape`.
 
-    `operand` is the one whose window it is for; None: what the pieces of a factor tell each other.
+    `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays.
     """
 
     kind: Literal["all_gather", "permute"]
@@ -42,14 +43,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Shift:
-    """One permute of a window, or what a device holds itself: overlaps of what is held and what is wanted, all as far
-    from each other. What each of the devices does is asked where it is lowered; a price wants to know how much is sent.
+    """One permute of a window, or the elements that a device holds itself: overlaps of held and wanted ranges, all at
+    one distance between the devices. Lowering needs the tables for each device; a price needs only the length.
 
     Attributes:
-      sent: whether it goes from one device to another.
+      sent: whether the elements go to another device.
       length: elements that each source sends.
       block: elements of a piece.
-      overlaps: source, target, begin and end of each, by the devices' numbers along the axes.
+      overlaps: (source, target, begin, end) of each, with the numbers of the devices along the axes.
       held, wanted: begin of each device's piece and of its window.
     """
 
@@ -62,12 +63,12 @@ class Shift:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(source, target); empty if nothing is sent."""
+        """(source, target) of each overlap; empty if nothing is sent."""
         return tuple((source, target) for source, target, *_ in self.overlaps) if self.sent else ()
 
     @property
     def first(self) -> tuple[int, ...]:
-        """For each device, where in its piece the sent range begins."""
+        """For each device, the begin of the sent range in its piece."""
         found = [0] * len(self.held)
         for source, _, begin, _ in self.overlaps:
             found[source] = self._first(source, begin)
@@ -75,17 +76,17 @@ class Shift:
 
     @property
     def at(self) -> tuple[int, ...]:
-        """For each device, where in its window the first element of what it gets lies; may be outside."""
+        """For each device, the position in its window of the first element that it gets; may be outside."""
         places = {
             target: self.held[source] + self._first(source, begin) - self.wanted[target]
             for source, target, begin, _ in self.overlaps
         }
-        one = next(iter(places.values()))  # those that get nothing too: one number for all needs no table
+        one = next(iter(places.values()))  # also for devices that get nothing: equal numbers need no table
         return tuple(places.get(k, one) for k in range(len(self.held)))
 
     @property
     def fills(self) -> tuple[tuple[int, int], ...]:
-        """For each device, begin and end of what this fills of its window."""
+        """For each device, begin and end of the part of its window that this fills."""
         found = [(0, 0)] * len(self.held)
         for _, target, begin, end in self.overlaps:
             found[target] = begin - self.wanted[target], end - self.wanted[target]
@@ -100,12 +101,12 @@ class Reading:
     """How the devices get their windows of a dimension.
 
     Attributes:
-      axes: that split it.
-      dim: of the operand.
+      axes: the axes that split it.
+      dim: number of the dimension in the operand.
       length: elements of the dimension in a window.
       span: length of a window, dilation counted.
-      phases: for each device, positions of its window before the first element.
-      shifts: how the elements come.
+      phases: for each device, the number of positions of its window before the first element.
+      shifts: the permutes that bring the elements.
     """
 
     axes: tuple[str, ...]
@@ -116,30 +117,37 @@ class Reading:
     shifts: tuple[Shift, ...]
 
 
-def reading(rule: Rule, w: Window, setting: Setting) -> Reading | None:
-    """How a window is got at these placements; None if its factor is not split."""
+def reading(rule: Rule, w: OperandWindow, setting: Setting) -> Reading | None:
+    """The reading of a window at these placements; None if its factor is not split."""
     dim = rule.operands[w.operand].index(w.factor)
     by_dim = (*rule.operands, *rule.results)[w.by].index(w.factor)
     axes = setting.operands[w.operand].axes_of(dim)
     if not axes:
         return None
-    aval, placement = setting.port(w.by)
-    block, count = (
-        local_shape(shape, p, setting.sizes)[d]
-        for shape, p, d in (
-            (setting.op.operands[w.operand].shape, setting.operands[w.operand], dim),
-            (aval.shape, placement, by_dim),
-        )
-    )
-    numbers = (int(n) for n in (w.start, w.step, w.width, w.dilation))  # padding that JAX counts is of NumPy's numbers
-    return _reading(axes, dim, *numbers, count, block, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
+    reach = _Reach(*(int(n) for n in (w.start, w.step, w.width, w.dilation)))  # padding may be NumPy's integers
+    return _reading(axes, dim, reach, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
+
+
+class _Reach(NamedTuple):
+    """The positions that a window covers, as in `OperandWindow`."""
+
+    start: int
+    step: int
+    width: int
+    dilation: int
 
 
 @lru_cache(maxsize=65536)
 def _reading(
-    axes: tuple[str, ...], dim: int, start: int, step: int, width: int, dilation: int, count: int, block: int,
-    operand: tuple[int, tuple[int, ...]], by: tuple[int, tuple[int, ...]],
-) -> Reading:  # fmt: skip
+    axes: tuple[str, ...],
+    dim: int,
+    reach: _Reach,
+    operand: tuple[int, tuple[int, ...]],
+    by: tuple[int, tuple[int, ...]],
+) -> Reading:
+    """The reading of a window; `operand` and `by` are the cut dimensions, as `Setting.cut` has them."""
+    start, step, width, dilation = reach
+    block, count = block_sizes(*operand)[-1], block_sizes(*by)[-1]
     offsets, valid = np.asarray(extents(*by)).T
     span = (count - 1) * abs(step) + width if count else 0
     ahead = max(-step, 0)  # where positions fall, the last element reads the first of the window
@@ -152,14 +160,14 @@ def _reading(
     return Reading(axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, low, high))
 
 
-def _shifts(held: Sequence[tuple[int, int]], block: int, low: Index, high: Index) -> tuple[Shift, ...]:
-    """Who sends what: overlaps of what is held (begin and length) and what is wanted (begin and end), by the distance
+def _shifts(held: Sequence[tuple[int, int]], block: int, low: Positions, high: Positions) -> tuple[Shift, ...]:
+    """The overlaps of held ranges (begin and length) and wanted ranges (begin and end), one shift for each distance
     between the devices."""
     offsets, valid = np.asarray(held).T
     owners = np.flatnonzero(valid)
     begins = offsets[owners]
     first = np.maximum(np.searchsorted(begins, low, "right") - 1, 0)
-    some = np.maximum(np.searchsorted(begins, high, "left") - first, 0)  # owners that each target may get from
+    some = np.maximum(np.searchsorted(begins, high, "left") - first, 0)  # number of possible owners for each target
     target = np.repeat(np.arange(low.size), some)
     source = owners[np.arange(target.size) - np.repeat(np.cumsum(some) - some - first, some)]
     begin, end = np.maximum(low[target], offsets[source]), np.minimum(high[target], (offsets + valid)[source])
@@ -178,7 +186,7 @@ def _shifts(held: Sequence[tuple[int, int]], block: int, low: Index, high: Index
 
 
 def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
-    """The collectives that an operation needs at these placements, in their order."""
+    """The collectives that an operation needs at these placements, in order."""
     ring = ring_of(rule, setting)
     if ring is not None:
         aval, placement = setting.port(ring.port(rule))
@@ -188,7 +196,7 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     if not crossed:
         return ()
     found: list[Sent] = []
-    shapes: dict[int, list[int]] = {}  # of operands of which one window is taken after another, of several dimensions
+    shapes: dict[int, list[int]] = {}  # operands with windows in several dimensions, taken one after the other
     for w in rule.windows:
         read = reading(rule, w, setting)
         if read is not None:
@@ -200,9 +208,9 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
                         Sent("permute", read.axes, tuple(shape), setting.op.operands[w.operand].dtype, w.operand)
                     )
             shape[read.dim] = read.length
-    for factor, told in rule.told.items():
+    for factor, arrays in rule.exchanged.items():
         if factor in crossed:
-            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in told(setting)]
+            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in arrays(setting)]
     return tuple(found)
 
 
@@ -214,7 +222,7 @@ class SentCost(NamedTuple):
 
 
 def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
-    """What a collective inside an operation costs: as much as a boxing step of its kind."""
+    """The cost of a collective inside an operation: that of a boxing step of its kind."""
     width = sent.dtype.itemsize if hasattr(sent.dtype, "itemsize") else np.dtype(sent.dtype).itemsize
     price = send_price(sent.kind, math.prod(sent.shape) * int(width), mesh, sent.axes)
     return SentCost(price.bytes, price.seconds)
@@ -236,14 +244,14 @@ def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:
     ]
     for (w, read), fill in zip(found, fills, strict=True):
         windows[w.operand] = _window(site, read, windows[w.operand], fill)
-    for (w, read), fill in zip(found, fills, strict=True):  # after all is sent: what lies between is not
+    for (w, read), fill in zip(found, fills, strict=True):  # after the permutes: elements of `fill` are not sent
         if w.dilation > 1:
             windows[w.operand] = _dilated(site, read, windows[w.operand], fill, w.dilation)
     return rule.across(site, *windows)
 
 
 def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
-    """This device's window, not yet dilated: its own elements, those of others, `fill` where the dimension has none."""
+    """This device's window before dilation: its own elements, those of others, and `fill` outside of the dimension."""
     me, dim = site.linear_index(read.axes), read.dim
     shape = [*x.shape[:dim], read.length, *x.shape[dim + 1 :]]
     window = jnp.full(shape, fill, x.dtype)
@@ -252,7 +260,7 @@ def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
         if shift.sent:
             part = lax.dynamic_slice_in_dim(x, at_device(shift.first, me), shift.length, axis=dim)
             part = site.wire.permute(part, read.axes, shift.pairs)
-        part = laid(part, dim, at_device(shift.at, me), read.length, fill)
+        part = placed_at(part, dim, at_device(shift.at, me), read.length, fill)
         fills = shift.fills
         if set(fills) == {(0, read.length)}:
             window = part
@@ -264,25 +272,25 @@ def _window(site: Site, read: Reading, x: Any, fill: Any) -> Any:
 
 
 def _dilated(site: Site, read: Reading, window: Any, fill: Any, dilation: int) -> Any:
-    """The window with `fill` between its elements. Where all devices have one phase that is one `pad`, as XLA can make
-    it part of a convolution."""
+    """The window with `fill` between its elements. If all devices have one phase, this is one `pad`, which XLA can fuse
+    into a convolution."""
     dim, phase = read.dim, at_device(read.phases, site.linear_index(read.axes))
     alike = len(set(read.phases)) == 1 and read.length > 0
     low, high = (phase, read.span - phase - (read.length - 1) * dilation - 1) if alike else (0, 0)
     config = [(low, high, dilation - 1) if d == dim else (0, 0, 0) for d in range(window.ndim)]
     window = lax.pad(window, jnp.asarray(fill, window.dtype), config)
-    return window if alike else laid(window, dim, phase, read.span, fill)
+    return window if alike else placed_at(window, dim, phase, read.span, fill)
 
 
 def at_device(table: Sequence[int], me: Any) -> Any:
-    """The entry of device number `me`; a plain number where all entries are one."""
+    """The entry of device number `me`; a plain number if all entries are equal."""
     if len(set(table)) == 1:
         return table[0]
     return table[me] if isinstance(me, int) else jnp.asarray(np.asarray(table, np.int32))[me]
 
 
-def laid(x: Any, dim: int, at: Any, length: int, fill: Any) -> Any:
-    """`length` elements of `dim`: those of `x`, the first at position `at` (-size to length), and `fill` elsewhere."""
+def placed_at(x: Any, dim: int, at: Any, length: int, fill: Any) -> Any:
+    """An array of `length` elements along `dim`: `x` from position `at` (-size to length) on, and `fill` elsewhere."""
     size = x.shape[dim]
     if isinstance(at, int):
         widths = [(at, length - at - size, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
@@ -292,14 +300,14 @@ def laid(x: Any, dim: int, at: Any, length: int, fill: Any) -> Any:
 
 
 def along(mask: Any, shape: Sequence[int]) -> Any:
-    """A mask that is True everywhere, or as it is: what is ANDed for some dimensions, or none."""
+    """`mask` broadcast to `shape`. A mask of no dimension is a plain True."""
     return jnp.broadcast_to(mask, shape)
 
 
 def mask_padding(site: Site, rule: Rule, operands: Sequence[Any]) -> list[Any]:
     """The operands with their declared neutral values in the padding of reduced factors.
 
-    Kept factors are left alone: what their padding holds stays in padding. Even splits cost nothing.
+    Kept factors need no mask: their padding stays padding. Even splits cost nothing.
     """
     return [_mask_operand(site, rule, i, x) if i in rule.neutral else x for i, x in enumerate(operands)]
 
@@ -312,7 +320,7 @@ def _mask_operand(site: Site, rule: Rule, i: int, x: Any) -> Any:
 
 
 def masked(site: Site, i: int, dim: int, x: Any, value: Any) -> Any:
-    """Operand `i` with `value` in the padding of `dim`, if it has some."""
+    """Operand `i` with `value` in the padding of `dim`, if there is padding."""
     axes = site.operands[i].axes_of(dim)
     if site.op.operands[i].shape[dim] % math.prod(site.sizes[a] for a in axes) == 0:
         return x

@@ -32,7 +32,7 @@ class S:
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlacementError(f"S({self.dim!r}): a split wants the number of a dimension, as in S(0).")
+            raise PlacementError(f"S({self.dim!r}): a split needs the number of a dimension, as in S(0).")
 
     def __repr__(self) -> str:
         return f"S({self.dim})"
@@ -194,11 +194,11 @@ class Placement(Mapping[str, SBP]):
         return self.splits.get(dim, ())
 
     def replace(self, axis: str, sbp: SBP) -> Placement:
-        """The same placement with another sbp on one axis; a new split becomes the innermost of its dimension."""
+        """This placement with another sbp on one axis; a new split becomes the innermost of its dimension."""
         return Placement([*((a, s) for a, s in self.items_ if a != axis), (axis, sbp)])
 
     def moved(self, axes: Sequence[str], sbp: SBP) -> Placement:
-        """The same placement with `sbp` on all `axes`; as splits they become the innermost of their dimension, in their
+        """This placement with `sbp` on all `axes`. As splits they become the innermost of their dimension, in the given
         order."""
         rest, new = [(a, s) for a, s in self.items_ if a not in axes], [(a, sbp) for a in axes]
         if isinstance(sbp, Broadcast):
@@ -210,22 +210,22 @@ class Placement(Mapping[str, SBP]):
 
     @classmethod
     def _sorted(cls, items: tuple[tuple[str, SBP], ...]) -> Placement:
-        """From items that are known to be in order."""
+        """A placement from items that are already in order."""
         found = cls.__new__(cls)
         found.items_, found._hash = items, hash(items)
         return found
 
     def without(self, axes: Sequence[str]) -> Placement:
-        """The same placement with `B` on `axes`."""
+        """This placement with `B` on `axes`."""
         return Placement([(a, s) for a, s in self.items_ if a not in axes])
 
     def resolve(self, rank: int) -> Placement:
-        """The same placement with non-negative dimensions, for a value of `rank` dimensions."""
+        """This placement with non-negative dimensions, for a value of `rank` dimensions."""
         twice = [d for d in self.splits if d < 0 and d + rank in self.splits]
         if twice:
             raise PlacementError(
-                f"{self} calls dimension {twice[0] + rank} of {rank} also {twice[0]}, so the order in which its axes "
-                "cut it is not said; write one number for it."
+                f"{self} names dimension {twice[0] + rank} of {rank} also as {twice[0]}, so the order of its axes is "
+                "not defined; use one number for it."
             )
         resolved: list[tuple[str, SBP]] = []
         for axis, sbp in self.items_:
@@ -239,7 +239,7 @@ class Placement(Mapping[str, SBP]):
         """As a `PartitionSpec`. A partial placement has none."""
         if self.partial_axes:
             raise PlacementError(
-                f"{self} has partial axes, which a PartitionSpec cannot say; box them to B or S first, or keep the "
+                f"{self} has partial axes, which a PartitionSpec cannot express; box them to B or S first, or keep the "
                 "value as a shardc.PlacedArray."
             )
         rank = max(self.splits, default=-1) + 1
@@ -254,8 +254,8 @@ class Placement(Mapping[str, SBP]):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
             if not isinstance(names, tuple):
                 raise PlacementError(
-                    f"PartitionSpec{spec.partitions} leaves dimension {dim} open; shardc wants axis names or None "
-                    "there."
+                    f"PartitionSpec{spec.partitions} leaves dimension {dim} open; shardc needs axis names or "
+                    "None there."
                 )
             pairs += [(name, S(dim)) for name in names]
         pairs += [(name, P()) for name in sorted(spec.unreduced)]
@@ -292,7 +292,7 @@ def block_sizes(size: int, counts: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def extents(size: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Offset and number of valid elements of each piece of a dimension that axes of these sizes split, in their order.
+    """Offset and number of valid elements of each piece of a dimension that axes of `counts` devices split, in order.
 
     Example:
       >>> extents(5, (2, 2))
@@ -333,9 +333,9 @@ def local_extent(size: int, axes: Sequence[str], sizes: AxisSizes, coords: Mappi
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a user has said of one value: the sbp of some axes; those not `fixed` are the compiler's to choose.
+    """A user's constraint on one value: the sbp of the `fixed` axes; the compiler chooses those of the others.
 
-    `said` is where, as in `in_placements: params '*/kernel'`; pins that say the same are equal wherever they say it.
+    `said` is its origin, as in `in_placements: params '*/kernel'`. It does not count when pins are compared.
     """
 
     placement: Placement

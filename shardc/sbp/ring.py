@@ -1,13 +1,13 @@
-"""Products whose pieces go around: an all-gather before a product, or a reduce-scatter behind it, in steps that run
-beside the partial products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
+"""Ring products: an all-gather before a product, or a reduce-scatter after it, in steps that overlap with the partial
+products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
 Large Deep Learning Models", ASPLOS).
 
     all-gather x along f; x · w      the pieces of x go around the devices of an axis, both ways at once, and each
-                                     device multiplies what it has at hand: one block of the result, or one term of it
+                                     device multiplies the piece that it holds: one block of the result, or one term
     x · w; reduce-scatter along f    sums go around, one for each piece of the result, and each device adds its term
 
-Both read off the placements: on the axis of a ring the sbps of the operands and the result name two factors, where on
-any other they name one.
+The placements tell which: on the axis of a ring the sbps of the operands and the result name two factors, on any other
+axis one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import RingTime, ring_time
+from shardc.sbp.cost import RingTime, RingWork, ring_time
 from shardc.sbp.placement import S
 from shardc.sbp.signature import Operation, Rule, Setting, Signature, Site, may_be_partial
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What goes around.
+    """The pieces that go around the devices of an axis.
 
     Attributes:
-      axis: of the mesh, the innermost that splits the factor.
-      factor: whose pieces they are.
-      operand: whose pieces; None: sums for those of the result.
+      axis: mesh axis, the innermost that splits the factor.
+      factor: the factor that is cut into the pieces.
+      operand: the operand whose pieces go around; None: sums, one for each piece of the result.
     """
 
     axis: str
@@ -45,10 +45,10 @@ class Ring:
 
 
 def ring_signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
-    """The one-axis signatures whose pieces go around, beside those of `signatures`.
+    """The one-axis signatures with a ring, besides those of `signatures`.
 
-    Of operands split by f and g the pieces of f go around, and the result is split by g, of which the other operand
-    alone has any; or both are split by what is summed, and sums go around for the pieces of the result.
+    If the operands are split by f and g, the pieces of f go around, and the result is split by g, which only the other
+    operand has. If both are split by a summed factor, sums go around, one for each piece of the result.
     """
     if rule.terms is None:
         return ()
@@ -67,7 +67,7 @@ def ring_signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
 
 
 def ring_of(rule: Rule, setting: Setting) -> Ring | None:
-    """The ring that the placements of a legal setting ask for; None if they ask for none."""
+    """The ring that the placements of a legal setting imply; None if they imply none."""
     if rule.terms is None:
         return None
     for axis in setting.sizes:
@@ -84,8 +84,8 @@ def ring_of(rule: Rule, setting: Setting) -> Ring | None:
 
 
 def goes_around(ring: Ring, rule: Rule, setting: Setting) -> bool:
-    """Whether the pieces of a ring are alike and lie one after the other: they are all full, and no other axis cuts
-    them once more."""
+    """Whether the pieces of a ring are alike and contiguous: all of them are full, and no other axis cuts them
+    further."""
     port = ring.port(rule)
     aval, placement = setting.port(port)
     dim = (*rule.operands, *rule.results)[port].index(ring.factor)
@@ -94,7 +94,7 @@ def goes_around(ring: Ring, rule: Rule, setting: Setting) -> bool:
 
 
 def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops: Any, mesh: MeshView) -> RingTime:
-    """What a ring costs, of numbers or of arrays of them.
+    """The time of a ring, in numbers or in arrays.
 
     Args:
       held: bytes of the piece at each port, results last.
@@ -109,15 +109,17 @@ def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops
     ]
     *read, made = pieces
     if ring.operand is None:
-        return ring_time(held[port], flops / n, sum(read) + made, 2 * made, mesh, ring.axis, dtype)
-    if ring.factor in rule.results[0]:
-        return ring_time(held[port], flops / n, sum(read) + made, 0, mesh, ring.axis, dtype)
-    wide = rule.terms.dtype.itemsize / result.dtype.itemsize
-    return ring_time(held[port], flops / n, sum(read), 2 * wide * made, mesh, ring.axis, dtype)
+        work = RingWork(held[port], flops / n, sum(read) + made, 2 * made)
+    elif ring.factor in rule.results[0]:
+        work = RingWork(held[port], flops / n, sum(read) + made, 0)
+    else:
+        wide = rule.terms.dtype.itemsize / result.dtype.itemsize
+        work = RingWork(held[port], flops / n, sum(read), 2 * wide * made)
+    return ring_time(work, mesh, ring.axis, dtype)
 
 
 class Buffer(NamedTuple):
-    """So many arrays of one shape that a device holds."""
+    """A number of arrays of one shape that a device holds at the same time."""
 
     number: int
     shape: tuple[int, ...]
@@ -131,12 +133,12 @@ class Buffer(NamedTuple):
 def ring_buffers(ring: Ring, rule: Rule, setting: Setting, eager: bool) -> tuple[Buffer, ...]:
     """The most that a ring holds at one time besides its operands and its result, as `run_ring` runs it.
 
-    Pieces and sums: of each way the one at hand and the one that arrives. Terms: the sum so far, and what is added to
-    it. A block is written into the result, and a slice of the other operand is a part of the product.
+    Pieces and sums: for each direction the current one and the one that arrives. Terms: the sum so far, and the next
+    term. A block is written into the result, and a slice of the other operand is fused into the product.
 
     Args:
-      eager: products begin as soon as they can, not one after the other: terms, or blocks, are there all at once, and
-        what they read in slices is copied first.
+      eager: whether products start as soon as they can, not one after the other. Then all terms, or blocks, exist at
+        once, and operands that are read in slices are copied first.
     """
     assert rule.terms is not None
     n, port = setting.sizes[ring.axis], ring.port(rule)
@@ -174,7 +176,7 @@ def run_ring(site: Site, rule: Rule, ring: Ring, operands: Sequence[Any]) -> Seq
 
 
 class _Run:
-    """One device's part. Half of the pieces come from the one side and half from the other."""
+    """The part of one device. Half of the pieces come from either side."""
 
     def __init__(self, site: Site, rule: Rule, ring: Ring, operands: list[Any]) -> None:
         self.site, self.rule, self.ring, self.operands = site, rule, ring, operands
@@ -189,27 +191,27 @@ class _Run:
         return self.site.wire.permute(x, (self.ring.axis,), [(k, (k + by) % self.n) for k in range(self.n)])
 
     def device(self, by: int) -> Any:
-        """The number of the device `by` places behind this one."""
+        """The number of the device `by` places after this one."""
         if isinstance(self.me, int):
             return (self.me + by) % self.n
         at = self.me + by % self.n
         return lax.rem(at, lax.full_like(at, self.n))
 
     def of(self, number: Any, without: int | None = None) -> list[Any]:
-        """What of the operands belongs to piece `number`."""
+        """The parts of the operands that belong to piece `number`."""
         return [
             x if dim is None or k == without else self.part(x, number, dim)
             for k, (x, dim) in enumerate(zip(self.operands, self.dims, strict=False))
         ]
 
     def part(self, x: Any, number: Any, dim: int) -> Any:
-        """XLA:TPU makes the slice a part of the product if it can tell that no index counts from the end."""
+        """Slice `number` of a dimension. XLA:TPU fuses it into the product if no index can count from the end."""
         size = x.shape[dim] // self.n
         return lax.dynamic_slice_in_dim(x, number * size, size, dim, allow_negative_indices=False)
 
     def pieces(self, operand: int) -> Any:
-        """Pieces of an operand go around."""
-        # A barrier: what another product has had come around is not kept for this one.
+        """The result, with pieces of an operand going around."""
+        # The barrier keeps XLA from holding the pieces of another ring for this one.
         self.operands = list(lax.optimization_barrier(tuple(self.operands)))
         forth = back = self.operands[operand]
         result = self.add(None, operand, forth, self.me)
@@ -222,13 +224,15 @@ class _Run:
         return result.astype(self.site.op.results[0].dtype)
 
     def add(self, result: Any, operand: int, piece: Any, number: Any) -> Any:
-        """The result with what piece `number` of an operand gives: a block, or a term."""
+        """The result with the contribution of piece `number` of an operand: a block, or a term."""
         parts, dim = self.of(number, operand), self.dims[-1]
         parts[operand] = piece
         if dim is None:
             assert self.rule.terms is not None
             (term,) = self.rule.terms.local(self.site, *parts)
-            return term if result is None else lax.optimization_barrier(result + term)  # or all are kept to the end
+            return (
+                term if result is None else lax.optimization_barrier(result + term)
+            )  # else XLA keeps all terms to the end
         (block,) = self.rule.local(self.site, *parts)
         if result is None:
             result = lax.empty(self.site.result_shape(), block.dtype)  # all of it is written
@@ -236,8 +240,8 @@ class _Run:
         return lax.dynamic_update_slice_in_dim(result, block, start, dim, allow_negative_indices=False)
 
     def sums(self) -> Any:
-        """Sums go around: each starts half way around from where it belongs, on either side, and takes up the terms of
-        the devices that it passes."""
+        """The result, with sums going around. Each starts half way around the ring from its destination, on either
+        side, and collects the terms of the devices that it passes."""
         total = self.term(self.me)
         for by, hops in ((1, self.forth), (-1, self.back)):
             if hops:
@@ -249,6 +253,6 @@ class _Run:
         return total
 
     def term(self, number: Any) -> Any:
-        """What this device adds to piece `number` of the result."""
+        """This device's contribution to piece `number` of the result."""
         (found,) = self.rule.local(self.site, *self.of(number))
         return found

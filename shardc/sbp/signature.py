@@ -81,7 +81,7 @@ class Setting:
         return local_shape(self.op.results[i].shape, self.results[i], self.sizes)
 
     def port(self, i: int) -> tuple[Aval, Placement]:
-        """Operand `i`; counted on, the results follow the operands."""
+        """The type and placement of port `i`: operands are counted first, then results."""
         avals, placements = (*self.op.operands, *self.op.results), (*self.operands, *self.results)
         return avals[i], placements[i]
 
@@ -97,12 +97,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Site(Setting):
-    """Where a local piece runs: its setting and the device's own coordinates.
+    """The place where a local piece runs: its setting and the coordinates of the device.
 
     Attributes:
       index: coordinate of this device along an axis; a traced integer on a mesh, a plain one in a proof.
       bind: runs the operation's own primitive on local operands, with some of its parameters replaced.
-      wire: what pieces of one operation tell each other.
+      wire: the collectives between the pieces of one operation.
     """
 
     index: Callable[[str], Any]
@@ -114,7 +114,7 @@ class Site(Setting):
         return self._extent(self.op.operands[i].shape[dim], self.operands[i].axes_of(dim))
 
     def result_extent(self, i: int, dim: int) -> tuple[Any, Any]:
-        """The same for result `i`."""
+        """Offset of this device's piece of dimension `dim` of result `i`, and how many of its elements are valid."""
         return self._extent(self.op.results[i].shape[dim], self.results[i].axes_of(dim))
 
     def _extent(self, size: int, axes: Sequence[str]) -> tuple[Any, Any]:
@@ -129,7 +129,7 @@ class Site(Setting):
 
 
 class Wire(Protocol):
-    """The two collectives that a local piece may use; its rule says when (`windows`, `told`)."""
+    """The two collectives that a local piece may use; its rule says when (`windows`, `exchanged`)."""
 
     def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
         """The `x` of all devices along `axes`, stacked in a new leading dimension."""
@@ -155,8 +155,8 @@ def extent(size: int, axes: Sequence[str], sizes: AxisSizes, index: Callable[[st
 
 Local: TypeAlias = Callable[..., Sequence[Any]]
 """`local(site, *operands) -> results`: what one device computes on its pieces."""
-Told: TypeAlias = Callable[[Setting], Sequence[Aval]]
-"""What each device tells all others that split a factor: the shape and dtype of each array."""
+Exchange: TypeAlias = Callable[[Setting], Sequence[Aval]]
+"""The arrays that each device sends to the others along the axes of a split factor: shape and dtype of each."""
 
 
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
@@ -165,19 +165,19 @@ def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Elements of a split dimension that a device reads, whoever holds them: element r of the factor at port `by` reads
-    r·step + start ... r·step + start + width - 1 of an operand's dimension. A window lies as the dimension does, where
-    `step` is negative, too.
+class OperandWindow:
+    """The elements of a split dimension that a device reads, whichever device holds them. Element r of the factor at
+    port `by` reads r·step + start ... r·step + start + width - 1 of an operand's dimension. A window has the order of
+    the dimension, even if `step` is negative.
 
     Attributes:
-      operand: whose elements are read. Its dimension is the one that has `factor`.
-      factor: the split one.
-      by: the port whose piece says what is read, as `Setting.port` counts.
+      operand: number of the operand that is read, in its dimension of `factor`.
+      factor: the split factor.
+      by: the port whose piece determines what is read, as `Setting.port` counts.
       start, step, width: as above.
-      dilation: positions are counted in the dimension with dilation - 1 elements of `fill` between each two of its own.
-      fill: what lies outside of the dimension, or between its elements: a neutral element, or the scalar operand that
-        has this number.
+      dilation: positions are counted with dilation - 1 elements of `fill` between every two elements of the dimension.
+      fill: the value outside of the dimension and between its elements: a neutral element, or the number of a scalar
+        operand.
     """
 
     operand: int
@@ -192,7 +192,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a product: what `local` gives for pieces of the operands, to be added up in `dtype`."""
+    """The terms of a product: `local` computes one from pieces of the operands; they are added up in `dtype`."""
 
     dtype: Any
     local: Local
@@ -204,23 +204,22 @@ class Rule:
 
     Attributes:
       operands, results: factors of each operand's and result's dimensions.
-      reduced: factors that stand in operands only, and the partial op that a split of them leaves; None if the pieces
-        tell each other what it takes for the whole (`told`), which leaves B.
+      reduced: factors that occur in operands only, and the partial op that a split of them leaves. None: the pieces
+        exchange arrays (`exchanged`) and compute the whole result, which leaves B.
       partials: the legal partial combinations, by linearity (sum) or monotonicity (max, min).
-      neutral: for an operand, what its padding must hold before the local piece when a *reduced* factor is split
-        unevenly; operands that are not listed need nothing.
+      neutral: for an operand, the value that its padding must hold before the local piece when a *reduced* factor is
+        split unevenly; operands that are not listed need none.
       granule: factors whose split must fall on a unit: the devices that split them must divide this number
         (reshapes; groups of a convolution).
-      local: what a device computes on its pieces.
-      windows: operands of which a device reads more, or other elements, than it holds, once their factor is split.
-      told: factors whose split makes the pieces tell each other something.
-      across: what a device computes where a factor of `windows` or `told` is split. It gets windows instead of pieces:
-        in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
-      terms: of a product of two operands, how it is had in terms; None: its pieces do not go around
-        (`shardc.sbp.ring`).
+      local: the computation of a device on its pieces.
+      windows: operands of which a device reads more elements than it holds, or other ones, when their factor is split.
+      exchanged: factors whose split makes the pieces exchange arrays, and these arrays.
+      across: the computation of a device if a factor of `windows` or `exchanged` is split. It gets windows in place of
+        pieces: in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
+      terms: for a product of two operands, how it is computed in terms; None: it has no ring (`shardc.sbp.ring`).
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
-      passes: how often it goes through the memory of its operands and results. 0: once if it has `flops`, else it is
-        light: bound by memory, and fused with others that are.
+      passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
+        is light: bound by memory, and fused with other light operations.
     """
 
     operands: tuple[Factors, ...]
@@ -230,8 +229,8 @@ class Rule:
     neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
     granule: Mapping[str, int] = field(default_factory=dict[str, int])
     local: Local = bind_same
-    windows: tuple[Window, ...] = ()
-    told: Mapping[str, Told] = field(default_factory=dict[str, Told])
+    windows: tuple[OperandWindow, ...] = ()
+    exchanged: Mapping[str, Exchange] = field(default_factory=dict[str, Exchange])
     across: Local = bind_same
     terms: Terms | None = None
     flops: float = 0.0
@@ -239,7 +238,7 @@ class Rule:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it runs by itself: its time is its own, not that of a chain of fused operations."""
+        """Whether it runs by itself and has a time of its own, not as part of a chain of fused operations."""
         return self.flops > 0 or self.passes > 0
 
     def factors(self) -> tuple[str, ...]:
@@ -250,13 +249,13 @@ class Rule:
 
     @property
     def crossing(self) -> frozenset[str]:
-        """Factors whose split makes the pieces of one operation talk."""
-        return frozenset(w.factor for w in self.windows) | self.told.keys()
+        """Factors whose split makes the pieces of one operation communicate."""
+        return frozenset(w.factor for w in self.windows) | self.exchanged.keys()
 
     def crossed(self, setting: Setting) -> dict[str, tuple[str, ...]]:
-        """The factors among `crossing` that are split, and by which axes."""
+        """The split factors among `crossing`, each with the axes that split it."""
         found: dict[str, tuple[str, ...]] = {}
-        if self.windows or self.told:
+        if self.windows or self.exchanged:
             for i, factors in enumerate((*self.operands, *self.results)):
                 for dim, axes in setting.port(i)[1].splits.items():
                     if (f := factors[dim]) and f in self.crossing:
@@ -264,13 +263,13 @@ class Rule:
         return found
 
     def sizes(self, op: Operation) -> dict[str, int]:
-        """Size of each factor, as the operation's dimensions have it."""
+        """Size of each factor, from the dimensions of the operation."""
         pairs = zip((*self.operands, *self.results), (*op.operands, *op.results), strict=True)
         return {f: n for factors, aval in pairs for f, n in zip(factors, aval.shape, strict=True) if f}
 
 
 def shared_by(sizes: Mapping[str, int], counts: Mapping[str, int]) -> float:
-    """How many devices really share the work, when so many split each factor: 8 rows on 32 devices keep 8 of them busy.
+    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy.
 
     Example:
       >>> shared_by({"b": 8, "d": 6}, {"b": 32, "d": 4})
@@ -287,7 +286,7 @@ _RULES: Final[dict[str, RuleFn]] = {}
 
 
 def rule(*names: str) -> Callable[[_Fn], _Fn]:
-    """Registers a function as the rule of the primitives `names`."""
+    """Register a function as the rule of the primitives `names`."""
 
     def register(fn: _Fn) -> _Fn:
         for name in names:
@@ -313,7 +312,7 @@ def gathered(op: Operation) -> Rule:
 
 
 def find_rule(op: Operation) -> Rule:
-    """The rule of an operation; `gathered` where the table has none, which goes through its memory once."""
+    """The rule of an operation. If the table has none: `gathered`, with one pass through memory."""
     fn = _RULES.get(op.name)
     if fn is None:
         return replace(gathered(op), passes=1.0)
@@ -328,7 +327,7 @@ def dims(rank: int, prefix: str = "d") -> tuple[str, ...]:
 def passes(count: int, *groups: Sequence[int], ops: Sequence[ReduceOp] = REDUCE_OPS) -> tuple[Partials, ...]:
     """Partials of an operation of `count` operands that commutes with `ops` in each of the groups of operands.
 
-    What only moves elements about commutes with all three.
+    An operation that only moves elements commutes with all three.
     """
     return tuple((tuple(op if i in g else None for i in range(count)), op) for g in groups for op in ops)
 
@@ -344,7 +343,7 @@ def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
 
 
 def neutral_value(kind: Neutral, dtype: Any) -> Any:
-    """The element of `dtype` that a sum (zero), product (one), max (lowest) or min (highest) does not notice."""
+    """The element of `dtype` that leaves a sum (zero), product (one), max (lowest) or min (highest) unchanged."""
     if kind in ("zero", "one"):
         return np.asarray(kind == "one", dtype)
     low = kind == "lowest"
@@ -362,8 +361,8 @@ def neutral_value(kind: Neutral, dtype: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One legal combination on one axis. `split` names the factor that is split, if one is: whose work is shared.
-    `around` names the one whose pieces go around (`shardc.sbp.ring`)."""
+    """One legal combination on one axis. `split` names the split factor, if there is one: the devices share its work.
+    `around` names the factor whose pieces go around (`shardc.sbp.ring`)."""
 
     operands: tuple[SBP, ...]
     results: tuple[SBP, ...]
@@ -375,7 +374,7 @@ class Signature:
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether the elements are no numbers: PRNG keys."""
+    """Whether the elements are PRNG keys, and no numbers."""
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.extended))
 
 

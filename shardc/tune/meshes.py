@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
-from shardc.machine.topology import Span, Topology, parse_topology
+from shardc.machine.topology import AxisSpan, Topology, parse_topology
 from shardc.sbp.placement import Pin, S
 
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
@@ -136,7 +136,7 @@ def shape_key(mesh: MeshView, roles: Roles) -> Hashable:
     return repr(min(turned(dict(zip(dims, order, strict=True))) for order in permutations(range(len(dims)))))
 
 
-def _span_text(s: Span, dim: int) -> str:
+def _span_text(s: AxisSpan, dim: int) -> str:
     return f"{dim} {s.count} {s.stride} {s.closed} {s.fabric}"
 
 

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import jax
 
-from shardc.api import abstract, function
+from shardc.api import function
+from shardc.calls.leaves import abstract
 from shardc.errors import (
     ArgumentError,
     MeshError,

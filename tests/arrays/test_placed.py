@@ -1,4 +1,4 @@
-"""A PlacedArray is the logical array to every reader: what each gets is compared with what it gets of a plain array."""
+"""A PlacedArray is the logical array to every reader: each reader's result is compared with that for a plain array."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ PLACES = {
 
 
 def poisoned(value, placement, mesh=MESH):
-    """A placed array whose padding is NaN, or of integers a large number."""
+    """A placed array whose padding is NaN, or a large number for integers."""
     placement = Placement(placement)
     padding = np.nan if np.issubdtype(value.dtype, np.floating) else 77
     sizes = dict(mesh.shape)

@@ -1,4 +1,4 @@
-"""Calls back into Python run once, with whole values, whatever the mesh; their results travel as planned."""
+"""Host callbacks run once, with whole values, on any mesh; their results are distributed as planned."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_they_run_as_on_one_device(program):
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: str(dict(m.shape)))
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
 def test_numbers_of_64_bits_keep_them(dtype, mesh):
-    """Also where x64 is on in this thread alone: another one runs the callback, as an argument is not there yet."""
+    """x64 may be on in this thread alone: another thread runs the callback, as an argument is not ready yet."""
     with jax.enable_x64(True):
         x = np.asarray([[2**53 + 1, 5, 1], [7, 2**40 + 3, 0]], np.int64).astype(dtype) * np.asarray(3, dtype)
 
@@ -152,7 +152,7 @@ def test_prints_come_once(capfd):
 
 
 def test_large_values_and_jax_inside():
-    """What a callback computes with JAX does not wait for the devices that wait for it."""
+    """A callback may compute with JAX: that does not wait for devices that wait for the callback."""
     x = np.ones((50000, 4), np.float32)
 
     def heavy(x):
@@ -169,7 +169,7 @@ def test_a_callback_that_names_a_device():
 
 
 def test_numbers_from_a_state_are_the_same_everywhere():
-    """`rng_uniform` draws from a state of each device: the first device's number is everybody's."""
+    """`rng_uniform` draws from a state of each device: all devices get the number of the first."""
     f = shardc.function(lambda: lax.rng_uniform(0.0, 1.0, (4, 2)), mesh=MESHES[0], out_placements={})
     copies = [np.asarray(s.data) for s in f().addressable_shards]
     assert all((c == copies[0]).all() for c in copies) and (copies[0] > 0).all() and (copies[0] < 1).all()
@@ -191,7 +191,7 @@ FAILING = {
 
 @pytest.mark.parametrize("kind", FAILING)
 def test_what_they_raise_comes_out(kind):
-    """And no device waits for the one that failed; the next call finds nothing of it."""
+    """No device waits for the one that failed, and the next call is not affected."""
     says = "Incorrect output shape" if kind == "shape" else "caught"
     for mesh in MESHES[:2]:
         f = shardc.function(FAILING[kind], mesh=mesh, in_placements={"x": {"a": S(0)}})

@@ -1,4 +1,4 @@
-"""Loops of unknown length: one round is counted and the text says so, or as many as are expected."""
+"""Loops of unknown length: a plan counts one round and says so, or the expected number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_expected_rounds_are_counted(name: str) -> None:
 
 
 def test_a_long_loop_gathers_its_weights_once_and_a_short_one_sends_what_they_make() -> None:
-    """Prefill and decode are weighed by how often they run."""
+    """Prefill and decode are weighted by the number of times that they run."""
     short, long = (placed(expecting(n)).plan(X, W) for n in (1, 1000))
     assert any(c.per_iteration for c in short.collectives)
     assert not any(c.per_iteration for c in long.collectives)

@@ -93,7 +93,7 @@ def pallas_matmul(x, w):
 
 @shardc.signature("b d -> b d")
 def pallas_rows(x):
-    """A program for each row: as many as there are in the piece."""
+    """A kernel with one program for each row: it runs as many as the piece has rows."""
     row = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
 
     def kernel(x_ref, out_ref):
@@ -121,7 +121,7 @@ def test_pallas_kernels(ins, kinds):
 
 @shardc.signature("b _ _ -> b _ _, b")
 def ffi_cholesky(x):
-    """LAPACK's, by its foreign function: the lower triangle of each matrix, by columns."""
+    """A foreign function of LAPACK: the lower triangle of each matrix, by columns."""
     by_columns = {"input_layouts": [(0, 2, 1)], "output_layouts": [(0, 2, 1), (0,)]}
     out = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], np.int32))
     return jax.ffi.ffi_call("lapack_spotrf_ffi", out, input_output_aliases={0: 0}, **by_columns)(x, uplo=np.uint8(76))

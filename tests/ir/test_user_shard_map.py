@@ -1,4 +1,4 @@
-"""A user's own shard_map in a function: bound as it is, on pieces where its specs say."""
+"""A user's own shard_map in a function: bound as it is, on the pieces that its specs give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unit(fn, ins, outs, mesh=MESH, **more):
 
 
 def matmul(x, w):
-    """Row-parallel, with its sum."""
+    """A row-parallel product with its sum."""
     f = unit(lambda x, w: lax.psum(x @ w, "b"), (Spec("a", "b"), Spec("b")), Spec("a"))
     return jnp.tanh(f(x * 2, w)) @ w.T
 
@@ -111,13 +111,13 @@ def test_another_mesh():
         shardc.function(lambda x: f(x) + g(x).sum(), mesh=MESH)(np.ones((8, 8), np.float32))
     text = str(error.value)
     assert "shard_map at test_user_shard_map.py:" in text
-    assert "its mesh (a=8) is another than the function's; give it the function's mesh." in text
+    assert "its mesh (a=8) differs from that of the function; give it the function's mesh." in text
     assert "its axis_names leave 'b' to the compiler; leave axis_names out, and name in the specs what is" in text
 
 
 @pytest.mark.parametrize("send", [lax.psum, lax.pmax, lax.all_gather, lax.psum_scatter], ids=lambda f: f.__name__)
 def test_groups_of_indices(send):
-    """They would run, but a plan could not say over which axes they send."""
+    """They would run, but a plan could not tell over which axes they send."""
 
     def body(x):
         return lax.scan(lambda c, _: (c, send(c, "a", axis_index_groups=[[0, 1], [2, 3]])), x, None, length=2)[1].sum()

@@ -1,4 +1,4 @@
-"""Meshes: made, refused, and seen as the planner sees them."""
+"""Meshes: `make_mesh`, its errors, and the planner's view."""
 
 from __future__ import annotations
 
@@ -68,26 +68,26 @@ def test_parse_bytes(text: str | int | float, amount: int) -> None:
     assert parse_bytes(text) == amount
 
 
-WANTS = "A mesh wants a positive number of devices for each axis, got"
+NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: make_mesh(), f"{WANTS} no axis; write shardc.make_mesh(data=4, model=2)."),
+        (lambda: make_mesh(), f"{NEEDS} no axis; write shardc.make_mesh(data=4, model=2)."),
         (
             lambda: make_mesh(a=0, b=True, c=2, d=1.5),
-            f"{WANTS} a=0, b=True, d=1.5; write shardc.make_mesh(data=4, model=2).",
+            f"{NEEDS} a=0, b=True, d=1.5; write shardc.make_mesh(data=4, model=2).",
         ),
         (
             lambda: make_mesh(a=4, b=4),
-            "The mesh a=4 x b=4 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
+            "The mesh a=4 x b=4 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
             "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to "
             'plan without devices name a topology, as in topology="v5p".',
         ),
         (
             lambda: make_mesh(topology="v5p:4x4", a=8, b=4),
-            "The mesh a=8 x b=4 wants 32 devices, topology v5p:4x4 has 16.",
+            "The mesh a=8 x b=4 needs 32 devices, topology v5p:4x4 has 16.",
         ),
         (
             lambda: make_mesh(topology="v5q", a=2),

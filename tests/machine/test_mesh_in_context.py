@@ -1,4 +1,4 @@
-"""A mesh in context (`jax.set_mesh`): the user's function is traced with it, and nothing else looks at it."""
+"""A mesh in context (`jax.set_mesh`): the user's function is traced with it, and nothing else uses it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def given(context: str) -> Mesh:
 
 
 def test_a_call(context):
-    """Each raised `The context mesh ... should match the mesh passed to shard_map`."""
+    """Regression: each raised `The context mesh ... should match the mesh passed to shard_map`."""
 
     def step(w, x):
         return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), x.sum()
@@ -87,7 +87,7 @@ def test_uneven_empty_and_failing(context):
 
 
 def test_what_is_closed_over_and_made_outside(context):
-    """A key, and constants that live on the mesh in context with its types."""
+    """A key, and constants that lie on the mesh in context with its types."""
     key, row = jax.random.key(0), jnp.arange(4.0)
 
     def noisy(x):
@@ -114,7 +114,7 @@ def test_specs_are_read_with_the_mesh_in_context(name):
 
 
 def test_shardings_of_explicit_axes():
-    """A `reshard` is a pin; results can be computed with where the mesh is in context, as those of jax.jit."""
+    """A `reshard` is a pin; under the mesh in context, results can be used in computations as those of jax.jit."""
     with jax.set_mesh(EXPLICIT):
         x = jax.device_put(X, NamedSharding(EXPLICIT, Spec("data")))
         f = shardc.function(lambda x: jnp.tanh(jax.sharding.reshard(x, Spec("data"))), mesh=EXPLICIT, out_placements={})

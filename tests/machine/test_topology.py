@@ -1,4 +1,4 @@
-"""Machines: how the axes of a mesh lie in them, what is no machine, and files that say what one is."""
+"""Machines: layouts of mesh axes, invalid topologies, and topology files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardc.errors import MeshError
 from shardc.machine.mesh import MeshView, make_mesh, meshes_along, places_of, view
 from shardc.machine.topology import (
     TOPOLOGIES,
+    AxisSpan,
     Fabric,
-    Span,
     Topology,
     lay_along,
     merged,
@@ -67,9 +67,13 @@ def test_where_axes_lie(topology: str, axes: dict[str, int], expected: dict[str,
 
 def test_spans_end_to_end_are_one() -> None:
     ring = Fabric("torus", 1.0, 1.0, ring=4)
-    inner, outer, other = Span(ring, 0, 2), Span(ring, 0, 4, stride=2, closed=True), Span(ring, 1, 4, closed=True)
-    assert merged((outer, other, inner)) == (Span(ring, 0, 8, closed=True), other)
-    assert merged((inner, Span(ring, 0, 2, stride=4))) == (inner, Span(ring, 0, 2, stride=4))  # a gap between
+    inner, outer, other = (
+        AxisSpan(ring, 0, 2),
+        AxisSpan(ring, 0, 4, stride=2, closed=True),
+        AxisSpan(ring, 1, 4, closed=True),
+    )
+    assert merged((outer, other, inner)) == (AxisSpan(ring, 0, 8, closed=True), other)
+    assert merged((inner, AxisSpan(ring, 0, 2, stride=4))) == (inner, AxisSpan(ring, 0, 2, stride=4))  # a gap between
 
 
 def test_an_axis_of_one_device_lies_along_nothing() -> None:
@@ -77,7 +81,7 @@ def test_an_axis_of_one_device_lies_along_nothing() -> None:
 
 
 def test_devices_tell_where_they_are() -> None:
-    """In blocks of 2x2, as libtpu numbers the chips of a slice: the axes are whole dimensions all the same."""
+    """libtpu numbers the chips of a slice in blocks of 2x2; the axes are whole dimensions nevertheless."""
     machine = replace(TOPOLOGIES["v5p"], shape=(4, 2, 2))
     blocks = [(x, y) for corner in (0, 2) for y in range(2) for x in (corner, corner + 1)]
     places = [(x, y, z) for z in range(2) for x, y in blocks]
@@ -129,10 +133,10 @@ def test_a_part_of_a_mesh_with_memory_said_keeps_both() -> None:
                      "dimension, as in v5e:4x4x2."),
         ("v5p:4x4x29", "topology='v5p:4x4x29': a pod of v5p has 16x20x28 chips. Several slices over the network are a "
                        "further dimension, as in v5p:4x4x4x2."),
-        ("h100:64", "topology='h100:64': NVLink joins at most 8 h100; write how many it joins and after it how many "
-                    "of those there are, as in h100:8x8."),
-        ("h100:12x2", "topology='h100:12x2': NVLink joins at most 8 h100; write how many it joins and after it how "
-                      "many of those there are, as in h100:6x2."),
+        ("h100:64", "topology='h100:64': NVLink joins at most 8 h100; write the GPUs of a domain, then the number of "
+                    "domains, as in h100:8x8."),
+        ("h100:12x2", "topology='h100:12x2': NVLink joins at most 8 h100; write the GPUs of a domain, then the number "
+                      "of domains, as in h100:6x2."),
         ("v5p:0x4", "topology='v5p:0x4': the shape after the colon is written 4x4x2."),
         ("v5p:4 x4", "topology='v5p:4 x4': the shape after the colon is written 4x4x2."),
     ],
@@ -172,11 +176,11 @@ def test_a_calibration_is_for_devices_that_are_there(tmp_path: Path) -> None:
     assert (seen.topology.kind, seen.topology.hbm) == ("here-measured", 10**9)
     f = shardc.function(lambda x: x.sum(), mesh=mesh, in_placements={"x": {"rows": shardc.S(0)}})
     assert float(f(np.ones(8, np.float32))) == 8.0
-    with pytest.raises(MeshError, match=r"wants 8 devices, topology small\.json has 4"):
+    with pytest.raises(MeshError, match=r"needs 8 devices, topology small\.json has 4"):
         small = tmp_path / "small.json"
         small.write_text(replace(MEASURED, shape=(2, 2)).to_json())
         make_mesh(calibration=str(small), wide=8)
-    with pytest.raises(MeshError, match="give one of them"):
+    with pytest.raises(MeshError, match="give only one of them"):
         make_mesh(calibration=str(file), topology="v5p", a=2)
 
 
@@ -189,21 +193,21 @@ def broken(**changes: Any) -> str:
     [
         ("{", "The topology is not JSON: Expecting property name"),
         (broken(flops=None), "The topology: has no 'flops'"),
-        (broken(flops=-1), "The topology: 'flops' is a positive number, not -1."),
-        (broken(hbm="4GB"), "The topology: 'hbm' is a positive number, not '4GB'."),
-        (broken(launch=True), "The topology: 'launch' is a positive number, not True."),
-        (broken(overlaps=1), 'The topology: "overlaps" is true or false, not 1.'),
-        (broken(cached="no"), "The topology: \"cached\" is true or false, not 'no'."),
-        (broken(together=3), 'The topology: "together" is an object from names to numbers, not 3.'),
-        (broken(flop=1), "The topology: has 'flop', which means nothing. Did you mean \"flops\"?"),
-        (broken(kind="a b"), "The topology: \"kind\" is a name of letters, digits, dots and dashes, not 'a b'."),
-        (broken(shape=[2, "4"]), "The topology: \"shape\" is a list of whole numbers, not [2, '4']."),
-        (broken(fabrics=[]), 'The topology: "fabrics" is a list of at least one.'),
+        (broken(flops=-1), "The topology: 'flops' must be a positive number, not -1."),
+        (broken(hbm="4GB"), "The topology: 'hbm' must be a positive number, not '4GB'."),
+        (broken(launch=True), "The topology: 'launch' must be a positive number, not True."),
+        (broken(overlaps=1), 'The topology: "overlaps" must be true or false, not 1.'),
+        (broken(cached="no"), "The topology: \"cached\" must be true or false, not 'no'."),
+        (broken(together=3), 'The topology: "together" must be an object from names to numbers, not 3.'),
+        (broken(flop=1), "The topology: has the unknown name 'flop'. Did you mean \"flops\"?"),
+        (broken(kind="a b"), "The topology: \"kind\" must be a name of letters, digits, dots and dashes, not 'a b'."),
+        (broken(shape=[2, "4"]), "The topology: \"shape\" must be a list of positive whole numbers, not [2, '4']."),
+        (broken(fabrics=[]), 'The topology: "fabrics" must be a list of at least one fabric.'),
         (broken(fabrics=[{}]), "The topology, fabric 0: has no 'kind'; has no 'bandwidth'; has no 'latency'"),
-        (broken(fabrics=[3]), "The topology, fabric 0: wants an object with kind, bandwidth, latency"),
+        (broken(fabrics=[3]), "The topology, fabric 0: must be an object with kind, bandwidth, latency"),
         (broken(fabrics=[{"kind": "star", "bandwidth": 1, "latency": 0}]),
-         "The topology, fabric 0: \"kind\" is \"torus\" or \"switch\", not 'star'."),
-        (broken(rates=[1]), 'The topology: "rates" is an object from names to numbers, not [1].'),
+         "The topology, fabric 0: \"kind\" must be \"torus\" or \"switch\", not 'star'."),
+        (broken(rates=[1]), 'The topology: "rates" must be an object from names to numbers, not [1].'),
     ],
 )  # fmt: skip
 def test_files_that_say_no_topology(text: str, message: str) -> None:

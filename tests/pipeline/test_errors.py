@@ -149,8 +149,8 @@ def test_a_boundary_of_nothing():
     with pytest.raises(ArgumentError) as caught:
         stage_boundary(())
     assert str(caught.value) == (
-        "stage_boundary: there is no array in (); pass what the next stage reads, and go on with what comes back: "
-        "x = shardc.stage_boundary(x)."
+        "stage_boundary: there is no array in (); pass the values that the next stage reads, and "
+        "continue with the result: x = shardc.stage_boundary(x)."
     )
 
 
@@ -275,7 +275,7 @@ def test_a_gradient_of_the_whole_loop():
 
 def test_a_batch_that_microbatches_do_not_divide():
     assert refused(step_of(cut_at(0), 3), kind=ArgumentError) == (
-        f"accumulate: <lambda> ({line_of(cut_at, 'lambda')}): batches that make no microbatches\n"
+        f"accumulate: <lambda> ({line_of(cut_at, 'lambda')}): batches that cannot be split into microbatches\n"
         "  argument batch/x: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
         "batch.\n"
         "  argument batch/y: dimension 0 has 8 rows, which 3 microbatches do not divide. Take a divisor, or pad the "
@@ -289,7 +289,7 @@ def test_outputs_that_cannot_be_averaged():
         return accumulate(count, microbatches=4)(params, batch)
 
     assert refused(step, kind=ArgumentError) == (
-        f"accumulate: <lambda> ({line_of(step, 'count = ')}): say in `reduce` how to put together\n"
+        f"accumulate: <lambda> ({line_of(step, 'count = ')}): say in `reduce` how to combine\n"
         '  result 1, i32[], is no float, so its mean over microbatches is not of its type; "sum", "stack" or "last".'
     )
 
@@ -340,10 +340,10 @@ NAMES = (
             "1F1.\n"
             '  actor 1 is at 1F1 and waits for message 1 of "activation 0->1", which actor 0 gives in 0F1, 1 step '
             "after 0B0.\n"
-            "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+            "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
             "  actor 0 |  load 0    0F0     [0B0]     0F1      0B1    update 0\n"
             "  actor 1 |  load 1    1F0     [1F1]     1B0      1B1    update 1\n"
-            "No number of registers helps: change the order, so that what is waited for comes first.",
+            "No number of registers helps: change the order, so that the awaited messages come first.",
         ),
         ("1f1bb", f'Unknown schedule "1f1bb"; there are {NAMES}. Did you mean "1f1b"?'),
         ("zbh1", f'Unknown schedule "zbh1"; there are {NAMES}. Did you mean "zb-h1"?'),
@@ -424,7 +424,7 @@ def test_credits_too_few_to_make_progress():
         f"{STEP}: The pipeline deadlocks: actor 0 waits for itself; 2 of 2 actors never end.\n"
         '  actor 0 is at 0F1 and waits for a register of "stash 0": its only one holds message 0; actor 0 takes the '
         "first in 0B0, 1 step after 0F1.\n"
-        "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
         "  actor 0 |           load 0    0F0     [0F1]     0B0      0F2      0B1      0F3      0B2      0B3  update 0\n"
         "  actor 1 |  load 1    1F0      1B0     [1F1]     1B1      1F2      1B2      1F3      1B3  update 1\n"
         'It ends if you give more registers: 2 to "stash 0" (now 1). Or change the order so that they are free earlier.'
@@ -466,7 +466,7 @@ def test_a_mesh_without_the_pipelines_axis(axes, has):
     )
 
 
-TAKEN = "axis 'pipe' is the pipeline's and stands in no placement: a value lives on the stages that use it; write"
+TAKEN = "axis 'pipe' is the pipeline's and cannot be in a placement: a value is on the stages that use it; write"
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)

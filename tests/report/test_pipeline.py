@@ -105,7 +105,7 @@ def test_the_time_of_each_rank_is_split_by_what_it_goes_to(which, request):
         assert time.wait == pytest.approx(timeline.makespan - busy, rel=1e-12)
     assert plan.time.wait == min(t.wait for t in times) and plan.compute_seconds == plan.time.computing
     runs = [(p, n) for s in plan.stages for p, n in plan._runs(s)]
-    for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "hidden"):
+    for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "overlapped"):
         each = sum(n * getattr(p.time, part) for p, n in runs)
         assert sum(getattr(t, part) for t in times) == pytest.approx(each, rel=1e-12)
     launched = sum(n * max(0.0, HOST_SECONDS - p.seconds) for p, n in runs)
@@ -222,7 +222,11 @@ def test_measuring_another_call_is_refused(exe):
 def test_what_is_no_pipeline_says_so(tmp_path):
     f = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=2))
     compiled = f.compile(zeros(4))
-    for look in (compiled.timeline, lambda: compiled.trace(tmp_path / "x.json"), lambda: compiled.measure(zeros(4))):
+    for look in (
+        lambda: compiled.timeline(),
+        lambda: compiled.trace(tmp_path / "x.json"),
+        lambda: compiled.measure(zeros(4)),
+    ):
         with pytest.raises(PipelineError, match=r"is one program, no pipeline.*jax\.profiler\.trace"):
             look()
 

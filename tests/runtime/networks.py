@@ -52,7 +52,7 @@ def random_network(rng, actors=4, steps=9):
 
 
 def where_it_stops(net):
-    """Brute force, from the definition: all interleavings are tried; the set of states in which nothing can move on.
+    """All final states, by brute force over all interleavings, from the definition.
 
     A state is for each actor how many steps it has done.
     """

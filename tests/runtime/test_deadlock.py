@@ -21,10 +21,10 @@ def test_two_orders_that_contradict_each_other():
         "The pipeline deadlocks: actors 0 and 1 wait for each other; 2 of 2 actors never end.\n"
         "  actor 0 is at 0B0 and waits for message '0' of \"grad\", which actor 1 gives in 1B0, 1 step after 1F1.\n"
         "  actor 1 is at 1F1 and waits for message '1' of \"act\", which actor 0 gives in 0F1, 1 step after 0B0.\n"
-        "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
         "  actor 0 |  0F0  [0B0]  0F1   0B1\n"
         "  actor 1 |  1F0  [1F1]  1B0   1B1\n"
-        "No number of registers helps: change the order, so that what is waited for comes first."
+        "No number of registers helps: change the order, so that the awaited messages come first."
     )
 
 
@@ -44,7 +44,7 @@ def test_too_few_credits():
         "The pipeline deadlocks: actor 0 waits for itself; 1 of 2 actors never end.\n"
         "  actor 0 is at F2 and waits for a register of \"s\": its 2 hold messages '0', '1'; "
         "actor 0 takes the first in B0, 1 step after F2.\n"
-        "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
         "  actor 0 |  F0    F1   [F2]   B0    B1    B2\n"
         "  actor 1 |       idle  (end)\n"
         'It ends if you give more registers: 3 to "s" (now 2), 2 to "t" (now 1). '
@@ -53,7 +53,7 @@ def test_too_few_credits():
 
 
 def test_registers_and_order_both_wrong():
-    """The register is what stops it, but more of them would only uncover the order."""
+    """A register stops it, but with more registers the order would stop it."""
     net = build(
         [[("x", "", "c.0"), ("y", "", "c.1"), ("z", "d.0", "e.0")], [("u", "e.0", ""), ("v", "c.0 c.1", "d.0")]],
         {"c": (0, 1, 1), "d": (1, 0), "e": (0, 1)},
@@ -61,7 +61,7 @@ def test_registers_and_order_both_wrong():
     text = str(find_deadlock(net))
     assert "actor 0 is at y and waits for a register of \"c\": its only one holds message '0'; actor 1 takes" in text
     assert text.endswith(
-        "More registers do not help, the order itself contradicts the data. Without any bound:\n"
+        "More registers do not help: the order itself contradicts the data. Without any bound:\n"
         "  actor 0 is at z and waits for message '0' of \"d\", which actor 1 gives in v, 1 step after u.\n"
         "  actor 1 is at u and waits for message '0' of \"e\", which actor 0 gives in z, where it is stuck."
     )
@@ -89,14 +89,14 @@ def test_no_network():
     with pytest.raises(PipelineError) as error:
         find_deadlock(net)
     assert str(error.value) == (
-        "This is no network: each message is to be given once and taken once.\n"
+        "Invalid network: each message must be given once and taken once.\n"
         "  actor 0, y, takes message '1' of \"c\", which no step gives.\n"
         "  actor 0, x, gives message '0' of \"c\", which no step takes."
     )
 
 
 def check_against_brute_force(seed, **size):
-    """The verdict is that of all interleavings, and the cycle is one. Gives whether it deadlocks."""
+    """Check the verdict against all interleavings, and the cycle. Returns whether it deadlocks."""
     net = random_network(random.Random(seed), **size)
     deadlock = find_deadlock(net)
     positions = tuple(map(len, net.actors)) if deadlock is None else deadlock.positions

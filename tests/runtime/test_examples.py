@@ -1,4 +1,4 @@
-"""The examples in docstrings say what happens."""
+"""The examples in docstrings are correct."""
 
 import doctest
 

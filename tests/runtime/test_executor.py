@@ -11,7 +11,7 @@ import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
 from shardc.runtime.actor import Network, Step
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, LaunchLimit, ProcessShare, Task, Threads
 from tests.runtime.networks import build
 from tests.runtime.watchdog import actor_threads, within
 
@@ -48,7 +48,7 @@ def steps(net):
 
 
 def tasks_for(net, run):
-    """`run(label, values)` for each step; if it returns None, the step gives its label with each key."""
+    """Tasks that call `run(label, values)`; if it returns None, the step gives its label with each key."""
 
     def task(step):
         def go(values):
@@ -145,7 +145,7 @@ def test_spans_only_if_asked():
 
 
 def test_host_work_of_all_actors_overlaps():
-    """K actors with h of host work each for a chain of one microbatch: not K h but at most 1.5 h."""
+    """K actors with host work h each, for a chain of one microbatch, take at most 1.5 h, not K h."""
     actors, h = 4, 0.04
     net = chain(actors, 1)
 
@@ -184,7 +184,7 @@ def test_a_step_is_prepared_with_its_label_while_inputs_are_missing():
 
 
 class Value:
-    """Something that weak references can follow."""
+    """A value that weak references can follow."""
 
 
 def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
@@ -200,7 +200,7 @@ def test_a_register_is_dropped_as_soon_as_its_taker_has_run():
         return given
 
     waits = []  # the window, too, holds no values
-    with Executor(net, tasks_for(net, run), wait=waits.append, window=10) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(10, waits.append)) as executor:
         within(5, executor.run)
         assert alive["z"] == {"v0"}  # x's and y's values are gone, v's is z's input
         assert {n for n, ref in refs.items() if ref() is not None} == set()
@@ -225,7 +225,7 @@ def test_what_was_taken_is_gone_before_what_is_given_is_moved():
 
 
 class Device:
-    """A fake device: what is launched on it finishes `seconds` later, one after the other."""
+    """A fake device: launched work takes `seconds`, one item after the other."""
 
     def __init__(self, seconds):
         self.seconds, self.free, self.most, self.pending = seconds, time.perf_counter(), 0, []
@@ -245,7 +245,7 @@ def wait_for(values):
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_no_more_steps_in_flight_than_the_window(tokens):
-    """Without tokens as long as the values live, which their taker sees to here; with tokens across runs as well."""
+    """Without tokens only while the values live, which their taker ensures here; with tokens across runs too."""
     net = build([[(f"x{j}", "", f"c.{j}") for j in range(8)], [("y", " ".join(f"c.{j}" for j in range(8)), "")]],
                 {"c": (0, 1)})  # fmt: skip
     for window in (1, 3):
@@ -256,7 +256,7 @@ def test_no_more_steps_in_flight_than_the_window(tokens):
                 return []
             return [None, device.launch()] if tokens else [device.launch()]
 
-        with Executor(net, tasks_for(net, run), wait=wait_for, window=window) as executor:
+        with Executor(net, tasks_for(net, run), limit=LaunchLimit(window, wait_for)) as executor:
             within(5, executor.run)
             if tokens:
                 within(5, executor.run)
@@ -268,7 +268,7 @@ def test_values_in_lists_are_waited_for():
     first, second = np.zeros(2), np.ones(2)
     waited = []
     run = lambda label, values: [[first, (second, 3, None)]] if label == "x" else []  # noqa: E731
-    with Executor(net, tasks_for(net, run), wait=waited.append, window=1) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(1, waited.append)) as executor:
         within(5, executor.run)
     assert len(waited) == 1 and waited[0][0] is first and waited[0][1] is second and len(waited[0]) == 2
 
@@ -281,7 +281,7 @@ def test_actors_are_dealt_out_to_threads(threads):
     net = chain(3, 4, registers=1)
     where = {}
     run = lambda label, values: where.setdefault(label[0], set()).add(threading.current_thread().name)  # noqa: E731
-    with Executor(net, tasks_for(net, run), threads=threads) as executor:
+    with Executor(net, tasks_for(net, run), threads=Threads(threads)) as executor:
         assert len(actor_threads()) == min(threads or 3, 3)
         for _ in range(3):
             within(5, executor.run)
@@ -290,7 +290,7 @@ def test_actors_are_dealt_out_to_threads(threads):
 
 
 def test_what_one_actor_waits_for_holds_no_other_of_its_thread():
-    """`done` waits for what its actor has launched; meanwhile the other one launches all that it has."""
+    """`done` waits for the launched steps of its actor; meanwhile the other actor launches all its steps."""
     net = build([[("x", "", ""), ("done", "", "")], [(f"y{j}", "", "") for j in range(4)]], {})
     device, log = Device(0.05), []
 
@@ -301,7 +301,7 @@ def test_what_one_actor_waits_for_holds_no_other_of_its_thread():
 
         return Task(run, settled=label == "done")
 
-    with Executor(net, task, wait=wait_for, window=9, threads=1) as executor:
+    with Executor(net, task, limit=LaunchLimit(9, wait_for), threads=Threads(1)) as executor:
         within(5, executor.run)
     assert log == ["x", "y0", "y1", "y2", "y3", "done"]
 
@@ -313,7 +313,9 @@ def test_the_step_that_was_launched_first_is_waited_for_first():
     def task(label):
         return Task(lambda _: [label])
 
-    with Executor(net, task, wait=lambda tokens: waited.extend(tokens), window=2, threads=1) as executor:
+    with Executor(
+        net, task, limit=LaunchLimit(2, lambda tokens: waited.extend(tokens)), threads=Threads(1)
+    ) as executor:
         within(5, executor.run)
     assert waited == ["x0", "y0", "x1", "y1"]
 
@@ -330,11 +332,11 @@ def test_what_is_there_is_not_waited_for():
         return Task(run)
 
     with Executor(
-        net, task, wait=lambda _: None, finished=lambda label: label != "x3", window=1, threads=1
+        net, task, limit=LaunchLimit(1, lambda _: None, lambda label: label != "x3"), threads=Threads(1)
     ) as executor:
         within(5, executor.run)
     assert log == ["x0", "y", "x1", "x2", "x3", "x4", "x5"]
-    with Executor(net, task, wait=lambda _: None, window=1, threads=1) as executor:
+    with Executor(net, task, limit=LaunchLimit(1, lambda _: None), threads=Threads(1)) as executor:
         within(5, executor.run)
 
 
@@ -347,7 +349,7 @@ def test_a_failure_stops_the_other_actors_of_its_thread():
         if label == "bad" and failing[0]:
             raise ValueError("no")
 
-    with Executor(net, tasks_for(net, run), threads=1) as executor:
+    with Executor(net, tasks_for(net, run), threads=Threads(1)) as executor:
         with pytest.raises(PipelineTaskError, match="actor 0 failed in bad"):
             within(5, executor.run)
         assert ran == ["bad"]
@@ -397,7 +399,7 @@ def test_all_ways_to_fail():
         "transport": (sound, {"transports": lambda c: fails}, "actor 0 failed in x (model.py:1): SystemExit: 3"),
         "wait": (
             {**sound, "x": Task(lambda _: ["value", "token"], source="first.py:7")},
-            {"wait": fails, "window": 1},
+            {"limit": LaunchLimit(1, fails)},
             "actor 0 failed in x (first.py:7): SystemExit: 3",  # which is found out when y is to be launched
         ),
         "count": (
@@ -431,7 +433,7 @@ def test_of_several_failures_the_first_is_raised():
 
 
 def test_a_failed_run_leaves_nothing_behind():
-    """Messages that an actor has and that are in its mailbox, tokens: all gone, while the error is still held."""
+    """Received messages, messages in the mailbox and tokens are freed while the error is still held."""
     net = build(
         [
             [("x", "", "c.0 s.0"), ("x2", "", "c.1"), ("w", "s.0 e.0", "")],
@@ -459,7 +461,7 @@ def test_a_failed_run_leaves_nothing_behind():
         refs.update({(label, i): weakref.ref(v) for i, v in enumerate(given)})
         return given
 
-    with Executor(net, tasks_for(net, run), wait=lambda _: None, window=5) as executor:
+    with Executor(net, tasks_for(net, run), limit=LaunchLimit(5, lambda _: None)) as executor:
         with pytest.raises(PipelineTaskError) as caught:
             within(5, executor.run)
         assert {label for label, _ in refs} == {"x", "x2", "u", "y"}
@@ -476,7 +478,7 @@ def test_a_task_cannot_run_its_own_executor():
     executors = []
     with Executor(net, tasks_for(net, lambda *_: executors[0].run())) as executor:
         executors.append(executor)
-        with pytest.raises(PipelineTaskError, match="it is running already") as caught:
+        with pytest.raises(PipelineTaskError, match="it is already running") as caught:
             within(5, executor.run)
         assert isinstance(caught.value.__cause__, PipelineError)
 
@@ -548,7 +550,7 @@ def test_closing_stops_a_run_in_another_thread():
 
 
 def test_closing_at_any_moment_ends_a_run():
-    """Also between the look whether it is open and the orders to the threads."""
+    """Also between the check that it is open and the orders to the threads."""
     net = chain(2, 3, registers=1)
     outcomes = set()
     for i in range(200):
@@ -594,17 +596,15 @@ def test_refusals():
     with pytest.raises(PipelineError, match="The pipeline deadlocks: actor 0 waits for itself"):
         Executor(build([[("x", "c.0", ""), ("y", "", "c.0")]], {"c": (0, 0)}), lambda _: task)
     with pytest.raises(PipelineError) as error:
-        Executor(net, lambda _: task, mine=[1])
+        Executor(net, lambda _: task, share=ProcessShare([1]))
     assert str(error.value) == (
-        "Executor: give a port for each actor that runs elsewhere:\n"
-        '  channel "c" joins actor 1, which is here, and actor 0, which is elsewhere and has no port.'
+        "Executor: ProcessShare.ports needs a port for each actor of another process:\n"
+        '  channel "c" joins actor 1, which runs here, and actor 0, which runs elsewhere without a port.'
     )
     with pytest.raises(PipelineError, match=r"mine has \[2\]; the network has actors 0 to 1"):
-        Executor(net, lambda _: task, mine=[0, 2])
-    with pytest.raises(PipelineError, match="window=3 and wait=None: give both"):
-        Executor(net, lambda _: task, window=3)
-    with pytest.raises(PipelineError, match="window=0"):
-        Executor(net, lambda _: task, window=0, wait=print)
+        Executor(net, lambda _: task, share=ProcessShare([0, 2]))
+    with pytest.raises(PipelineError, match="LaunchLimit: steps=0; an actor needs at least 1"):
+        LaunchLimit(0, print)
 
 
 def test_a_function_that_gives_tasks_fails_as_it_fails():
@@ -631,7 +631,7 @@ def test_overhead_of_an_action_is_under_100_microseconds():
 
 
 def test_jitter_changes_no_value():
-    """The order of actions is fixed, so whoever is slow, the numbers are the same."""
+    """The order of actions is fixed, so the numbers do not depend on which actor is slow."""
     net = chain(3, 5)
     results = []
     for seed in range(3):

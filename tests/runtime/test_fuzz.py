@@ -1,4 +1,4 @@
-"""Random networks: the machine without time, brute force and the threads stop at the same steps, and never hang."""
+"""Random networks: run without time, by brute force and in threads, they stop at the same steps and never hang."""
 
 import random
 import threading
@@ -10,13 +10,13 @@ import pytest
 from shardc.errors import PipelineError
 from shardc.runtime import executor as executor_module
 from shardc.runtime.deadlock import find_deadlock
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, Task, Threads
 from tests.runtime.networks import random_network, where_it_stops
 from tests.runtime.watchdog import actor_threads, within
 
 
 def expected(net):
-    """What each step computes, one step after the other: the sum of what it takes plus its position."""
+    """The result of each step, computed in sequence: the sum of the taken values plus the position of the step."""
     values, done = {}, {}
     rows = [list(enumerate(steps)) for steps in net.actors]
     while any(rows):
@@ -28,7 +28,7 @@ def expected(net):
 
 
 def executor_of(net, log, delays):
-    """Appends to `log` what ran and what it computed."""
+    """An executor that appends each step and its result to `log`."""
     tasks = {}
     for steps in net.actors:
         for i, step in enumerate(steps):
@@ -40,11 +40,11 @@ def executor_of(net, log, delays):
                 return [result * (k + 1) for k in range(len(step.gives))]
 
             tasks[step.label] = Task(run)
-    return Executor(net, tasks, threads=delays.choice((None, 1, 2)))
+    return Executor(net, tasks, threads=Threads(delays.choice((None, 1, 2))))
 
 
 def check_threads(seed, monkeypatch):
-    """The threads end, or stop where brute force says. Gives whether they deadlock."""
+    """Check that the threads end, or stop where brute force does. Returns whether they deadlock."""
     rng = random.Random(seed)
     net = random_network(rng, actors=5, steps=12)
     deadlock = find_deadlock(net)

@@ -1,4 +1,4 @@
-"""Several processes: each runs its own actors, and all that passes between them is bytes."""
+"""Several processes: each runs its own actors, and only bytes pass between them."""
 
 import pickle
 import threading
@@ -10,14 +10,14 @@ import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor
-from shardc.runtime.executor import Executor, Task
+from shardc.runtime.executor import Executor, ProcessShare, Task
 from shardc.runtime.mailbox import Mailbox
 from tests.runtime.networks import build
 from tests.runtime.watchdog import within
 
 
 class Wire:
-    """A port that writes what is posted as bytes; a thread at the other end reads them."""
+    """A port that writes posts as bytes; a thread at the other end reads them."""
 
     def __init__(self):
         self._bytes = SimpleQueue()
@@ -58,14 +58,14 @@ def two_executors(run):
     """One executor for each actor; `run(label, values)` does all steps."""
     wires = {0: Wire(), 1: Wire()}
     tasks = lambda label: Task(lambda values: run(label, values))  # noqa: E731
-    here = [Executor(NET, tasks, mine=[a], ports={1 - a: wires[1 - a]}) for a in (0, 1)]
+    here = [Executor(NET, tasks, share=ProcessShare([a], {1 - a: wires[1 - a]})) for a in (0, 1)]
     for a, executor in enumerate(here):
         wires[a].serve(executor.mailboxes[a])
     return here, wires
 
 
 def both(executors, runs=1):
-    """What each of them raises, or None."""
+    """The error of each executor, or None."""
     raised = [None, None]
 
     def go(a):
@@ -114,7 +114,9 @@ def test_a_failure_stops_the_others_and_they_run_again():
 
     executors, wires = two_executors(run)
     raised = both(executors)
-    assert str(raised[0]) == "Executor.run: an actor of another process stopped the run; the error stands there."
+    assert (
+        str(raised[0]) == "Executor.run: an actor of another process stopped the run; that process reports the error."
+    )
     assert isinstance(raised[1], PipelineTaskError) and raised[1].label == "y3"
     failing[0] = False
     assert both(executors, runs=3) == [None, None]

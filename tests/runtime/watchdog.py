@@ -1,10 +1,10 @@
-"""No test of threads may hang: what blocks is run in a thread of its own and given so many seconds."""
+"""A time limit for tests of threads: a call that may block runs in a thread of its own."""
 
 import threading
 
 
 def within(seconds, fn, *args):
-    """`fn(*args)`, or what it raises; fails if it is not back in time."""
+    """The result of `fn(*args)`, or its error; fails if it does not return in time."""
     outcome = []
 
     def call():

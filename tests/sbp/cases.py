@@ -23,7 +23,7 @@ CASES: Final[dict[str, tuple[Callable[..., Any], tuple[Any, ...], str | None]]] 
 
 
 def case(name: str, fn: Callable[..., Any], *args: Any, primitive: str | None = None) -> None:
-    """Adds a case; its arguments are made with x64 on, as NumPy arrays."""
+    """Add a case; its arguments are made with x64 on, as NumPy arrays."""
     assert name not in CASES, name
     CASES[name] = (fn, args, primitive)
 
@@ -485,7 +485,7 @@ case("scatter_apply", lambda x, i: lax.scatter_apply(x, i, lambda v: v * 2, INTO
 
 # --- random numbers ---
 def keyed(fn: Callable[..., Any], name: str = "threefry2x32", shape: tuple[int, ...] = (3,)) -> tuple[Any, Any]:
-    """The function of the words of keys instead of the keys, and such words."""
+    """The function on the words of keys in place of the keys, and such words."""
     words = ints(*shape, 2 if name == "threefry2x32" else 4, low=0, dtype=np.uint32)
     return lambda words, *rest: fn(jax.random.wrap_key_data(words, impl=name), *rest), words
 

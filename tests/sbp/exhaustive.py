@@ -31,13 +31,13 @@ def states(rank: int, axes: Sequence[str], ops: Sequence[str]) -> list[State]:
 
 
 def state_of(p: Placement, rank: int) -> State:
-    """The state that a placement says."""
+    """The state of a placement."""
     splits = tuple(tuple(a for a in p if p[a] == S(d)) for d in range(rank))
     return splits, frozenset((a, str(p.partial_op)) for a in p.partial_axes)
 
 
 class Exhaustive:
-    """`bytes[i, j]`: the fewest from the i-th of `states` to the j-th."""
+    """`bytes[i, j]`: the fewest bytes from the i-th of `states` to the j-th."""
 
     def __init__(self, shape: Sequence[int], itemsize: int, sizes: Mapping[str, int], ops: Sequence[str]) -> None:
         self.shape, self.itemsize, self.sizes, self.ops = tuple(shape), itemsize, sizes, ops
@@ -69,7 +69,7 @@ class Exhaustive:
         return self.itemsize * math.prod(self.blocks(n, a)[-1] for n, a in zip(self.shape, splits, strict=True))
 
     def owners(self, dim: int, axes: Axes) -> list[tuple[int, ...]]:
-        """What the pieces of a dimension hold, in any order."""
+        """The contents of the pieces of a dimension, in any order."""
         pieces: list[list[int]] = [list(range(self.shape[dim]))]
         for block, a in zip(self.blocks(self.shape[dim], axes)[1:], axes, strict=False):
             pieces = [p[i * block : (i + 1) * block] for p in pieces for i in range(self.sizes[a])]

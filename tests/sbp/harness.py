@@ -118,7 +118,7 @@ def prove(eqn: Equation, combo: Combo, rng: np.random.Generator, *, traced: bool
 
 
 class Lockstep:
-    """Devices that send each other something: a thread for each, which wait for one another."""
+    """Devices that exchange arrays: one thread for each, which wait for each other."""
 
     def __init__(self, sizes: AxisSizes) -> None:
         self.sizes, self.sent = sizes, list[tuple[str, tuple[str, ...], tuple[int, ...], Any]]()
@@ -149,7 +149,7 @@ class _Wire:
         self.lockstep, self.at = lockstep, at
 
     def exchange(self, kind: str, x: Any, axes: tuple[str, ...]) -> list[np.ndarray]:
-        """What all devices along `axes` put in, in their order."""
+        """The arrays of all devices along `axes`, in their order."""
         lockstep, me = self.lockstep, tuple(self.at.values())
         lockstep.slots[me] = np.asarray(x)
         lockstep.barrier.wait(60)
@@ -184,7 +184,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def on_device(x: Any) -> Any:
-    """Records as the random keys that they are of; else what it is given."""
+    """The random keys of records; any other array as it is."""
     if not isinstance(x, np.ndarray) or x.dtype.names is None:
         return x
     (name,) = x.dtype.names
@@ -205,7 +205,7 @@ class Split:
         self.parts = partial_parts(x, placement.partial_op, count, rng) if placement.partial_op else [x]
 
     def piece(self, coords: Mapping[str, int]) -> np.ndarray:
-        """What the device at `coords` holds."""
+        """The piece of the device at `coords`."""
         part = 0
         for a in self.placement.partial_axes:
             part = part * self.sizes[a] + coords[a]
@@ -219,7 +219,7 @@ class Split:
 def valid_slices(
     shape: Sequence[int], placement: Placement, sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where the valid elements are in the piece of a device, and where they are in the whole."""
+    """The positions of the valid elements of a device in its piece, and in the whole."""
     extents = [local_extent(d, placement.axes_of(i), sizes, coords) for i, d in enumerate(shape)]
     return tuple(slice(0, v) for _, v in extents), tuple(slice(o, o + v) for o, v in extents)
 
@@ -227,7 +227,7 @@ def valid_slices(
 def join(
     pieces: Mapping[tuple[int, ...], np.ndarray], shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]
 ) -> Iterator[np.ndarray]:
-    """The logical value, once for each copy that the broadcast axes hold."""
+    """The logical values of all copies that the broadcast axes hold."""
     wholes: dict[tuple[int, ...], dict[tuple[int, ...], np.ndarray]] = {}
     for device, piece in pieces.items():
         coords = dict(zip(sizes, device, strict=True))
@@ -246,7 +246,7 @@ def join(
 
 
 def junk(shape: Sequence[int], dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Anything that padding may hold."""
+    """Arbitrary contents of padding."""
     dtype = np.dtype(dtype)
     if dtype.names:
         return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
@@ -279,7 +279,7 @@ def _random_like(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _beyond(x: np.ndarray, op: str, neutral: Any, rng: np.random.Generator) -> np.ndarray:
-    """Values that `op` drops beside x: neutral, equal, or (for floats) somewhat beyond it."""
+    """Values that do not change x under `op`: neutral, equal, or (for floats) somewhat beyond it."""
     if jnp.issubdtype(x.dtype, np.floating):
         step = np.abs(rng.normal(size=x.shape)).astype(x.dtype) * 3
         near = x - step if op == "max" else x + step
@@ -296,7 +296,7 @@ def tolerance(*dtypes: Any) -> float:
 
 
 def assert_same(got: np.ndarray, want: np.ndarray, slack: float) -> None:
-    """Exactly for integers and booleans, up to `slack` of the largest element for floats."""
+    """Assert equality: exact for integers and booleans, up to `slack` of the largest element for floats."""
     if want.dtype.names or not jnp.issubdtype(want.dtype, np.inexact):
         np.testing.assert_array_equal(got, want)
         return
@@ -308,5 +308,5 @@ def assert_same(got: np.ndarray, want: np.ndarray, slack: float) -> None:
 
 
 def uses(signature: Signature) -> bool:
-    """Whether the signature does anything: splits or holds parts."""
+    """Whether the signature splits anything or has partial values."""
     return any(isinstance(s, S | P) for s in (*signature.operands, *signature.results))

@@ -1,4 +1,4 @@
-"""What each boxing step does, by definition: on a list of numpy pieces, one for each device.
+"""Boxing steps by their definition, on a list of NumPy pieces, one for each device.
 
 Nothing here is shared with `shardc.passes.lower.lower_boxing`: a device knows which global indices it holds of each
 dimension, and elements find their place by global index. Padding is NaN, so that whatever reads it shows.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardc.sbp.boxing import Step
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.placement import Placement, S
 
 Device = tuple[int, ...]
@@ -36,7 +36,7 @@ def cut(block: list[int | None], n: int, i: int) -> list[int | None]:
 
 
 def ids(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int], device: Device) -> Ids:
-    """Which elements of a value of `shape` the device holds."""
+    """The elements of a value of `shape` that a device holds."""
     at = dict(zip(sizes, device, strict=True))
     found: Ids = []
     for dim, size in enumerate(shape):
@@ -89,7 +89,7 @@ def place(x: np.ndarray, placement: Placement, sizes: Mapping[str, int], rng: np
 
 
 def group(device: Device, axes: Sequence[str], sizes: Mapping[str, int]) -> list[Device]:
-    """The devices that differ from this one along `axes` only, in the order in which `axes` count them."""
+    """The devices that differ from this one only along `axes`, in the order of `axes`."""
     spots = [list(sizes).index(a) for a in axes]
     members: list[Device] = []
     for coords in itertools.product(*(range(sizes[a]) for a in axes)):
@@ -101,7 +101,7 @@ def group(device: Device, axes: Sequence[str], sizes: Mapping[str, int]) -> list
 
 
 def read(pieces: Pieces, placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> list[np.ndarray]:
-    """The logical value as each group of devices that together hold one copy of it sees it."""
+    """The logical value of each group of devices that together hold one copy."""
     split = [a for a in sizes if isinstance(placement[a], S)]
     held: list[np.ndarray] = []
     for device in {tuple(group(d, (*split, *placement.partial_axes), sizes)): d for d in devices(sizes)}.values():
@@ -115,13 +115,13 @@ def read(pieces: Pieces, placement: Placement, shape: Sequence[int], sizes: Mapp
     return held
 
 
-def simulate(step: Step, pieces: Pieces, shape: Sequence[int], sizes: Mapping[str, int]) -> Pieces:
+def simulate(step: BoxingStep, pieces: Pieces, shape: Sequence[int], sizes: Mapping[str, int]) -> Pieces:
     """The pieces after one step."""
     have = {d: ids(shape, step.src, sizes, d) for d in pieces}
     want = {d: ids(shape, step.dst, sizes, d) for d in pieces}
 
     def received(device: Device, sources: Sequence[Device]) -> np.ndarray:
-        """What the device wants, out of the pieces of `sources`, which have to hold all of it."""
+        """The wanted elements of a device, from the pieces of `sources`, which must hold all of them."""
         piece = blank(want[device])
         for source in sources:
             copy(pieces[source], have[source], piece, want[device])

@@ -1,4 +1,4 @@
-"""Boxing: exact in a numpy simulation, and no more bytes on equally fast axes than an exhaustive search finds."""
+"""Boxing: exact in a NumPy simulation; on equally fast axes no more bytes than an exhaustive search finds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def view_of(axes: dict[str, int], topology: str = "cpu") -> MeshView:
 
 
 def at_once(mesh: MeshView) -> MeshView:
-    """The same machine without latencies and with a memory that takes no time: there, least time is fewest bytes."""
+    """A machine without latencies and with infinitely fast memory: there, least time is fewest bytes."""
     machine = mesh.topology
     fabrics = tuple(replace(f, latency=0.0) for f in machine.fabrics)
     return replace(mesh, topology=replace(machine, launch=0.0, memory_bandwidth=1e30, fabrics=fabrics))
@@ -39,7 +39,7 @@ def placements(rank: int, axes: dict[str, int], ops: tuple[ReduceOp, ...] = ("su
 
 
 def check(shape: tuple[int, ...], axes: dict[str, int], ops: tuple[ReduceOp, ...], limit: int | None = None) -> None:
-    """Every boxing (or `limit` of them) is a path, moves the right values and the fewest bytes."""
+    """Check that every boxing (or `limit` of them) is a path, moves the right values and the fewest bytes."""
     rng = np.random.default_rng(zlib.crc32(repr((shape, axes, ops)).encode()))
     mesh, fewest = at_once(view_of(axes)), Exhaustive(shape, ITEMSIZE, axes, ops)
     found = placements(len(shape), axes, ops)
@@ -194,7 +194,7 @@ ALL_SPLIT = "{a: S(0), b: S(0), c: S(0)}"
 def test_what_xla_does_not_do_with_all_devices_at_once_takes_two_steps(
     kind: str, src: str, dst: str, rows: int
 ) -> None:
-    """XLA:TPU would make an all-reduce of it, which no plan lists."""
+    """XLA:TPU would turn it into an all-reduce, which no plan lists."""
     axes = {"a": 4, "b": 4, "c": 4}
     for topology, alone in (("v5p:4x4x4", False), ("h100:8x8", True)):
         ends = Placement.parse(src), Placement.parse(dst)
@@ -225,7 +225,7 @@ def test_number_of_placements() -> None:
 def test_seconds_add_up_over_the_steps() -> None:
     mesh, src, dst = view_of({"a": 4, "b": 2}), Placement.parse("{a: P(sum)}"), Placement.parse("{b: S(0)}")
     boxing = find_boxing((64, 32), ITEMSIZE, src, dst, mesh)
-    each = [step_price(s.kind, (64, 32), ITEMSIZE, s.src, s.dst, mesh, s.axes) for s in boxing.steps]
+    each = [step_price(s, (64, 32), ITEMSIZE, mesh) for s in boxing.steps]
     assert boxing.prices == tuple(each)
     assert boxing.seconds == pytest.approx(sum(p.seconds for p in each), rel=1e-12)
     assert len(boxing.steps) > 1

@@ -1,4 +1,4 @@
-"""The cost model: closed forms on rings, lines and switches; the cheapest path where axes are not equally fast."""
+"""The cost model: closed forms on rings, lines and switches; the cheapest path if axes differ in speed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
     LIGHT,
+    BoxingStep,
     group_of,
     heavy_seconds,
     light_seconds,
@@ -34,7 +35,7 @@ def seen(topology: str, **axes: int) -> MeshView:
 
 
 def seconds(kind: str, piece: int, mesh: MeshView, *axes: str) -> float:
-    """On the links, without latency."""
+    """Seconds on the links, without latency."""
     return send_price(kind, piece, mesh, axes).wire / FEMTO  # type: ignore[arg-type]
 
 
@@ -153,11 +154,11 @@ def test_a_collective_is_no_faster_than_the_memory() -> None:
 
 def test_a_local_step_counts_little_and_a_keep_of_a_maximum_nothing() -> None:
     mesh, whole, split = seen("v5p", a=4), Placement(), Placement.parse("{a: S(0)}")
-    cut = step_price("slice", (64, 64), 4, whole, split, mesh, ("a",))
+    cut = step_price(BoxingStep("slice", ("a",), whole, split), (64, 64), 4, mesh)
     assert (cut.bytes, cut.wire) == (0, 0)
     assert cut.seconds == pytest.approx(LIGHT * 2 * 64 * 64 / 2.8e12, rel=0.05)
-    assert step_price("keep", (64, 64), 4, whole, Placement.parse("{a: P(max)}"), mesh, ("a",)).seconds == 0
-    assert step_price("keep", (64, 64), 4, whole, Placement.parse("{a: P(sum)}"), mesh, ("a",)).seconds > 0
+    assert step_price(BoxingStep("keep", ("a",), whole, Placement.parse("{a: P(max)}")), (64, 64), 4, mesh).seconds == 0
+    assert step_price(BoxingStep("keep", ("a",), whole, Placement.parse("{a: P(sum)}")), (64, 64), 4, mesh).seconds > 0
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def test_the_slow_axis_is_sent_less() -> None:
     at_once = find_boxing((4096, 4096), 4, src, dst, mesh)
     assert [s.kind for s in at_once.steps] == ["all_reduce"]
     one_by_one = sum(
-        step_price("all_reduce", (4096, 4096), 4, a, b, mesh, (axis,)).seconds
+        step_price(BoxingStep("all_reduce", (axis,), a, b), (4096, 4096), 4, mesh).seconds
         for axis, a, b in (("data", src, Placement.parse("{model: P(sum)}")),
                            ("model", Placement.parse("{model: P(sum)}"), dst))
     )  # fmt: skip
@@ -185,9 +186,7 @@ def test_a_path_that_sends_more_bytes_on_fast_links_wins() -> None:
     fast, equal = seen("h100:2x64", data=64, model=2), seen("cpu", data=64, model=2)
     paths = [find_boxing(shape, 4, src, dst, mesh) for mesh in (fast, equal)]
     assert paths[0].bytes >= paths[1].bytes
-    assert paths[0].seconds <= sum(
-        step_price(s.kind, shape, 4, s.src, s.dst, fast, s.axes).seconds for s in paths[1].steps
-    )
+    assert paths[0].seconds <= sum(step_price(s, shape, 4, fast).seconds for s in paths[1].steps)
 
 
 FABRICS = st.builds(

@@ -1,4 +1,4 @@
-"""Placements: what they say, print, refuse, and which elements each device holds."""
+"""Placements: their algebra, text and errors, and the elements that each device holds."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_as_sbp() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: S("x"), "S('x'): a split wants the number of a dimension, as in S(0)."),
-        (lambda: S(True), "S(True): a split wants the number of a dimension, as in S(0)."),
+        (lambda: S("x"), "S('x'): a split needs the number of a dimension, as in S(0)."),
+        (lambda: S(True), "S(True): a split needs the number of a dimension, as in S(0)."),
         (
             lambda: P("data"),
             "P('data'): a partial value is reduced by sum, max or min. Did you mean "
@@ -101,17 +101,17 @@ def test_as_sbp() -> None:
         ),
         (
             lambda: Placement({"a": S(1), "b": S(-1)}).resolve(2),
-            "{b: S(-1), a: S(1)} calls dimension 1 of 2 also -1, so the order in which its axes cut it is not said; "
-            "write one number for it.",
+            "{b: S(-1), a: S(1)} names dimension 1 of 2 also as -1, so the order of its axes is not defined; "
+            "use one number for it.",
         ),
         (
             lambda: Placement({"a": P(), "b": S(0)}).to_spec(),
-            "{b: S(0), a: P(sum)} has partial axes, which a PartitionSpec cannot say; box them to B or S first, or "
+            "{b: S(0), a: P(sum)} has partial axes, which a PartitionSpec cannot express; box them to B or S first, or "
             "keep the value as a shardc.PlacedArray.",
         ),
         (
             lambda: Placement.from_spec(PartitionSpec("a", PartitionSpec.UNCONSTRAINED)),
-            "PartitionSpec('a', UNCONSTRAINED) leaves dimension 1 open; shardc wants axis names or None there.",
+            "PartitionSpec('a', UNCONSTRAINED) leaves dimension 1 open; shardc needs axis names or None there.",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""What becomes of every primitive that JAX lowers: each name, of every release that is supported, is in one list, with
-the reason if it is not split in every way that mathematics allows."""
+"""The treatment of every primitive that JAX lowers: each name, of every supported release, is in one list, with the
+reason if it is not split in every way that mathematics allows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAMES_SPLIT: Final = """
     stop_gradient sub tan tanh threefry2x32 top_k transpose xor zeta
 """
 SPLIT: Final = frozenset(_NAMES_SPLIT.split())
-"""Every dimension may be split, by one set of parameters at least."""
+"""Primitives of which every dimension may be split, by at least one set of parameters."""
 
 KEEPS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
@@ -60,7 +60,7 @@ KEEPS: Final[Mapping[str, str]] = {
     "tile": "repeated dimensions: parts of the result are parts of no one piece",
     "unstack": "the dimension that becomes several results, each of one device's",
 }  # fmt: skip
-"""What stays whole of those that have a rule, and why."""
+"""Primitives with a rule that keeps a dimension whole, and the reason."""
 
 PLANNED: Final[Mapping[str, Sequence[str]]] = {
     "a loop, branch or barrier, planned where it stands": ("cond", "optimization_barrier", "remat2", "scan", "while"),
@@ -77,7 +77,7 @@ PLANNED: Final[Mapping[str, Sequence[str]]] = {
     "nothing: how one device keeps a value": ("relayout", "with_memory_space_constraint"),
     "a pin": ("reshard", "sharding_constraint"),
 }  # fmt: skip
-"""What a pass replaces or opens."""
+"""Primitives that a pass replaces or opens."""
 
 GATHERED: Final[Mapping[str, Sequence[str]]] = {
     "no operand to gather": ("empty2", "platform_index"),
@@ -93,7 +93,7 @@ GATHERED: Final[Mapping[str, Sequence[str]]] = {
     "any function over windows; no public function of JAX makes it": ("select_and_scatter",),
     "a sharding of JAX's own, by the user": ("custom_partitioning", "inspect_sharding"),
 }  # fmt: skip
-"""Computed whole on every device, by reason."""
+"""Replicated primitives, by reason."""
 
 ABSENT: Final[Mapping[str, Sequence[str]]] = {
     "collectives, in a user's shard_map alone": (
@@ -114,7 +114,7 @@ ABSENT: Final[Mapping[str, Sequence[str]]] = {
     "references": ("broadcast_to", "run_state"),
     "dimensions of unknown size": ("dim_as_value", "dimension_size", "shape_assertion"),
 }  # fmt: skip
-"""What a program that is planned does not have, by reason."""
+"""Primitives that do not occur in a planned program, by reason."""
 
 _NOT_EVERYWHERE: Final = """
     call closed_call eval_jaxpr log2 one_minus_square pbroadcast_done pbroadcast_dynamic pbroadcast_start

@@ -1,4 +1,4 @@
-"""Products whose pieces go around: proved on a fake mesh, priced by hand."""
+"""Ring products: proved on a fake mesh, priced by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import shardc
 from shardc.machine.mesh import MeshView
 from shardc.machine.topology import Fabric, Topology, lay_out
 from shardc.sbp import rules
-from shardc.sbp.cost import HIDING, ring_time
+from shardc.sbp.cost import HIDING, RingWork, ring_time
 from shardc.sbp.piece import internal_steps
 from shardc.sbp.placement import B, Placement, S
 from shardc.sbp.ring import Ring, goes_around, ring_of, ring_signatures
@@ -85,7 +85,7 @@ def test_rings_of_one_axis(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["matrices", "batched", "two summed", "integers", "uneven"])
 def test_rings_beside_another_axis(name: str) -> None:
-    """Which may split the same dimension, on the outside."""
+    """Another axis may split the same dimension, on the outside."""
     eqn = PRODUCTS[name]()
     rule = find_rule(eqn.op)
     pairs = [{"b": (2, other), "a": (3, ring)} for ring in _rings(eqn) for other in signatures(rule, eqn.op)]
@@ -130,7 +130,7 @@ def test_pieces_are_full_and_lie_one_after_the_other(rows: int, axes: tuple[str,
 
 
 def test_terms_of_narrow_floats_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on one device: beside 1 each of these terms alone is lost in bfloat16, and all together are not."""
+    """As on one device: beside 1 each of these terms alone is lost in bfloat16, but not all together."""
     monkeypatch.setattr(harness, "tolerance", lambda *_: 0.0)
     x, w = np.full((2, 8), 2.0**-9), np.ones((8, 8))
     x[:, 0] = 1.0
@@ -149,8 +149,8 @@ def _mesh(n: int, kind: str = "torus", ring: int = 1, overlaps: bool = True) -> 
 
 
 def _total(n: int, flops: float, **machine: object) -> float:
-    """Milliseconds, of pieces that a link passes in one."""
-    return float(ring_time(10**6, flops, 0.0, 0.0, _mesh(n, **machine), "a", "float32").total) * 1e3
+    """Milliseconds; a link passes a piece in one."""
+    return float(ring_time(RingWork(10**6, flops, 0.0, 0.0), _mesh(n, **machine), "a", "float32").total) * 1e3
 
 
 def test_what_the_links_do_is_hidden_behind_the_arithmetic() -> None:
@@ -169,7 +169,7 @@ def test_what_the_arithmetic_does_is_hidden_behind_the_links() -> None:
 
 
 def test_a_ring_of_what_is_there_anyway_is_dearer_than_none() -> None:
-    """A weight that every device holds whole is multiplied as it is, though its pieces could go around for nothing."""
+    """A weight that every device holds whole is multiplied as it is, not in a ring, although the ring would be free."""
     x, w = jax.ShapeDtypeStruct((64, 2048, 8192), np.float32), jax.ShapeDtypeStruct((8192, 8192), np.float32)
     mesh = shardc.make_mesh(topology="v5p", data=8)
     rows = {"x": {"data": S(0)}, "w": {"data": B}, "m": {"data": S(1)}}

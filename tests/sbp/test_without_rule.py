@@ -7,7 +7,7 @@ import pytest
 from tests.sbp.without_rule import ENOUGH, cases, compare
 
 SAMPLE = 9
-"""Of so many cases that follow each other the suite runs one."""
+"""The suite runs one of this many consecutive cases."""
 
 
 def test_what_is_found_moves_the_bytes_of_the_rule_and_gives_its_values(request: pytest.FixtureRequest) -> None:

@@ -1,4 +1,4 @@
-"""The work of every primitive has its price: twice the size costs more, twice the side of a factorization far more."""
+"""The work of every primitive has a price: twice the size costs more, twice the side of a factorization much more."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_matrix_of_twice_the_side_costs_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CUBIC, "fft", "sort"])
 def test_matrices_that_arrive_everywhere_are_shared(name: str) -> None:
-    """Each device did all 16, as that cost nothing."""
+    """Regression: each device did all 16, as that cost nothing."""
     fn = {**CUBIC, **LINEAR}[name]
     free = shardc.function(fn, mesh=make_mesh(topology="v5p:4x2x1", data=8), in_placements=({},))
     plan = free.plan(square(16, 4096, 4096))

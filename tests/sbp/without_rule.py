@@ -1,4 +1,4 @@
-"""Rules taken away one by one: what shardc finds in place of each has to move the same bytes and give the same values.
+"""Rules taken away one by one: the signatures found in their place must move the same bytes and give the same values.
 
     python -m tests.sbp.without_rule            # all primitives that are element by element, or can be batched
     python -m tests.sbp.without_rule sin sort   # some
@@ -48,8 +48,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes that a step sends with the rule and without, what is wrong with its values, and what XLA says if it fails:
-    some rules are there to go around a fault of its."""
+    """Bytes that a step sends with and without the rule, errors in its values, and the error of XLA if it fails: some
+    rules work around a fault of XLA."""
 
     case: Case
     ours: int
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def cases() -> list[Case]:
-    """Every case whose rule reduces no factor, and whose pieces tell each other nothing, once for each factor."""
+    """Every case whose rule reduces no factor and whose pieces do not communicate, once for each factor."""
     found: list[Case] = []
     with jax.enable_x64(True):
         for name, (fn, args, primitive) in CASES.items():
@@ -85,7 +85,7 @@ def _sizes(op: Any) -> list[int]:
 
 
 def step_of(case: Case) -> tuple[Any, list[Any]]:
-    """A step of the operation and of sums of what it gives; and its arguments."""
+    """A step of the operation and sums of its results, and its arguments."""
     fn, args, primitive = CASES[case.name]
     eqn = equation_of(fn, *args, primitive=primitive)
 

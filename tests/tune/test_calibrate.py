@@ -126,7 +126,7 @@ def test_options_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: l
     ("arguments", "message"),
     [
         (["--mesh", "a=1"], "python -m shardc calibrate: calibrate needs a mesh with an axis of at least two devices"),
-        (["--mesh", "a=64"], "The mesh a=64 wants 64 devices, this machine has 8 (cpu)"),
+        (["--mesh", "a=64"], "The mesh a=64 needs 64 devices, this machine has 8 (cpu)"),
     ],
 )
 def test_meshes_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

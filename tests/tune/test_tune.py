@@ -346,7 +346,7 @@ def test_the_same_in_each_process():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"devices": 64}, MeshError, "wants 64 devices, this machine has 8"),
+        ({"devices": 64}, MeshError, "needs 64 devices, this machine has 8"),
         ({"devices": 0}, ArgumentError, "devices=0; it has to be 1 or more"),
         ({"topology": "v5p"}, MeshError, "has no number of devices"),
         ({"topology": "v5q", "devices": 8}, MeshError, "There is no topology 'v5q'"),

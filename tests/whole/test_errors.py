@@ -83,7 +83,8 @@ LEAVES = {
     ),
     "P(max) at the border": (
         {"batch": {"data": P("max")}},
-        "in_placements: batch f32[8]: {'data': P('max')}: P('max') lives only inside a function; write {'data': B}.",
+        "in_placements: batch f32[8]: {'data': P('max')}: P('max') is allowed only inside a function; write "
+        "{'data': B}.",
     ),
     "two partial ops": (
         {"batch": {"data": P("max"), "model": P}},
@@ -372,9 +373,9 @@ def test_arguments_without_a_hash(mesh):
 
     f = shardc.function(scaled, mesh=mesh, static_argnames="sizes")
     assert text_of(ArgumentError, f, ROWS, [1, 2], {"a"}) == lines(
-        f"{line(scaled)}: arguments that cannot be taken",
-        "sizes: a static argument wants a hash, and a list has none; pass a tuple, or another immutable value.",
-        "names: a set is neither an array nor a constant with a hash; pass an array.",
+        f"{line(scaled)}: invalid arguments",
+        "sizes: a static argument has to be hashable, and a list is not; pass a tuple, or another immutable value.",
+        "names: a set is neither an array nor a hashable constant; pass an array.",
     )
 
 
@@ -442,7 +443,7 @@ def test_put(mesh):
         "placements: b: the placements name 'e', but the value has c, d.",
     )
     assert text_of(ArgumentError, shardc.put, tree, shardc.make_mesh(topology="v5p", data=4), {}) == (
-        "shardc.put wants a mesh with devices; this one is for planning (it names a topology)."
+        "shardc.put needs a mesh with devices; this one only plans (it names a topology)."
     )
     put = shardc.put(tree, mesh, {"a": {"data": S(0)}, "b": rules({"*/d": {"model": S(0)}})})
     assert [x.sharding.spec for x in (put["a"], put["b"]["d"])] == [PartitionSpec("data"), PartitionSpec("model")]
@@ -458,13 +459,13 @@ def test_put(mesh):
 MESHES = {
     "more than the machine": (
         {"data": 16},
-        "The mesh data=16 wants 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
+        "The mesh data=16 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
         "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan without "
         'devices name a topology, as in topology="v5p".',
     ),
     "more than the topology": (
         {"topology": "v5e:4x4", "data": 8, "model": 4},
-        "The mesh data=8 x model=4 wants 32 devices, topology v5e:4x4 has 16.",
+        "The mesh data=8 x model=4 needs 32 devices, topology v5e:4x4 has 16.",
     ),
     "no such topology": (
         {"topology": "h10:8", "data": 8},
@@ -476,7 +477,7 @@ MESHES = {
     ),
     "no size": (
         {"data": 0, "model": "2"},
-        "A mesh wants a positive number of devices for each axis, got data=0, model='2'; write "
+        "A mesh needs a positive number of devices for each axis, got data=0, model='2'; write "
         "shardc.make_mesh(data=4, model=2).",
     ),
     "no memory": (
@@ -608,17 +609,17 @@ def test_a_dict_that_may_be_of_axes_or_of_names(mesh):
         return {"data": data + model["model"]}
 
     x, tree = np.ones(8, np.float32), {"model": np.ones(8, np.float32)}
-    says = "{'data': S(0)} may be of axes of the mesh, or of"
+    says = "{'data': S(0)} can name axes of the mesh or"
     g = shardc.function(f, mesh=mesh, in_placements={"data": S(0)}, out_placements={"data": S(0)})
     assert text_of(PlacementError, g.plan, x, tree) == lines(
         f"{line(f)}, {MESH}:",
-        f"in_placements: {says} arguments that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        f"in_placements: {says} arguments; write shardc.Placement({{'data': S(0)}}) for the axes, "
         "{'data': {'data': S(0)}} for the arguments.",
-        f"out_placements: {says} items that are called so; write shardc.Placement({{'data': S(0)}}) for the axes, "
+        f"out_placements: {says} items; write shardc.Placement({{'data': S(0)}}) for the axes, "
         "{'data': {'data': S(0)}} for the items.",
     )
     g = shardc.function(f, mesh=mesh, in_placements={"data": {}, "model": {"model": AUTO}})
-    assert "in_placements: model: {'model': AUTO} may be of axes of the mesh, or of items" in text_of(
+    assert "in_placements: model: {'model': AUTO} can name axes of the mesh or items" in text_of(
         PlacementError, g.plan, x, tree
     )
     axes = shardc.function(f, mesh=mesh, in_placements=shardc.Placement({"data": S(0)}))

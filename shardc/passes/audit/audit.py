@@ -1,14 +1,14 @@
-"""Compares what a plan says will move with what the compiled program moves.
+"""Compares the collectives of a plan with those of the compiled program.
 
     planned collectives, optimized HLO --> Audit
 
-A surprise is a collective of the HLO that the plan does not pay for. XLA may do less than was planned (it merges equal
-gathers and drops what nobody reads) and may do it in other portions (its combiner puts tensors together, loops are
-unrolled, invariants leave them): so tensors and executions are compared, not instructions, and what stays unmatched is
-compared by its bytes in total.
+A surprise is a collective of the HLO that the plan does not pay for. XLA may do less than planned: it merges equal
+gathers and drops results that nobody reads. It may also divide the work differently: its combiner joins tensors, loops
+are unrolled, invariants leave them. So tensors and executions are compared, not instructions, and the rest is compared
+by its total bytes.
 
-How often a `while` goes around is not known: its collectives are compared for one iteration. Where XLA knows, what is
-found is counted as often as it runs, and what goes beyond the plan is told apart (`iterated`).
+The iterations of a `while` are not known: its collectives are compared for one iteration. If XLA knows the number,
+collectives are counted for all iterations, and those beyond the plan are reported as `iterated`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from shardc.ir.collective import KINDS, Collective
+from shardc.ir.collective import Collective
 from shardc.passes.audit.hlo import HloCollective, Tensor, parse_collectives
 from shardc.passes.audit.hlo_groups import axes_of_groups
 from shardc.passes.audit.hlo_text import itemsize
+from shardc.sbp.cost import COLLECTIVES
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCollective:
     """One tensor of a collective in the HLO, in the terms of a planned Collective.
 
     Attributes:
       kind: a planned kind, or an HLO opcode that shardc never emits.
       axes: the mesh axes that the device groups follow; None if they follow none; empty for a permute.
       bytes: sent per device, over all executions in one call; a promoted tensor counts as it is on the wire.
-      count: executions in one call; 1 where a loop's trip count is not known.
+      count: executions in one call; 1 if a loop's trip count is not known.
       value, source, name: dtype and shape, line of user code, HLO instruction.
     """
 
@@ -48,22 +49,22 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The outcome of an audit. It holds if there are no surprises.
+    """The result of an audit. It is ok if there are no surprises.
 
     Attributes:
       planned, found: all that was compared.
-      surprises: what moves and was not planned, or moves more often than planned.
-      compiler_added: on TPU and GPU, what the backend's own rewrites of planned collectives add.
-      missing: what was planned and does not move: XLA merged or dropped it.
-      iterated: executions in iterations of a `while` beyond the one that is planned.
+      surprises: collectives that were not planned, or run more often than planned.
+      compiler_added: on TPU and GPU, collectives that the backend's own rewrites of planned ones add.
+      missing: planned collectives that XLA merged or dropped.
+      iterated: executions in iterations of a `while` beyond the planned one.
     """
 
     planned: tuple[Collective, ...]
-    found: tuple[Found, ...]
-    surprises: tuple[Found, ...]
-    compiler_added: tuple[Found, ...]
+    found: tuple[FoundCollective, ...]
+    surprises: tuple[FoundCollective, ...]
+    compiler_added: tuple[FoundCollective, ...]
     missing: tuple[Collective, ...]
-    iterated: tuple[Found, ...] = ()
+    iterated: tuple[FoundCollective, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -88,12 +89,12 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
       planned: the plan's collectives.
       hlo: text of the optimized module, `compiled.as_text()`.
       axes: mesh axes and their sizes, in mesh order.
-      platform: that the text is for. On "cpu" nothing may be added; on others the backend's known rewrites may.
+      platform: of the text. On "cpu" nothing may be added; on others the backend's known rewrites may.
     """
     exact = platform == "cpu"
     plans = [_planned_lot(c, axes) for c in planned if c.bytes]
-    lots: list[_Lot[Found]] = []
-    added: list[Found] = []
+    lots: list[_Lot[FoundCollective]] = []
+    added: list[FoundCollective] = []
     for op in parse_collectives(hlo):
         for tensor in op.tensors:
             record, padding = _found(op, tensor, axes, exact)
@@ -106,7 +107,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     found = (*(lot.record for lot in lots), *(record for record in added if record.kind == "permute"))
 
     by_group = _by_group(plans)
-    for alike in (True, False):  # a loop's with a loop's first: else one takes what is planned once behind it
+    for alike in (True, False):  # loops with loops first: else a loop takes what is planned once behind it
         for fits in _FITS:
             _match(lots, by_group, fits, alike)
     if not exact:
@@ -126,12 +127,12 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
 # --- the two sides in one form -------------------------------------------------------------------------------------
 
 _Group: TypeAlias = tuple[str, frozenset[str] | None]
-_Record = TypeVar("_Record", Collective, Found)
+_Record = TypeVar("_Record", Collective, FoundCollective)
 
 
 @dataclass(slots=True)
 class _Lot(Generic[_Record]):
-    """A record with the executions of it that are not matched yet.
+    """A record with its executions that are not matched yet.
 
     `each` is the bytes of one execution, `dtype` and `width` the element type and its size (None: not known), `looped`
     whether it is planned in a `while`, or found in any loop.
@@ -158,19 +159,19 @@ def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
-def _found_lot(f: Found, tensor: Tensor, padding: int, looped: bool) -> _Lot[Found]:
+def _found_lot(f: FoundCollective, tensor: Tensor, padding: int, looped: bool) -> _Lot[FoundCollective]:
     # Groups that follow no axes match no plan: no planned group is None.
-    along = None if f.axes is None or f.kind not in KINDS else frozenset(f.axes)
+    along = None if f.axes is None or f.kind not in COLLECTIVES else frozenset(f.axes)
     each = Fraction(tensor.bytes - padding)
     return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 
 
-def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[Found, int]:
+def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[FoundCollective, int]:
     along = () if op.kind == "permute" else axes_of_groups(op.groups, axes)
     padding = 0 if exact else tensor.padding
     count = 1 if op.trips is None else op.trips
     value = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
-    return Found(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
+    return FoundCollective(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
 
 
 def _rest(lot: _Lot[_Record]) -> _Record:
@@ -191,25 +192,25 @@ def _close(a: Fraction, b: Fraction) -> bool:
     return abs(a - b) <= 1  # 2(n-1)/n of a few bytes is rounded
 
 
-def _same(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _same(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     return p.width in (None, f.width) and _close(f.each, p.each)
 
 
-def _narrowed(f: _Lot[Found], p: _Lot[Collective]) -> bool:
-    """XLA has moved a narrowing conversion before the collective: as many elements, of fewer bytes."""
+def _narrowed(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
+    """Whether XLA has moved a narrowing conversion before the collective: as many elements, of fewer bytes."""
     if p.width is None or f.width is None or f.width >= p.width:
         return False
     return _close(f.each * p.width / f.width, p.each)
 
 
-def _promoted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
-    """The backend has no collective of this type: XLA:CPU moves bf16 as f32, f8 and f4 as f16."""
+def _promoted(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
+    """Whether the backend has no collective of this type: XLA:CPU moves bf16 as f32, f8 and f4 as f16."""
     widens = f.promoted or p.dtype.startswith(("bf16", "f8", "f4"))
-    whole = p.width is None or f.width == 2 * max(p.width, 1)  # what is smaller is planned as bytes
+    whole = p.width is None or f.width == 2 * max(p.width, 1)  # smaller types are planned as bytes
     return widens and whole and _close(f.each / 2, p.each)
 
 
-def _reinterpreted(f: _Lot[Found], p: _Lot[Collective]) -> bool:
+def _reinterpreted(f: _Lot[FoundCollective], p: _Lot[Collective]) -> bool:
     return _close(f.each, p.each)
 
 
@@ -217,12 +218,13 @@ _FITS: Final = (_same, _narrowed, _promoted, _reinterpreted)
 
 
 def _match(
-    lots: Sequence[_Lot[Found]],
+    lots: Sequence[_Lot[FoundCollective]],
     by_group: Mapping[_Group, Sequence[_Lot[Collective]]],
-    fits: Callable[[_Lot[Found], _Lot[Collective]], bool],
+    fits: Callable[[_Lot[FoundCollective], _Lot[Collective]], bool],
     alike: bool,
 ) -> None:
-    """Matches what fits: only what is in a `while` in the plan and in a loop in the HLO, or in neither, if `alike`."""
+    """Matches records that fit. If `alike`, only those that are in a `while` in the plan and in a loop in the HLO, or
+    in neither."""
     for f in lots:
         for p in by_group.get(f.group, ()):
             if f.left and p.left and (not alike or f.looped == p.looped) and fits(f, p):
@@ -232,10 +234,10 @@ def _match(
 
 
 def _match_iterations(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
-) -> list[Found]:
-    """What runs in a loop and is as planned for an iteration of a `while` may run as often as that goes around."""
-    found: list[Found] = []
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+) -> list[FoundCollective]:
+    """Matches collectives in loops that fit an iteration of a planned `while`: these may run any number of times."""
+    found: list[FoundCollective] = []
     for f in lots:
         kind, along = f.group
         planned = any(p.looped and fits(f, p) for p in by_group.get(f.group, ()) for fits in _FITS)
@@ -248,10 +250,11 @@ def _match_iterations(
 
 
 def _match_all_reduces(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
-) -> list[Found]:
-    """XLA:TPU may run a reduce-scatter as an all-reduce and a slice: the second half of its bytes is the compiler's."""
-    added: list[Found] = []
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
+) -> list[FoundCollective]:
+    """Matches an all-reduce and a slice of XLA:TPU with a planned reduce-scatter: the second half of its bytes is the
+    compiler's."""
+    added: list[FoundCollective] = []
     for f in lots:
         kind, along = f.group
         for p in by_group.get(("reduce_scatter", along), ()) if kind == "all_reduce" else ():
@@ -264,11 +267,11 @@ def _match_all_reduces(
 
 
 def _match_totals(
-    lots: Sequence[_Lot[Found]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
+    lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]], exact: bool
 ) -> None:
-    """Settles what has moved in other portions than planned, by the bytes that are left in each group.
+    """Matches collectives that were divided differently, by the bytes that are left in each group.
 
-    On CPU they must be equal. XLA:GPU glues the operands of all-reduces into one vector, also when some of the plan's
+    On CPU they must be equal. XLA:GPU joins the operands of all-reduces into one vector, also when some of the plan's
     were dropped: there they may be fewer.
     """
     for group, plans in by_group.items():
@@ -306,7 +309,7 @@ def _along(axes: tuple[str, ...] | None) -> str:
     return "(not along axes)" if axes is None else ",".join(axes)
 
 
-def _summary(records: Sequence[Collective | Found]) -> str:
+def _summary(records: Sequence[Collective | FoundCollective]) -> str:
     plural = "" if len(records) == 1 else "s"
     return f"{len(records)} collective{plural}, {_size(sum(c.bytes for c in records))}"
 

@@ -1,6 +1,6 @@
 """The collectives of a compiled program, read from the text of its optimized HLO (`compiled.as_text()`).
 
-XLA offers no stable programmatic view of an executable, but its text has kept its form for years:
+XLA offers no stable programmatic view of an executable, but the form of its text has been stable for years:
 
     HloModule jit_f, ..., num_partitions=8
     FileNames / FunctionNames / FileLocations / StackFrames   (tables that `stack_frame_id=3` points into)
@@ -11,9 +11,9 @@ XLA offers no stable programmatic view of an executable, but its text has kept i
       %w = (...) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"4"}}
     }
 
-The walk starts at ENTRY and follows calls, fusions, branches and loops, multiplying trip counts. Sizes are taken from
-the operands of an instruction, never from its result: the results of the `-start` half of an asynchronous pair differ
-from backend to backend.
+The walk starts at ENTRY and follows calls, fusions, branches and loops, multiplying trip counts. Sizes come from the
+operands of an instruction, never from its result: the results of the `-start` half of an asynchronous pair differ from
+backend to backend.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shardc.passes.audit.hlo_text import Instruction, Module, Operand, parse_mod
 
 
 class Tensor(NamedTuple):
-    """One operand of a collective: several of them are what XLA's combiner has merged into one instruction.
+    """One operand of a collective; XLA's combiner merges several into one instruction.
 
     Attributes:
       dtype, shape: of the whole value: the result of an all-gather, the operand of the others.
       bytes: sent per device in one execution, as found on the wire.
       promoted: the wire carries a type twice as wide as the program's (XLA:CPU moves bf16 as f32).
-      padding: how many of `bytes` XLA added to make the shape divisible.
+      padding: the part of `bytes` that XLA added to make the shape divisible.
     """
 
     dtype: str
@@ -52,7 +52,7 @@ class HloCollective:
     Attributes:
       kind: a kind of shardc.ir.collective, or the HLO opcode of one that shardc never emits (`ragged-all-to-all`).
       groups: positions of devices in the mesh, row-major; the (source, target) pairs of a permute.
-      tensors: what it moves.
+      tensors: its operands.
       trips: executions in one call, the product of the trip counts of the loops around it; None if one is unknown.
       source: line of user code, as `file.py:12 (function)`; else the name JAX gave the operation; may be empty.
       name: of the instruction.
@@ -104,8 +104,8 @@ def _walk(module: Module, computation: str, trips: int | None, looped: bool) -> 
 
 
 def _resumes(module: Module, computation: str) -> bool:
-    """Whether it goes on with a collective, or waits for one, that an earlier fusion of XLA:TPU has started: each of
-    these holds the instruction once more."""
+    """Whether a computation continues, or waits for, a collective that an earlier fusion of XLA:TPU has started: each
+    of these contains the instruction once more."""
     instructions = module.computations[computation].values()
     return computation.startswith("async_collective_fusion") or any(
         '"AsyncCollectiveDone"' in i.attributes for i in instructions

@@ -1,4 +1,4 @@
-"""The device groups of a collective: reading them from HLO text, and finding the mesh axes that they follow."""
+"""The device groups of a collective: reads them from HLO text, and finds the mesh axes that they follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of an HLO module as computations and instructions: what reading its collectives takes, and no more."""
+"""The text of an HLO module as computations and instructions: as much as its collectives need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Instruction:
 
     @property
     def callees(self) -> list[str]:
-        """Computations that it runs, not those that reduce scalars; of an asynchronous pair the start runs them."""
+        """Computations that it runs, without those that reduce scalars; of an asynchronous pair the start runs them."""
         if self.opcode.endswith(("-done", "-update")):
             return []
         pattern = _APPLIED if self.opcode == "call" else _CALLEES
@@ -150,7 +150,8 @@ _Scalar: TypeAlias = tuple[int | None, int]
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Returns how often a while instruction runs its body: as XLA noted it, else for loops that count up to a constant.
+    """Returns the number of iterations of a while instruction: as noted by XLA, else for loops that count up to a
+    constant.
 
     XLA:TPU does not note it. There the condition is `compare(element i, constant), direction=LT`, the body adds a
     constant to element i, and element i starts as a constant.

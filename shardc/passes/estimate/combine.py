@@ -1,8 +1,8 @@
-"""Which of a program's collectives the compiler combines into one. Enters `Plan.seconds`; the search counts those of
-late values as combined (`Problem.view_for`).
+"""Collectives that the compiler combines into one. This enters `Plan.seconds`; the search counts those of late values
+as combined (`Problem.view_for`).
 
-XLA combines collectives of one kind, over the same groups, of one type and by one reduction, that do not wait for each
-other, up to so many bytes; those of a loop's body among themselves. Together they start once.
+XLA combines collectives of one kind, group, type and reduction that do not depend on each other, up to a number of
+bytes; those of a loop's body among themselves. A combination pays the latency of one start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
-from shardc.ir.collective import Kind
+from shardc.sbp.cost import CollectiveKind
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -20,24 +20,24 @@ class Started:
     """A collective of an equation.
 
     Attributes:
-      alike: its groups, type and reduction: those of others that it is combined with are the same.
-      size: bytes that a device holds of its operand or its result, whichever is more.
-      seconds: before its first byte moves.
+      alike: its groups, type and reduction; collectives are combined only where these agree.
+      size: bytes on a device of its operand or its result, whichever is larger.
+      seconds: latency before its first byte moves.
     """
 
     eqn: Eqn
-    kind: Kind
+    kind: CollectiveKind
     alike: Hashable
     size: int
     seconds: float
 
 
 def combinations(jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, float]) -> Iterator[Sequence[Started]]:
-    """The collectives that start together, each set of them in the order in which their operands are made.
+    """The combinations of collectives, each in the order in which their operands are made.
 
     Args:
       started: collectives of the jaxpr's own equations, in order.
-      most: by kind, bytes that one combination holds.
+      most: the largest combination of each kind, in bytes.
     """
     alike: dict[Hashable, list[Started]] = {}
     for s in started:
@@ -62,8 +62,8 @@ def combinations(jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, fl
 
 
 def _depths(jaxpr: Jaxpr, some: set[int]) -> dict[int, int]:
-    """Of some equations, by id, how many of them follow one another before each. None of two of one depth waits for the
-    other."""
+    """For some equations, by id, the longest chain of others of them that each depends on. Equations of one depth do
+    not depend on each other."""
     behind: dict[Var, int] = {}
     found: dict[int, int] = {}
     for eqn in jaxpr.eqns:

@@ -1,8 +1,8 @@
-"""Loops of a program that XLA:TPU makes one: those over the same memory of which none waits for another.
+"""Sibling fusion on XLA:TPU: loops that read the same memory and do not depend on each other become one loop.
 
-An activation is computed again for the gradient of weights, and the gradient of its operand is computed from the same
-operand: one loop with two results, as soon as there is all that it reads. What the earlier of the two makes is there
-until then, whoever read it before.
+Example: a loop recomputes an activation for the gradient of weights, and another computes the gradient of its operand
+from the same operand. They become one loop with two results, which runs when everything that both read is ready. So the
+result of the earlier loop stays live until then, even if its own reader ran before.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Final
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.passes.estimate.backend import IN_LOOPS, Step
+from shardc.passes.estimate.backend import IN_LOOPS, ScheduledEqn
 
-LOOK: Final = 256
-"""Values looked at for whether one is computed from another; with so many between them, it mostly is."""
-MORE: Final = 64
-"""Values looked at besides: what is read on the way is known to be computed from as many, too."""
+DEPENDENCY_LIMIT: Final = 256
+"""Values that the search for a dependency visits. With this many values between two, one mostly depends on the
+other."""
+DEPENDENCY_MARGIN: Final = 64
+"""Values visited besides, so that values on the way are known to depend on as many, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A value that stays because the loop that makes it is one with a later one.
+class ExtendedRange:
+    """A value whose live range is longer because its loop is fused with a later one.
 
     Attributes:
-      begin: the point at which it would be gone.
+      begin: the point at which it would be gone otherwise.
       ends: for each value that both loops read from memory, the point behind the later loop.
     """
 
@@ -37,12 +38,12 @@ class Wait:
     ends: Mapping[Var, int]
 
 
-def reads_of(starts: Mapping[Var, int], maker: Mapping[Var, Step]) -> dict[Var, list[Var]]:
-    """For each value that a loop makes in memory, those of its size that the loop reads from memory.
+def reads_of(starts: Mapping[Var, int], maker: Mapping[Var, ScheduledEqn]) -> dict[Var, list[Var]]:
+    """For each value that a loop materializes, the values of its size that the loop reads from memory.
 
     Args:
-      starts: what loops make in memory, and the points at which they run.
-      maker: of each value the equation that makes it.
+      starts: values that loops materialize, and the points at which the loops run.
+      maker: the equation that makes each value.
     """
     found: dict[Var, list[Var]] = {}
     for v in starts:
@@ -60,13 +61,14 @@ def reads_of(starts: Mapping[Var, int], maker: Mapping[Var, Step]) -> dict[Var, 
     return found
 
 
-def joined_loops(
-    starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, Step]
+def fused_siblings(
+    starts: Mapping[Var, int], reads: Mapping[Var, Sequence[Var]], maker: Mapping[Var, ScheduledEqn]
 ) -> dict[Var, dict[Var, int]]:
-    """For what loops make that are one with a later loop, by what both read, the point behind that.
+    """For each value that a loop makes which is fused with a later loop: the point behind that, by the value that both
+    read.
 
     Args:
-      starts, reads, maker: as for `reads_of`, and what that has found.
+      starts, reads, maker: as for `reads_of`, and its result.
     """
     over: dict[tuple[Var, int, int], list[Var]] = defaultdict(list)
     for v in sorted(reads, key=starts.__getitem__):
@@ -74,7 +76,7 @@ def joined_loops(
             over[a, maker[v].home, compat.size_of(v.aval)].append(v)
     follows = dict.fromkeys((pair for loops in over.values() for pair in pairwise(loops)), False)
     far: dict[Var, int] = {}
-    for v, later in reversed(follows):  # the innermost of a forward and a backward pass first: others follow from these
+    for v, later in reversed(follows):  # innermost pairs of forward and backward first: outer ones follow from them
         follows[v, later] = _follows(later, v, maker, far)
     found: dict[Var, dict[Var, int]] = defaultdict(dict)
     for (a, *_), loops in over.items():
@@ -84,15 +86,15 @@ def joined_loops(
     return found
 
 
-def _follows(later: Var, v: Var, maker: Mapping[Var, Step], far: dict[Var, int]) -> bool:
-    """Whether a value is computed from another, or from at least `LOOK` values made since, itself one of them.
+def _follows(later: Var, v: Var, maker: Mapping[Var, ScheduledEqn], far: dict[Var, int]) -> bool:
+    """Whether `later` depends on `v`, or on at least `DEPENDENCY_LIMIT` values made since, itself included.
 
     Args:
-      far: points since when values are known to be computed from so many.
+      far: points since which a value is known to depend on that many.
     """
     todo, seen, start = [later], {later}, maker[v].at
-    above: list[tuple[Var, int, int]] = []  # what is looked into, what was seen before, and what was to do besides
-    while todo and len(seen) < LOOK + MORE:
+    above: list[tuple[Var, int, int]] = []  # the path to here: a value, and the sizes of `seen` and `todo` before it
+    while todo and len(seen) < DEPENDENCY_LIMIT + DEPENDENCY_MARGIN:
         x = todo.pop()
         while above and above[-1][2] > len(todo):
             above.pop()
@@ -107,6 +109,6 @@ def _follows(later: Var, v: Var, maker: Mapping[Var, Step], far: dict[Var, int])
                 return True
             seen.add(a)
             todo.append(a)
-    many = [y for y, before, _ in above if len(seen) - before >= LOOK]
+    many = [y for y, before, _ in above if len(seen) - before >= DEPENDENCY_LIMIT]
     far.update([(y, start) for y in many if far.get(y, -1) < start])
-    return len(seen) >= LOOK
+    return len(seen) >= DEPENDENCY_LIMIT

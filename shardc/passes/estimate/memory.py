@@ -1,7 +1,7 @@
-"""Memory of a plan, per device: what the pieces of a boxed program need while it runs.
+"""Memory of a plan, per device: the bytes that a boxed program needs while it runs.
 
-Which values are in memory, and when, is `passes/estimate/live_ranges.py`; here they get their bytes, and products whose pieces go
-around what they hold besides.
+`passes/estimate/live_ranges.py` says which values are in memory, and when. Here they get their bytes, and products
+whose pieces go around a ring get their buffers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.walk import bytes_of, operation_of, setting_of
-from shardc.passes.estimate.backend import GPU, TPU, Habits
-from shardc.passes.estimate.live_ranges import Lifetimes, Product, lifetimes
+from shardc.passes.estimate.backend import GPU, TPU, Backend
+from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges
 from shardc.passes.estimate.sizes import allotted_bytes, piece_bytes, table_bytes
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.ring import ring_buffers, ring_of
@@ -33,9 +33,9 @@ class Memory:
 
     Attributes:
       arguments: of all.
-      results: of all, those in the place of donated arguments too.
-      temporaries: the most that is there at one time besides the arguments: results that have memory of their own, and
-        what lives between. `peak` is this and the arguments.
+      results: of all, with those that replace donated arguments.
+      temporaries: the most that is live at one time besides the arguments: results with memory of their own, and values
+        between. `peak` is this and the arguments.
     """
 
     arguments: int
@@ -48,21 +48,21 @@ class Memory:
 
 
 GAPS: Final = 1.08
-"""XLA packs what lives together into one block of memory and leaves gaps; its order is not quite the program's. The
-temporaries of the zoo on 8 CPU devices took up to 7.8 % more than what is counted here (benchmarks/README.md)."""
+"""XLA packs live values into one block of memory and leaves gaps; its order is not quite the program's. The temporaries
+of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/README.md)."""
 
 
 POINTER: Final = 8
-"""Bytes of the table in which XLA gives one result."""
+"""Bytes per result in XLA's table of results."""
 
 
 class Around(NamedTuple):
-    """What a product whose pieces go around holds besides its operands and its result.
+    """The memory of a product whose pieces go around a ring, besides its operands and its result.
 
     Attributes:
       bytes: on a device.
-      operand: of which the pieces go around; None: those of the result.
-      in_blocks: whether the result is put together from blocks.
+      operand: the operand whose pieces go around; None: the result's do.
+      in_blocks: the result is put together from blocks.
     """
 
     bytes: int
@@ -70,44 +70,44 @@ class Around(NamedTuple):
     in_blocks: bool
 
 
-def around(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits) -> Around | None:
-    """What a product holds besides, if its pieces go around."""
+def around(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, backend: Backend) -> Around | None:
+    """The ring buffers of a product; None if its pieces do not go around."""
     rule, setting = find_rule(operation_of(eqn)), setting_of(eqn, placements, sizes)
     ring = ring_of(rule, setting)
     if ring is None:
         return None
-    held = ring_buffers(ring, rule, setting, habits.eager)
-    bytes_ = sum(b.number * allotted_bytes(b.shape, b.dtype.itemsize, habits) for b in held)
+    held = ring_buffers(ring, rule, setting, backend.eager)
+    bytes_ = sum(b.number * allotted_bytes(b.shape, b.dtype.itemsize, backend) for b in held)
     return Around(bytes_, ring.operand, ring.operand is not None and ring.factor in rule.results[0])
 
 
 def _arounds(
-    products: Iterable[Product], placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits
+    products: Iterable[Product], placements: Mapping[Var, Placement], sizes: AxisSizes, backend: Backend
 ) -> Iterator[tuple[Product, Around]]:
-    """The products whose pieces go around. Those of layers are alike, and looked at once."""
+    """The products whose pieces go around. Equal products, as in layers, are computed once."""
     known: dict[Hashable, Around | None] = {}
     for product in products:
         eqn = product.eqn
         lie = tuple(None if compat.is_literal(a) else placements[a] for a in (*eqn.invars, *eqn.outvars))
         alike = eqn.primitive, tuple(eqn.params.items()), tuple(a.aval for a in eqn.invars), lie
         if alike not in known:
-            known[alike] = around(eqn, placements, sizes, habits)
+            known[alike] = around(eqn, placements, sizes, backend)
         if (found := known[alike]) is not None:
             yield product, found
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a device holds while a boxed program runs.
+    """The memory of a device while a boxed program runs.
 
     Attributes:
-      lifetimes: of its values.
+      live_ranges: of its values.
       sizes: (values,) bytes of each on one device.
-      bytes: (points,) all that is there at each point, as `Memory` counts.
+      bytes: (points,) bytes in use at each point, as `Memory` counts.
       memory: the same in three figures.
     """
 
-    lifetimes: Lifetimes
+    live_ranges: LiveRanges
     sizes: NDArray[np.int64]
     bytes: NDArray[np.float64]
     memory: Memory
@@ -117,17 +117,17 @@ class Profile:
         return self.memory.peak
 
     def largest(self) -> list[tuple[Var, int]]:
-        """What is there when most is, with its bytes, the largest first."""
-        at, found = int(self.bytes.argmax()), self.lifetimes
+        """The values that are live at the peak, with their bytes, the largest first."""
+        at, found = int(self.bytes.argmax()), self.live_ranges
         there = np.flatnonzero((found.begin <= at) & (at < found.end))
         return [(found.values[k], int(self.sizes[k])) for k in there[np.argsort(-self.sizes[there], kind="stable")]]
 
 
 def profile_memory(
     jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes, aside: Collection[Var] = (),
-    ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU,
+    ties: Mapping[int, int] = MappingProxyType({}), backend: Backend = TPU,
 ) -> Profile:  # fmt: skip
-    """What lives at each time (`lifetimes`), in the order of the program, and `GAPS`.
+    """The bytes of all live ranges in the order of the program, with `GAPS`.
 
     Args:
       jaxpr: boxed.
@@ -135,7 +135,7 @@ def profile_memory(
       sizes: of the mesh's axes.
       aside: values that are counted elsewhere.
       ties: for results the number of the donated argument whose buffer each takes.
-      habits: of the device.
+      backend: of the device.
     """
     known: dict[tuple[Any, int], int] = {}
 
@@ -145,15 +145,15 @@ def profile_memory(
         placement = placements[var]
         alike = var.aval, id(placement)
         if alike not in known:
-            known[alike] = piece_bytes(var.aval, placement, sizes, habits)
+            known[alike] = piece_bytes(var.aval, placement, sizes, backend)
         return known[alike]
 
-    found = lifetimes(jaxpr, ties, habits)
+    found = live_ranges(jaxpr, ties, backend)
     held = np.fromiter(map(size, found.values), np.int64, len(found.values))
     arguments = int(held[: found.arguments].sum())
     results = sum(size(v) for v in jaxpr.outvars if not compat.is_literal(v))
     between: NDArray[np.float64] = (found.live(size) - arguments).astype(np.float64)
-    for begin, end, more in _besides(found, placements, sizes, habits, size):
+    for begin, end, more in _besides(found, placements, sizes, backend, size):
         between[begin:end] += more
     table = POINTER * len(jaxpr.outvars)
     most = Memory(arguments, results, math.ceil(GAPS * int(between.max())) + table)
@@ -161,24 +161,27 @@ def profile_memory(
 
 
 def _besides(
-    found: Lifetimes, placements: Mapping[Var, Placement], sizes: AxisSizes, habits: Habits, size: Callable[[Var], int]
+    found: LiveRanges,
+    placements: Mapping[Var, Placement],
+    sizes: AxisSizes,
+    backend: Backend,
+    size: Callable[[Var], int],
 ) -> Iterator[tuple[int, int, int]]:
-    """What is there besides values, or of them when they would be gone: from which point until before which, and how
-    many bytes."""
+    """Memory beyond plain live ranges (ring buffers, values kept longer, row padding) as (begin, end, bytes)."""
     blocks = set[Var]()
-    for product, ring in _arounds(found.products, placements, sizes, habits):
+    for product, ring in _arounds(found.products, placements, sizes, backend):
         begin = product.at
-        if habits.eager:  # pieces are sent as soon as they are there
+        if backend.eager:  # pieces are sent as soon as they are there
             begin = min(max(product.ready) if ring.operand is None else product.ready[ring.operand], begin)
         yield begin, product.at + 1, ring.bytes
-        if ring.in_blocks and habits.pieces_stay:
+        if ring.in_blocks and backend.pieces_stay:
             blocks.add(product.eqn.outvars[0])
             if product.over is not None:
                 yield product.over, product.over + 1, size(product.eqn.outvars[0])
-    for wait in found.waits:
+    for wait in found.extended:
         ends = [end for over, end in wait.ends.items() if over in blocks]
         yield wait.begin, max(ends, default=0), size(wait.value)
-    for again in found.again:
+    for again in found.recomputed:
         kept = again.scores.kept
         if blocks.isdisjoint(again.scores.products):
             yield again.last, again.last + 1, size(kept)  # the softmax, if it is multiplied after that loop
@@ -194,14 +197,14 @@ def _besides(
 
 def estimate_memory(
     jaxpr: Jaxpr, placements: Mapping[Var, Placement], sizes: AxisSizes, aside: Collection[Var] = (),
-    ties: Mapping[int, int] = MappingProxyType({}), habits: Habits = TPU,
+    ties: Mapping[int, int] = MappingProxyType({}), backend: Backend = TPU,
 ) -> Memory:  # fmt: skip
-    """The most that lives at one time: `profile_memory`, which has the arguments."""
-    return profile_memory(jaxpr, placements, sizes, aside, ties, habits).memory
+    """The three figures of `profile_memory`, which has the arguments."""
+    return profile_memory(jaxpr, placements, sizes, aside, ties, backend).memory
 
 
 def working_bytes(eqn: compat.Eqn) -> int:
-    """Bytes of what an equation makes, and of the most that lives in its bodies, on one device that holds all."""
+    """Bytes of the results of an equation and of the peak inside its bodies, on one device that holds everything."""
     whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
-    inside = max((estimate_memory(body, whole, {}, habits=GPU).temporaries for body in bodies_of(eqn)), default=0)
+    inside = max((estimate_memory(body, whole, {}, backend=GPU).temporaries for body in bodies_of(eqn)), default=0)
     return sum(bytes_of(v) for v in eqn.outvars) + inside

@@ -1,8 +1,8 @@
-"""What a boxed program costs: its collectives, and where its time goes. Read off the program itself.
+"""The cost of a boxed program: its collectives, and the seconds of one call by what they go to.
 
-Heavy operations and collectives are priced one by one, as where placements are chosen. What light operations read and
-write is priced for all of them together, as XLA fuses them (`traffic`), and late reductions hide behind computing
-(`overlap`): neither adds up over equations, so neither is known to the search.
+Heavy operations and collectives are priced one by one, as where placements are chosen. The bytes of light operations
+are priced together, as XLA fuses them (`traffic`), and late reductions overlap with computation (`overlap`): neither is
+a sum over equations, so the search knows neither.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p, boxing_of
-from shardc.ir.collective import KINDS, Collective, Kind, Moves
+from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.transfer import is_transfer
@@ -25,10 +25,19 @@ from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of, short_aval, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
-from shardc.passes.estimate.overlap import hidden_seconds, late_values
+from shardc.passes.estimate.overlap import late_values, overlapped_seconds
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.sbp.boxing import Boxing
-from shardc.sbp.cost import FEMTO, RingTime, group_of, heavy_seconds, light_seconds, memory_seconds
+from shardc.sbp.cost import (
+    COLLECTIVES,
+    FEMTO,
+    CollectiveKind,
+    RingTime,
+    group_of,
+    heavy_seconds,
+    light_seconds,
+    memory_seconds,
+)
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
@@ -37,16 +46,17 @@ from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of one call, by what they go to. `hidden` of them are covered by computing.
+    """Seconds of one call, by what they go to. `overlapped` of them do not add to the total.
 
     Attributes:
-      compute: operations that the matrix units bound.
-      memory: reading and writing: operations that the memory bounds, and what is between operations.
+      compute: operations bound by the matrix units.
+      memory: operations bound by memory, and light operations.
       all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
-      hidden: of the collectives, what runs while the program computes: reductions that only the optimizer and the
-        results read, and pieces that go around while others are multiplied.
-      launch: of a pipeline, by what its shortest tasks take longer than they compute, as the host has to launch them.
-      wait: of a pipeline, for other ranks and for what they send.
+      overlapped: the part of the collectives that overlaps with computation: reductions that only the optimizer and the
+        results read, and pieces that go around a ring while others are multiplied.
+      launch: of a pipeline, the time by which its shortest tasks take longer than they compute, for the host to launch
+        them.
+      wait: of a pipeline, for other ranks and for their messages.
     """
 
     compute: float = 0.0
@@ -56,7 +66,7 @@ class Time:
     reduce_scatter: float = 0.0
     all_to_all: float = 0.0
     permute: float = 0.0
-    hidden: float = 0.0
+    overlapped: float = 0.0
     launch: float = 0.0
     wait: float = 0.0
 
@@ -66,12 +76,12 @@ class Time:
 
     @property
     def moving(self) -> float:
-        """All collectives, the hidden part too."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        """All collectives, with the overlapped part."""
+        return sum(getattr(self, kind) for kind in COLLECTIVES)
 
     @property
     def total(self) -> float:
-        return self.computing + self.moving - self.hidden + self.launch + self.wait
+        return self.computing + self.moving - self.overlapped + self.launch + self.wait
 
     def __add__(self, other: Time) -> Time:
         return Time(*map(operator.add, self._parts(), other._parts()))
@@ -87,49 +97,54 @@ _PARTS: Final = operator.attrgetter(*(f.name for f in fields(Time)))
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Of one call: the collectives in the order of the program, where its time goes, and `added`: the seconds of its
-    equations one by one, as the search adds them up."""
+class PlanCost:
+    """The cost of one call.
+
+    Attributes:
+      collectives: in the order of the program.
+      time: where the time goes.
+      added: the sum of the seconds of single equations, as the search adds them up.
+    """
 
     collectives: tuple[Collective, ...]
     time: Time
     added: float
 
 
-def tally(boxed: Boxed, mesh: MeshView) -> Tally:
+def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     """The cost of a boxed program."""
-    found = _Tallier(boxed, mesh)
+    found = _CostWalk(boxed, mesh)
     time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
-    return Tally(tuple(found.collectives), time, found.added)
+    return PlanCost(tuple(found.collectives), time, found.added)
 
 
-def instructions(boxed: Boxed, mesh: MeshView) -> Counter[Kind]:
-    """The number of instructions that the compiler makes of the boxings, of the kinds that it combines; those of
-    a loop's body count once."""
-    tallier, kinds = _Tallier(boxed, mesh), dict(mesh.topology.combined)
-    found: Counter[Kind] = Counter()
+def instructions(boxed: Boxed, mesh: MeshView) -> Counter[CollectiveKind]:
+    """The number of instructions that the compiler makes of the boxings, for the kinds that it combines; those of a
+    loop's body count once."""
+    walk, kinds = _CostWalk(boxed, mesh), dict(mesh.topology.combined)
+    found: Counter[CollectiveKind] = Counter()
     waiting = [boxed.jaxpr]
     while waiting:
         jaxpr = waiting.pop()
-        found.update(some[0].kind for some in combinations(jaxpr, tallier.started(jaxpr.eqns), kinds))
+        found.update(some[0].kind for some in combinations(jaxpr, walk.started(jaxpr.eqns), kinds))
         waiting += [body for eqn in jaxpr.eqns for body in bodies_of(eqn)]
     return found
 
 
 def alone_seconds(eqns: Sequence[Eqn], results: Sequence[Var], boxed: Boxed, mesh: MeshView) -> float:
-    """What some equations of a boxed program take by themselves.
+    """Seconds of some equations of a boxed program by themselves.
 
     Args:
-      results: what others read of what they make.
+      results: their results that others read.
     """
     made = {v for e in eqns for v in e.outvars}
     given = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
     alone = compat.new_jaxpr(list(given), list(results), eqns, boxed.jaxpr)
-    return tally(replace(boxed, jaxpr=alone), mesh).time.total
+    return plan_cost(replace(boxed, jaxpr=alone), mesh).time.total
 
 
-class _Held(dict[Var, int]):
-    """Bytes that a device holds of each value; counted once for all that are alike, when they are first asked for."""
+class _LocalBytes(dict[Var, int]):
+    """Bytes of each value on a device; computed once for values of one type and placement, when first asked for."""
 
     def __init__(self, placements: Mapping[Var, Placement], sizes: AxisSizes) -> None:
         super().__init__()
@@ -148,11 +163,11 @@ class _Held(dict[Var, int]):
 
 @dataclass(frozen=True)
 class _Price:
-    """What one execution of an equation takes, which is the same for all that are alike.
+    """The cost of one execution of an equation; equal equations share it.
 
     Attributes:
       moves: its collectives, without a source.
-      time: where its time goes, but for what light operations read and write.
+      time: where its time goes, without the bytes of light operations.
       added: seconds, one after the other as the search adds them up.
     """
 
@@ -166,22 +181,22 @@ class _Price:
         return cls(moves.collectives, time, (time.moving,))
 
 
-class _Tallier:
-    """Adds up what a program takes.
+class _CostWalk:
+    """The walk that sums the cost of a program.
 
     Attributes:
-      held: bytes that a device holds of a value.
-      heavy: by id of an equation whether it is heavy.
+      held: bytes of a value on a device.
+      heavy: whether an equation is heavy, by its id.
       rules: of operations, by id of the equation.
-      boxings: by the value's aval, both placements, and how many share a start.
-      prices: of operations and of boxings, by what they follow from.
+      boxings: by the value's aval, both placements, and the number of values that share a start.
+      prices: of operations and of boxings, by what determines them.
     """
 
     def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
         self.boxed, self.mesh, self.placements = boxed, mesh, boxed.placements
         self.collectives: list[Collective] = []
         self.added = 0.0
-        self.held = _Held(boxed.placements, mesh.sizes)
+        self.held = _LocalBytes(boxed.placements, mesh.sizes)
         self.heavy: dict[int, bool] = {}
         self.rules: dict[int, Rule] = {}
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
@@ -202,18 +217,18 @@ class _Tallier:
         for s in (s for found in together for s in found[:-1]):
             time = times[id(s.eqn)]
             times[id(s.eqn)] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
-        hidden = 0.0
+        overlapped = 0.0
         if self.mesh.topology.overlaps:
             reducing = {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)}
-            for *before, last in together:  # all of them wait for the operand that is made last
+            for *before, last in together:  # the combination starts with the operand that is made last
                 for s in before:
                     seconds = reducing.pop(id(s.eqn), 0.0)
                     reducing[id(last.eqn)] = reducing.get(id(last.eqn), 0.0) + seconds
             computing = {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others}
-            hidden = hidden_seconds(jaxpr, late, reducing, computing)
+            overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
         light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
-        return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), hidden=hidden))
+        return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), overlapped=overlapped))
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -244,7 +259,7 @@ class _Tallier:
                 if step.kind in kinds and price.bytes:
                     alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op
                     seconds = group_of(self.mesh, step.axes).latency[step.kind] / FEMTO
-                    yield Started(eqn, cast(Kind, step.kind), alike, size, seconds)
+                    yield Started(eqn, cast(CollectiveKind, step.kind), alike, size, seconds)
 
     def is_reducing(self, eqn: Eqn) -> bool:
         return eqn.primitive is box_p and any(
@@ -252,11 +267,11 @@ class _Tallier:
         )
 
     def is_plain(self, eqn: Eqn) -> bool:
-        """Whether it is a light operation that sends nothing: all that it takes is the memory that it touches."""
+        """Whether it is a light operation without collectives: it costs only the memory that it touches."""
         if eqn.primitive.name in _PARTICULAR:
             return False
         rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
-        return not (rule.is_heavy or rule.windows or rule.told or rule.terms)
+        return not (rule.is_heavy or rule.windows or rule.exchanged or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
         if id(eqn) not in self.heavy:
@@ -274,7 +289,7 @@ class _Tallier:
         return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not is_transfer(eqn)
 
     def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
-        """The time of one execution, but for what light operations read and write."""
+        """The time of one execution, without the bytes of light operations."""
         if eqn.primitive.name in NESTED:
             return self.nested(eqn, trips, [v in late for v in eqn.outvars])
         if eqn.primitive is box_p:
@@ -286,7 +301,7 @@ class _Tallier:
         return self.take(self.price(eqn), compat.source_line(eqn), trips)
 
     def take(self, price: _Price, source: str, trips: int) -> Time:
-        """Adds up what an equation takes that runs `trips` times."""
+        """Adds the cost of an equation that runs `trips` times."""
         self.collectives += [
             replace(m, bytes=m.bytes * trips, count=m.count * trips, source=source) for m in price.moves
         ]
@@ -295,7 +310,7 @@ class _Tallier:
         return price.time
 
     def price(self, eqn: Eqn) -> _Price:
-        """Of an operation or a boxing."""
+        """The price of an operation or a boxing."""
         rule = None if eqn.primitive is box_p else id(self.rule(eqn))
         atoms = (*eqn.invars, *eqn.outvars)
         lie = tuple(None if compat.is_literal(a) else self.placements[a] for a in atoms)
@@ -313,7 +328,7 @@ class _Tallier:
         if rule.terms is not None or rule.crossing:
             setting = setting_of(eqn, self.placements, self.mesh.sizes)
             if (ring := ring_of(rule, setting)) is not None:
-                return self.around(eqn, ring, setting)
+                return self.ring(eqn, ring, setting)
             inside = _Price.of(_inside(rule, setting, self.mesh))
         memory = self.touched(eqn)
         seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
@@ -323,8 +338,8 @@ class _Tallier:
         bound = seconds <= max(rule.passes, 1.0) * memory_seconds(memory, self.mesh)
         return replace(inside, time=inside.time + (Time(memory=seconds) if bound else Time(compute=seconds)))
 
-    def around(self, eqn: Eqn, ring: Ring, setting: Setting) -> _Price:
-        """Of a product whose pieces go around: what of its permutes its arithmetic covers is hidden."""
+    def ring(self, eqn: Eqn, ring: Ring, setting: Setting) -> _Price:
+        """The price of a product whose pieces go around; its permutes overlap with its arithmetic."""
         rule = self.rule(eqn)
         port, steps = ring.port(rule), internal_steps(rule, setting)
         each = sent_cost(steps[0], self.mesh).bytes
@@ -334,8 +349,8 @@ class _Tallier:
         value, count = short_aval(setting.port(port)[0]), len(steps)
         moves = Collective("permute", (ring.axis,), each * count, count, "", value, src, dst)
         time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
-        hidden = time.computing + time.moving - time.total
-        return _Price((moves,), Time(compute=time.computing, permute=time.moving, hidden=hidden), (time.total,))
+        overlapped = time.computing + time.moving - time.total
+        return _Price((moves,), Time(compute=time.computing, permute=time.moving, overlapped=overlapped), (time.total,))
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
@@ -345,11 +360,11 @@ class _Tallier:
         return time
 
     def per_iteration(self, begin: int, trips: int, one_round: bool) -> None:
-        """Says of the collectives from number `begin` on that they are in a `while`.
+        """Marks the collectives from number `begin` on as executed in a `while`.
 
         Args:
-          trips: that are expected of it.
-          one_round: nothing says how many.
+          trips: its expected number of iterations.
+          one_round: nothing says how many there are.
         """
         self.collectives[begin:] = [
             replace(c, per_iteration=True, trips=c.trips * trips, one_round=c.one_round or one_round)
@@ -363,11 +378,11 @@ class _Tallier:
         return (self.add(moves, times * trips) + Time(compute=seconds)) * times
 
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
-        """A loop's body as often as it runs, of a `while` as often as is expected; of a `cond` the branch that takes
-        longest."""
+        """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
+        `cond`."""
         length = compat.trips_of(eqn)
         results = late
-        if eqn.primitive.name == "scan":  # what is carried is read by the next step
+        if eqn.primitive.name == "scan":  # the next step reads the carry
             carries = compat.scan_of(eqn).carries
             results = [False] * carries + late[carries:]
         found: list[Time] = []
@@ -389,14 +404,14 @@ class _Tallier:
 
 
 def _own_computing(eqn: Eqn, time: Time) -> float:
-    """Seconds of an equation's computing behind which something else can hide: of a ring its permutes do."""
-    return time.computing - (0.0 if eqn.primitive.name in NESTED else time.hidden)
+    """Seconds of an equation's computation that other collectives can overlap with; a ring's permutes already do."""
+    return time.computing - (0.0 if eqn.primitive.name in NESTED else time.overlapped)
 
 
 _PARTICULAR: Final = frozenset((
     "box", "constrain", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
 ))  # fmt: skip
-"""Primitives of which there is more to say than what a rule does."""
+"""Primitives that cost more than their rule says."""
 
 
 def _is_same(eqn: Eqn) -> bool:
@@ -404,7 +419,7 @@ def _is_same(eqn: Eqn) -> bool:
 
 
 def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
-    """Equations with how often they run; a nested one stands for its bodies."""
+    """Equations with the number of their executions; a nested one stands for its bodies."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in NESTED:
             for body in bodies_of(eqn):
@@ -416,11 +431,11 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
 def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     """The collectives of one boxing, and the seconds of one execution, each with a start of its own."""
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
-    seconds: dict[Kind, float] = {}
+    seconds: dict[CollectiveKind, float] = {}
     found: list[Collective] = []
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
-            kind = cast(Kind, step.kind)
+            kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
             found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
@@ -428,10 +443,10 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
 
 
 def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
-    """The collectives that an operation needs itself, and the seconds of one execution."""
+    """The internal collectives of an operation, and the seconds of one execution."""
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
-    seconds: dict[Kind, float] = {}
+    seconds: dict[CollectiveKind, float] = {}
     for s in internal_steps(rule, setting):
         cost = sent_cost(s, mesh)
         if cost.bytes:
@@ -454,7 +469,7 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
 def _ring_seconds(
     eqn: Eqn, ring: Ring, rule: Rule, setting: Setting, placements: Mapping[Var, Placement], mesh: MeshView
 ) -> RingTime:
-    """What one execution of it takes."""
+    """Seconds of one execution of a product whose pieces go around."""
     counts = _counts(rule, eqn, placements, mesh, ring)
     flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
     atoms = (*eqn.invars, *eqn.outvars)
@@ -468,7 +483,7 @@ def _rule_of(eqn: Eqn) -> Rule:
 
 
 def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
-    """Seconds that a device computes in one execution of an operation that reads and writes so many bytes."""
+    """Seconds that a device computes in one execution of an operation that reads and writes `memory` bytes."""
     if not rule.is_heavy:
         return light_seconds(memory, mesh)
     shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
@@ -490,8 +505,8 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
 def _counts(
     rule: Rule, eqn: Eqn, placements: Mapping[Var, Placement], mesh: MeshView, ring: Ring | None = None
 ) -> dict[str, int]:
-    """The number of devices that share the work along each factor of an operation: all that split it, but those that
-    its pieces go around."""
+    """The number of devices that share the work along each factor of an operation: those that split it, but those of
+    its ring."""
     counts: dict[str, int] = {}
     for factors, atom in zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True):
         splits = {} if compat.is_literal(atom) else placements[atom].splits

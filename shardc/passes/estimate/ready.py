@@ -1,7 +1,7 @@
-"""When values could be there at the earliest, on devices that begin early what they can (`Habits.eager`).
+"""The earliest point at which each value can be ready, on devices that start operations early (`Backend.eager`).
 
-All collectives, and what is computed in loops, begin as soon as what they read is there. But reductions over the mesh
-wait for each other: those of which none waits for another's result are one operation, which begins with the last.
+Collectives and fused operations start as soon as their operands are ready. But all-reduces wait for each other: those
+that do not depend on each other's results are one operation, which starts with the last of them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
-from shardc.passes.estimate.backend import IN_LOOPS, PRODUCTS, Kind, kind_of
+from shardc.passes.estimate.backend import IN_LOOPS, PRODUCTS, FusionKind, kind_of
 
 
 @dataclass
 class Ready:
-    """What is known of a program, its points of time being those of `lifetimes`.
+    """Readiness of a program's values, in the points of time of `live_ranges`.
 
     Attributes:
-      at: the first point at which a value could be there.
-      operands: of a product, by id of the equation, that at which each of its operands could be.
-      together: of the result of a reduction over the mesh, the point at which the last of those is made that wait for
-        none of their results.
+      at: the first point at which each value can be ready.
+      operands: for a product, by id of the equation, the first points of its operands.
+      together: for the result of an all-reduce, the last point at which one of the same combined operation is made.
     """
 
     at: dict[Var, int] = field(default_factory=dict[Var, int])
@@ -31,7 +30,7 @@ class Ready:
 
 
 def find_ready(jaxpr: Jaxpr) -> Ready:
-    """When each value of a program could be there, nested bodies included."""
+    """The earliest readiness of each value of a program, nested bodies included."""
     walk = _Walk()
     walk.body(jaxpr, 0)
     walk.found.together = {v: walk.last[group] for v, group in walk.group.items()}
@@ -39,12 +38,12 @@ def find_ready(jaxpr: Jaxpr) -> Ready:
 
 
 class _Walk:
-    """From the first equation to the last.
+    """The walk from the first equation to the last.
 
     Attributes:
-      round: how many groups of reductions over the mesh are behind a value.
-      group: the group that a reduction is of: the loop or branch in which it is, and the round; `last`: the point of
-        the last one of a group; `latest`: the last round in a loop or branch.
+      round: the number of combined all-reduces that a value depends on.
+      group: the combined operation of an all-reduce: its loop or branch, and the round. `last`: the point of the last
+        one of a group; `latest`: the last round in a loop or branch.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class _Walk:
         self.latest: dict[int, int] = {}
 
     def body(self, body: Jaxpr, scope: int) -> None:
-        """`scope`: the loop or branch in which it is."""
+        """`scope`: the loop or branch that the body is in."""
         at = self.found.at
         for eqn in body.eqns:
             kind = kind_of(eqn)
@@ -66,7 +65,7 @@ class _Walk:
                 if eqn.primitive.name in REMAT:
                     self.round |= {v: self.round_of(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
                 self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
-            early = kind in IN_LOOPS or kind is Kind.MOVED
+            early = kind in IN_LOOPS or kind is FusionKind.MOVED
             if eqn.primitive.name in PRODUCTS:
                 self.found.operands[id(eqn)] = tuple(ready)
             at.update(dict.fromkeys(eqn.outvars, max(ready, default=0) if early else self.now + 1))
@@ -74,7 +73,7 @@ class _Walk:
             self.now += 1
 
     def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
-        """When the inputs of a body are there: what a loop does not change is there before it."""
+        """The readiness of the inputs of a body: values that a loop does not change are ready before it."""
         match eqn.primitive.name:
             case "scan":
                 consts = compat.scan_of(eqn).consts
@@ -93,7 +92,7 @@ class _Walk:
         return 0 if compat.is_literal(a) else self.round.get(a, 0)
 
     def rounds(self, eqn: Eqn, scope: int) -> None:
-        """How many groups of reductions over the mesh are behind each result."""
+        """Sets the number of combined all-reduces that each result depends on."""
         if eqn.primitive.name in REMAT:
             self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, bodies_of(eqn)[0].outvars, strict=True)}
             return

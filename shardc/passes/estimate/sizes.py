@@ -1,4 +1,4 @@
-"""Bytes that a device allots for its piece of a value: the one place that knows of tiles and filled rows."""
+"""Bytes that a device allocates for its piece of a value. Only this module knows tiles and row padding."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from shardc.ir.walk import itemsize_of
-from shardc.passes.estimate.backend import Habits
-from shardc.passes.estimate.row_tables import Table
+from shardc.passes.estimate.backend import Backend
+from shardc.passes.estimate.row_tables import RowTable
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
 
 MOST_FILLED: Final = 2**27
-"""Bytes that XLA:TPU wastes on filled rows however many times as much as the array that is."""
+"""Bytes of row padding below which XLA:TPU pads rows, however small the array itself is."""
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of an array in tiles of 8 x 128 words, the two dimensions that waste least being those of the tiles.
+    """Bytes of an array in tiles of 8 x 128 words, with the pair of tiled dimensions that wastes least.
 
-    XLA:TPU fills a tile's last dimension up to 128, the one before to a power of two up to 8 words, and keeps what has
-    one dimension in rows of 128.
+    XLA:TPU pads the last dimension of a tile to 128, the one before to a power of two up to 8 words, and keeps arrays
+    of one dimension in rows of 128.
     """
     whole = math.prod(shape) * itemsize
     words = max(1, 4 // itemsize)
@@ -36,10 +36,10 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def filled_bytes(shape: Sequence[int], itemsize: int, gathered: bool) -> int:
-    """Bytes of an array that lies row by row, each row filled up to 128.
+    """Bytes of an array that is padded row by row, each row to 128.
 
-    As `tiled_bytes`, where XLA:TPU declines: where that wastes 128 MiB, and as much as the array takes; more than that,
-    if rows are gathered from it. Tables of 8 to 130 columns, compiled alone, are on either side of that as this says.
+    It is `tiled_bytes` where XLA:TPU declines: where the padding is at least 128 MiB and as large as the array; larger
+    than that if rows are gathered. Tables of 8 to 130 columns, compiled alone, agree.
     """
     least, *rest = tiled_bytes(shape, itemsize), *(n for n in shape if n != 1)
     if len(rest) < 2 or not least:
@@ -49,18 +49,18 @@ def filled_bytes(shape: Sequence[int], itemsize: int, gathered: bool) -> int:
     return least if filled - least >= MOST_FILLED and filled >= 2 * least + gathered else filled
 
 
-def table_bytes(table: Table, placement: Placement, sizes: AxisSizes) -> int:
-    """Bytes that a table takes besides those of its piece."""
+def table_bytes(table: RowTable, placement: Placement, sizes: AxisSizes) -> int:
+    """Bytes that a row-padded table takes besides those of its piece."""
     shape, itemsize = local_shape(table.value.aval.shape, placement, sizes), itemsize_of(table.value.aval)
     least, filled = tiled_bytes(shape, itemsize), filled_bytes(shape, itemsize, table.gathered)
     return filled if table.copied and filled > least else filled - least
 
 
-def piece_bytes(aval: Any, placement: Placement, sizes: AxisSizes, habits: Habits) -> int:
-    """Bytes that a device allots for its piece of a value."""
-    return allotted_bytes(local_shape(aval.shape, placement, sizes), itemsize_of(aval), habits)
+def piece_bytes(aval: Any, placement: Placement, sizes: AxisSizes, backend: Backend) -> int:
+    """Bytes that a device allocates for its piece of a value."""
+    return allotted_bytes(local_shape(aval.shape, placement, sizes), itemsize_of(aval), backend)
 
 
-def allotted_bytes(shape: Sequence[int], itemsize: int, habits: Habits) -> int:
-    """Bytes that a device allots for an array of this shape."""
-    return tiled_bytes(shape, itemsize) if habits.tiles else math.prod(shape) * itemsize
+def allotted_bytes(shape: Sequence[int], itemsize: int, backend: Backend) -> int:
+    """Bytes that a device allocates for an array of this shape."""
+    return tiled_bytes(shape, itemsize) if backend.tiles else math.prod(shape) * itemsize

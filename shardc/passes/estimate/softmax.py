@@ -1,14 +1,15 @@
-"""Softmax in float32 of products of a smaller type, as attention has it: what of it XLA:TPU keeps in memory.
+"""Softmax in float32 of products of a smaller type, as in attention: which of its arrays XLA:TPU materializes.
 
-Where a mask or a bias is put over the scores, XLA:TPU writes them in float32, and one loop over these finds the largest
-of each row, the exponentials and their sum: both arrays are there at one time. Only rows no longer than `ROW` stay
-inside one operation with the product.
+With a mask or a bias, XLA:TPU writes the scores in float32, and one loop over them computes the maximum of each row,
+the exponentials and their sum: both arrays are live at one time. Only rows of at most `ROW` elements stay fused with
+the product.
 
-The exponentials are kept for the gradient. Not if queries share their keys: those have two dimensions, and the product
-has them in another order than the softmax. Then XLA:TPU keeps the product, or the sum of several of which one is such,
-and computes the exponentials in each loop that reads them. It makes the softmax anew, too, and may multiply it only
-after the loop for the gradient of the scores. Of a sum it makes the gradient twice, for the loops of either product,
-but once for one example. But if the product's pieces go around, it does as elsewhere.
+The exponentials are kept for the gradient, except where queries share their keys. Then the queries have two dimensions,
+and the product has its dimensions in another order than the softmax. XLA:TPU keeps the product, or the sum of several
+of which one is such, and recomputes the exponentials in each loop that reads them. It recomputes the softmax, too, and
+may multiply it only after the loop for the gradient of the scores. For a sum it computes the gradient twice, in the
+loop of either product, but once for a batch of one. If the product's pieces go around a ring, the exponentials are kept
+as elsewhere.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from typing import Final
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import itemsize_of
-from shardc.passes.estimate.backend import IN_LOOPS, Step
+from shardc.passes.estimate.backend import IN_LOOPS, ScheduledEqn
 
 ROW: Final = 2048
-"""Numbers in a row that XLA:TPU has inside of an operation. Of 2,560 it had in one program, and in another not."""
+"""Elements of a row up to which XLA:TPU keeps it inside a fusion. At 2,560 one program did, and another did not."""
 
-AGAIN: Final = 3
-"""Loops that read exponentials of which there is a gradient: their sum, their quotient by it, and the gradient."""
+LEAST_LOOPS: Final = 3
+"""Loops that read exponentials which have a gradient: their sum, their quotient by it, and the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What exponentials are computed from.
+    """The scores that exponentials are computed from.
 
     Attributes:
-      rows: that of which each row's largest is taken away.
-      kept: that is computed from, of a smaller type: a product, or a sum of several.
-      products: these.
-      turned: whether no order of the operands of one of them gives the order of the dimensions of the rows.
-      written: whether the rows are in memory beside the exponentials: they are long, and a mask or a bias is in them.
+      rows: the scores, from which the maximum of each row is subtracted.
+      kept: the origin of `rows` in a smaller type: a product, or a sum of several.
+      products: the products in `kept`.
+      turned: one of them has its dimensions in an order that no order of its operands gives for `rows`.
+      written: `rows` are materialized beside the exponentials: they are long, and a mask or a bias is in them.
     """
 
     rows: Var
@@ -49,12 +50,13 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """Exponentials that are computed in each loop that reads them, unless the product's pieces go around.
+class RecomputedExp:
+    """Exponentials that are recomputed in each loop that reads them, unless the product's pieces go around a ring.
 
     Attributes:
       begin, last: the point at which they are made, and that of the last loop that reads them.
-      until: before which what that loop makes, the gradient for several loops, is in memory in their type; or `last`.
+      until: the end of the live range of what that loop makes, the gradient for several loops, in their type; else
+        `last`.
     """
 
     value: Var
@@ -64,11 +66,12 @@ class Again:
     until: int
 
 
-def find_scores(step: Step, maker: Mapping[Var, Step]) -> Scores | None:
-    """What an exponential is computed from, if it is of rows less their largest, and those from smaller products.
+def find_scores(step: ScheduledEqn, maker: Mapping[Var, ScheduledEqn]) -> Scores | None:
+    """The scores of an exponential of rows less their maximum, where the rows come from products of a smaller type;
+    else None.
 
     Args:
-      maker: of each value the equation that makes it.
+      maker: the equation that makes each value.
     """
     if step.eqn.primitive.name != "exp" or (rows := _less_largest(step.eqn.invars[0], maker)) is None:
         return None
@@ -81,10 +84,13 @@ def find_scores(step: Step, maker: Mapping[Var, Step]) -> Scores | None:
 
 
 def _origin_of(
-    at: Var, order: Sequence[int], maker: Mapping[Var, Step], names: Collection[str] | None = None
+    at: Var, order: Sequence[int], maker: Mapping[Var, ScheduledEqn], names: Collection[str] | None = None
 ) -> tuple[Var, Sequence[int], bool]:
-    """What a value is computed from number by number, by any operations or these, the order in which its dimensions are
-    there, and whether a table is joined to it on the way."""
+    """The value that `at` is computed from element by element, by any operations or only by `names`.
+
+    Returns:
+      The value, the order of the dimensions there, and whether a table is combined with it on the way.
+    """
     joined = False
     while (made := maker.get(at)) is not None and made.kind in IN_LOOPS and made.eqn.primitive.name != "box":
         if names is not None and made.eqn.primitive.name not in names:
@@ -99,8 +105,10 @@ def _origin_of(
     return at, order, joined
 
 
-def _products(at: Var, order: Sequence[int], maker: Mapping[Var, Step]) -> list[tuple[Var, Sequence[int]]] | None:
-    """The products whose sum a value is, and the order in which its dimensions are there; None: it is no such sum."""
+def _products(
+    at: Var, order: Sequence[int], maker: Mapping[Var, ScheduledEqn]
+) -> list[tuple[Var, Sequence[int]]] | None:
+    """The products whose sum a value is, and the order of the dimensions in each; None: it is no such sum."""
     made = maker.get(at)
     if made is None:
         return None
@@ -118,12 +126,12 @@ def _products(at: Var, order: Sequence[int], maker: Mapping[Var, Step]) -> list[
     return found
 
 
-def _whole_operands(step: Step, of: Var, maker: Mapping[Var, Step]) -> list[Var]:
+def _whole_operands(step: ScheduledEqn, of: Var, maker: Mapping[Var, ScheduledEqn]) -> list[Var]:
     return [a for a in dict.fromkeys(step.operands) if _is_whole(a, of, maker)]
 
 
-def _less_largest(a: Atom, maker: Mapping[Var, Step]) -> Var | None:
-    """The rows, if a value is rows less the largest of each."""
+def _less_largest(a: Atom, maker: Mapping[Var, ScheduledEqn]) -> Var | None:
+    """The rows, if a value is rows less the maximum of each; else None."""
     less = None if compat.is_literal(a) else maker.get(a)
     if less is None or less.eqn.primitive.name != "sub" or any(map(compat.is_literal, less.eqn.invars)):
         return None
@@ -138,29 +146,29 @@ def _less_largest(a: Atom, maker: Mapping[Var, Step]) -> Var | None:
 _SUMS: Final = frozenset(("add", "add_any", "sub"))
 _SCALED: Final = frozenset(("convert_element_type", "div", "mul", "neg", "transpose"))
 _SAME: Final = frozenset(("broadcast_in_dim", "max", "reshape", "stop_gradient"))
-"""What there is between the largest of a row and the row less it; `max` is with -inf."""
+"""Operations between the maximum of a row and its subtraction; `max` is with -inf."""
 
 
-def _origin(a: Atom, maker: Mapping[Var, Step]) -> Atom:
-    """What has been spread over other dimensions to be this."""
+def _origin(a: Atom, maker: Mapping[Var, ScheduledEqn]) -> Atom:
+    """The value before any broadcasts."""
     while not compat.is_literal(a) and a in maker and maker[a].eqn.primitive.name == "broadcast_in_dim":
         a = maker[a].eqn.invars[0]
     return a
 
 
-def _is_whole(a: Var, of: Var, maker: Mapping[Var, Step]) -> bool:
-    """Whether it has a number for each of another."""
+def _is_whole(a: Var, of: Var, maker: Mapping[Var, ScheduledEqn]) -> bool:
+    """Whether `a` has an element of its own for each element of `of`: it is no broadcast and no mask."""
     return compat.size_of(a.aval) == compat.size_of(of.aval) and a.aval.dtype != bool and _origin(a, maker) is a
 
 
-def _is_table(a: Var, maker: Mapping[Var, Step]) -> bool:
-    """Whether it is more than one number."""
+def _is_table(a: Var, maker: Mapping[Var, ScheduledEqn]) -> bool:
+    """Whether a value has more than one distinct element."""
     of = _origin(a, maker)
     return not compat.is_literal(of) and of.aval.size > 1
 
 
 def _turned(order: Sequence[int], product: Eqn) -> bool:
-    """Whether the dimensions of a product come in an order that it would have with neither order of its operands."""
+    """Whether the dimensions of a product are wanted in an order that it has with neither order of its operands."""
     ((contracted, _), (batch, _)) = product.params["dimension_numbers"]
     first, left = len(batch), len(product.invars[0].aval.shape) - len(contracted)
     direct = tuple(range(len(order)))

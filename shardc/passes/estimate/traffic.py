@@ -1,8 +1,7 @@
-"""What light operations read and write, when XLA has fused them: less than each of them alone.
+"""Bytes that light operations read and write once XLA has fused them: less than the sum over operations.
 
-A light operation is computed where its result is read. So of a chain of them nothing is written but what something else
-reads: a heavy operation, a collective, a loop, the caller. And nothing is read but what was not made by a light one; a
-value that several of them read is read once.
+A light operation is fused into its readers. So a chain of them writes only what something else reads: a heavy
+operation, a collective, a loop, the caller. It reads only what no light operation made, and each such value once.
 """
 
 from __future__ import annotations
@@ -13,21 +12,22 @@ from shardc import compat
 from shardc.compat import Jaxpr, Var
 
 PARTLY_READ = frozenset(("gather", "slice", "dynamic_slice", "box"))
-"""Operations that read of their first operand as much as they give, if that is less."""
-UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-"""Operations that change a part of their first operand in place, and the number of the operand that is put there."""
+"""Operations that read at most as many bytes of their first operand as they return."""
+UPDATED_OPERAND = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+"""Operations that update a part of their first operand in place, and the number of the operand that they write
+there."""
 
 
 def fused_bytes(jaxpr: Jaxpr, light: Set[int], same: Set[int], held: Mapping[Var, int]) -> int:
-    """Bytes that the light operations of a jaxpr, without those of nested ones, read and write in one execution.
+    """Bytes that the light operations of a jaxpr read and write in one execution, without those in nested jaxprs.
 
     Args:
-      light: ids of the equations that are light.
-      same: ids of those of them whose result is their operand.
-      held: bytes that a device holds of a value.
+      light: ids of the light equations.
+      same: ids of those light equations whose result is their operand.
+      held: bytes of a value on a device.
     """
     root: dict[Var, Var] = {}
-    written: dict[Var, int] = {}  # what light operations make
+    written: dict[Var, int] = {}  # results of light operations
     read: dict[Var, int] = {}
     wanted: set[Var] = set()
 
@@ -43,10 +43,10 @@ def fused_bytes(jaxpr: Jaxpr, light: Set[int], same: Set[int], held: Mapping[Var
         if name in PARTLY_READ and operands and operands[0] not in written:
             v = operands[0]
             read[v] = max(read.get(v, 0), min(held[v], sum(held[out] for out in eqn.outvars)))
-        for v in operands[1:] if name in PARTLY_READ or name in UPDATES else operands:
+        for v in operands[1:] if name in PARTLY_READ or name in UPDATED_OPERAND else operands:
             if v not in written:
                 read[v] = held[v]
-        put = eqn.invars[UPDATES[name]] if name in UPDATES else None
+        put = eqn.invars[UPDATED_OPERAND[name]] if name in UPDATED_OPERAND else None
         for v in eqn.outvars:
             written[v] = held[v if put is None or compat.is_literal(put) else put]
     results = [root.get(a, a) for a in jaxpr.outvars if not compat.is_literal(a)]

@@ -1,6 +1,6 @@
-"""Lowers a boxed program to what one device computes on its pieces, inside shard_map.
+"""Lowers a boxed program to the computation of one device on its pieces, inside shard_map.
 
-Each equation runs its rule's local piece; each `box` the steps of its path. Nothing else moves data.
+Each equation runs its rule's local piece, each `box` the steps of its path. Nothing else moves data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardc.sbp.signature import Site, extent, find_rule
 
 
 class Lowering:
-    """Interprets a boxed jaxpr on local pieces. `raised` is what callbacks raise while it runs."""
+    """An interpreter of a boxed jaxpr on local pieces. `raised`: exceptions of callbacks while it runs."""
 
     def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
         self.boxed, self.mesh = boxed, mesh
@@ -85,7 +85,7 @@ class Lowering:
             x = jax.numpy.asarray(x, aval.dtype)
         steps = boxing_of(eqn, self.mesh).steps
         keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
-        if keys is not None:  # their words move: one more dimension
+        if keys is not None:  # the words of the keys move: one more dimension
             x = jax.random.key_data(keys)
             shape = (*shape, *x.shape[keys.ndim :])
         for step in steps:
@@ -93,7 +93,7 @@ class Lowering:
         return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
 
     def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
-        """Zero in the padding of a result that leaves unevenly split."""
+        """Zeroes the padding of a result that leaves the program unevenly split."""
         if is_even(shape, placement, self.sizes):
             return x
         for dim, size in enumerate(shape):

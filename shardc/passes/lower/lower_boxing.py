@@ -1,7 +1,7 @@
-"""Emits collectives, inside shard_map: the steps of a boxing, and what operations send. The only place that makes them.
+"""Emits collectives, inside shard_map: the steps of boxings, and those inside operations. The only place that does so.
 
-Pieces of uneven splits: a group of axes that splits a block of K elements into nested pieces of c elements holds
-n*c >= K of them, padding between. `_unblock` drops that padding after a gather, `_block` puts it in before a scatter.
+Uneven splits: a group of axes that splits a block of K elements into nested pieces of c elements holds n*c >= K of
+them, with padding between. `_unblock` drops that padding after a gather, `_block` inserts it before a scatter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardc.sbp.boxing import Shape, Step, piece_of
+from shardc.sbp.boxing import Shape, piece_of
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.layout import bits_of
 from shardc.sbp.placement import AxisSizes, Placement, S, block_sizes, local_shape
 from shardc.sbp.signature import Neutral, neutral_value
@@ -24,7 +25,7 @@ _NEUTRAL: Final[dict[str, Neutral]] = {"sum": "zero", "max": "lowest", "min": "h
 
 
 def _block(x: jax.Array, dim: int, counts: Sequence[int]) -> jax.Array:
-    """Dimension `dim`, one block, laid out as the pieces of nested splits: padding after each short piece."""
+    """Dimension `dim`, one block, in the layout of the pieces of nested splits: padding after each short piece."""
     sizes = block_sizes(x.shape[dim], counts)
     lead = x.shape[:dim]
     for depth, n in enumerate(counts):
@@ -53,9 +54,9 @@ def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 class _Emitter:
-    """The step's surroundings: logical shape, mesh, and this device's coordinates."""
+    """The context of a step: logical shape, mesh, and this device's coordinates."""
 
-    def __init__(self, step: Step, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> None:
+    def __init__(self, step: BoxingStep, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> None:
         self.step, self.shape, self.sizes, self.index = step, shape, sizes, index
         self.axes = step.axes
         self.counts = [sizes[a] for a in step.axes]
@@ -91,7 +92,7 @@ def _all_reduce(e: _Emitter, x: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return reduce(_number(x), e.axes).astype(x.dtype)
     infinity = neutral_value(_NEUTRAL["min" if op == "max" else "max"], x.dtype)
-    if x.dtype.itemsize < 4:  # no library reduces integers of 16 bits: what is no number comes out infinite
+    if x.dtype.itemsize < 4:  # no library reduces integers of 16 bits: NaN becomes infinity
         return reduce(jnp.where(jnp.isnan(x), infinity, x), e.axes)
     return _from_order(reduce(_in_order(x, op), e.axes), x.dtype)
 
@@ -105,16 +106,17 @@ def _in_order(x: jax.Array, op: str) -> jax.Array:
 
 def _from_order(x: jax.Array, dtype: Any) -> jax.Array:
     found = lax.bitcast_convert_type(_turn_negative(x), dtype)
-    return jnp.where(jnp.isnan(found), jnp.asarray(jnp.nan, dtype), found)  # one with a sign would be sorted first
+    return jnp.where(jnp.isnan(found), jnp.asarray(jnp.nan, dtype), found)  # a NaN with a sign would sort first
 
 
 def _turn_negative(bits: jax.Array) -> jax.Array:
-    """All bits but the sign of negative numbers inverted: their order as floats is then that as integers, and back."""
+    """All bits but the sign of negative numbers inverted: integers in the order of the floats, and back."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _number(x: jax.Array) -> jax.Array:
-    """Booleans as numbers: JAX reduces no others. No value is a P(sum) of booleans, but a path may fill with False."""
+    """Booleans as numbers: JAX cannot reduce booleans. No value is a P(sum) of booleans, but a path may fill with
+    False."""
     return x.astype(np.uint8) if x.dtype == np.bool_ else x
 
 
@@ -146,7 +148,7 @@ def _slice(e: _Emitter, x: jax.Array) -> jax.Array:
 
 def _keep(e: _Emitter, x: jax.Array) -> jax.Array:
     op = e.step.dst.partial_op
-    if op != "sum":  # max and min are idempotent: what all hold is its own maximum
+    if op != "sum":  # max and min are idempotent
         return x
     return jnp.where(e.linear_index() == 0, x, np.zeros((), x.dtype))
 
@@ -160,8 +162,9 @@ def _fill(e: _Emitter, x: jax.Array) -> jax.Array:
     return _unblock(whole, dim, e.block_size(e.step.src, dim), e.counts)
 
 
-def permute_pairs(step: Step, shape: Shape, sizes: AxisSizes) -> list[tuple[int, int]]:
-    """(source, target) for each device of the group, as positions along `step.axes`; devices keep what they can."""
+def permute_pairs(step: BoxingStep, shape: Shape, sizes: AxisSizes) -> list[tuple[int, int]]:
+    """(source, target) for each device of the group, as positions along `step.axes`; devices keep their own piece if
+    they can."""
     counts = [sizes[a] for a in step.axes]
     coords = [dict(zip(step.axes, map(int, c), strict=True)) for c in np.ndindex(*counts)]
 
@@ -195,7 +198,7 @@ _EMIT: Final[dict[str, Callable[[_Emitter, jax.Array], jax.Array]]] = {
 }
 
 
-def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
+def emit_step(step: BoxingStep, x: Any, shape: Shape, sizes: AxisSizes, index: Callable[[str], Any]) -> Any:
     """The piece after `step` from the piece before it; `shape` is logical. Runs inside shard_map."""
     if 0 in shape:  # nothing to move, and XLA refuses to scatter it
         return jnp.zeros(local_shape(shape, step.dst, sizes), x.dtype)
@@ -204,7 +207,8 @@ def emit_step(step: Step, x: Any, shape: Shape, sizes: AxisSizes, index: Callabl
 
 
 def _in_bytes(send: Callable[[Any], Any], x: Any) -> Any:
-    """`send(x)`; elements of less than four bits as bytes, which the plan counts: XLA:CPU gathers such past their end."""
+    """`send(x)`, with elements of less than four bits as bytes, as the plan counts them: XLA:CPU gathers these out of
+    bounds."""
     if bits_of(x.dtype) >= 4:
         return send(x)
     unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
@@ -212,7 +216,7 @@ def _in_bytes(send: Callable[[Any], Any], x: Any) -> Any:
 
 
 class MeshWire:
-    """The collectives inside operations, on a mesh of `sizes`; nobody sends what is empty."""
+    """The collectives inside operations, on a mesh of `sizes`; empty arrays are not sent."""
 
     def __init__(self, sizes: AxisSizes) -> None:
         self.sizes = sizes
@@ -226,7 +230,9 @@ class MeshWire:
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
         if not x.size:
             return x
-        in_order = tuple(a for a in self.sizes if a in axes)  # JAX counts devices so, in whatever order axes are named
+        in_order = tuple(
+            a for a in self.sizes if a in axes
+        )  # JAX numbers devices in this order, however axes are named
         number = np.arange(self._count(axes)).reshape([self.sizes[a] for a in in_order])
         number = number.transpose([in_order.index(a) for a in axes]).ravel()
         return lax.ppermute(x, in_order, [(int(number[s]), int(number[t])) for s, t in pairs])

@@ -1,8 +1,8 @@
-"""What each node of a placement problem may choose on all axes of the mesh at once, and what that costs.
+"""The choices of each node of a placement problem on all axes of the mesh at once, and their costs.
 
 A choice is one of the node's one-axis signatures for each axis. All costs are those of `shardc.sbp.cost`: of an
-operation its compute time and its own collectives, of an edge the boxing between the placements of its two ends. Nodes
-that are alike share one domain, so that the repeated layers of a model are priced once.
+operation its compute time and its internal collectives, of an edge the boxing between the placements of its two ends.
+Equal nodes share one domain, so that the repeated layers of a model are priced once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from shardc.sbp.signature import Setting
 from shardc.solver.cost_tables import Given, Lookup, whole
 
 GROWTH_PENALTY: Final = 1e3
-"""Factor on a boxing that makes a value larger before a loop over it or a remat of it: it belongs inside."""
-PLACES: Final = 192
-"""Choices of a hold, at most: where all pairs of places would be more, it keeps its value in one."""
+"""Factor on a boxing that makes a value larger before a loop over it or a remat of it: the boxing belongs inside."""
+MOST_CHOICES: Final = 192
+"""Choices of a hold, at most. If the pairs of placements would be more, the hold keeps its value in one placement."""
 CARRIED: Final = 1e-3
-"""Share of the memory traffic of a value that a node only carries: it decides between placements that move the same."""
+"""Share of the memory traffic of a value that a node only carries: it decides between placements that move the same
+bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +42,13 @@ class Domain:
     """The choices of a node.
 
     Attributes:
-      options: matrix (choice, axis) of one-axis signatures, by their number; those of rings count on behind the node's.
+      options: matrix (choice, axis) of one-axis signatures, by number; those of rings are numbered behind the node's.
       orders: for each choice the order in which the axes cut a dimension that several of them split, by its number in
         `Domains.all_orders`.
       seconds: cost of each choice.
       tables: the boxing table of the value at each port; None for a literal.
       rows: for each port the row of its table at each choice.
-      also: of a hold that keeps its value in two places, the row of the second; that of the first where there is none.
+      also: of a hold that keeps its value in two placements, the row of the second; where there is none, of the first.
     """
 
     options: NDArray[np.int64]
@@ -60,8 +61,8 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The choices of nodes of the same signatures and ranks, whatever their sizes: as in `Domain`, and for each factor
-    the number of devices that split it."""
+    """The choices of nodes with the same signatures and ranks, whatever their sizes: as in `Domain`, and for each
+    factor the number of devices that split it."""
 
     options: NDArray[np.int64]
     orders: NDArray[np.intp]
@@ -69,13 +70,13 @@ class _Form:
     splits: dict[str, NDArray[np.int64]]
 
     def of(self, some: NDArray[np.intp]) -> _Form:
-        """These choices of it."""
+        """The choices `some` of it."""
         rows = tuple(None if r is None else r[some] for r in self.rows)
         return _Form(self.options[some], self.orders[some], rows, {f: c[some] for f, c in self.splits.items()})
 
 
 def _partial_by(p: Placement, op: ReduceOp) -> Placement:
-    """The same placement, partial by another op: what it costs to become partial is the same for all."""
+    """The placement with its partial axes partial by `op`: becoming partial costs the same for all ops."""
     return Placement([(axis, P(op) if isinstance(sbp, P) else sbp) for axis, sbp in p.items_])
 
 
@@ -83,7 +84,7 @@ class Domains(ValueTables):
     """The domains of all nodes of a problem on a mesh, and the costs of its edges.
 
     Attributes:
-      all_orders: of the axes, in lines.
+      of: the domain of each node.
     """
 
     def __init__(self, problem: Problem, mesh: MeshView, axes: Sequence[str]) -> None:
@@ -101,7 +102,7 @@ class Domains(ValueTables):
         key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
         if key not in self._known:
             made = self._make(n, tables)
-            self._known[key] = _in_pairs(made) if several else made, n  # the node is kept: its parts go by identity
+            self._known[key] = _in_pairs(made) if several else made, n  # keeps the node alive: its ids are in the key
         return self._known[key][0]
 
     def _make(self, n: Node, tables: tuple[BoxingTable | None, ...]) -> Domain:
@@ -126,7 +127,7 @@ class Domains(ValueTables):
         return plain if rings is None else _with_rings(plain, rings)
 
     def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
-        """All that a node could choose, were all sizes divisible; of choices that are alike the first."""
+        """All choices of a node if all sizes were divisible; the first of equal ones."""
         columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
         ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
         key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
@@ -135,11 +136,11 @@ class Domains(ValueTables):
             rows = self._rows(n, columns, options, orders, tables)
             form = _Form(options, orders, rows, self.splits(n.options, options))
             keep = _first(np.arange(len(options)), [*options.T, *(r for r in rows if r is not None)])
-            self._forms[key] = form.of(keep), n.fixed  # which is kept: it goes by identity
+            self._forms[key] = form.of(keep), n.fixed  # keeps it alive: its id is in the key
         return self._forms[key][0]
 
     def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """All one-axis signatures on all axes, in all orders of these, that agree with what is said of the node."""
+        """All one-axis signatures on all axes, in all orders of these, that agree with the node's pin."""
         if n.fixed is not None:
             options = [[n.fixed[0].get(a, 0) for a in self.axes]]
             return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros(1, np.intp)
@@ -175,7 +176,7 @@ class Domains(ValueTables):
         return p.without([a for a in self.mesh.sizes if a not in self.axes])
 
     def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
-        """For each row of a value's table: whether a jax.Array can be placed so."""
+        """For each row of a value's table whether a jax.Array can have that placement."""
         fits = [not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index]
         return np.asarray(fits, np.bool_)
 
@@ -189,7 +190,7 @@ class Domains(ValueTables):
             memory += some
         if n.kind != "operation":
             cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
-            if n.eqn is not None and is_transfer(n.eqn):  # its bytes travel from mesh to mesh, as they lie
+            if n.eqn is not None and is_transfer(n.eqn):  # its pieces are sent from mesh to mesh as they are
                 cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
             return cost
         if n.rule is not None and n.rule.is_heavy:
@@ -212,7 +213,7 @@ class Domains(ValueTables):
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],
         tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
     ) -> NDArray[np.float64]:  # fmt: skip
-        """For each choice the time of the collectives that the operation needs itself."""
+        """For each choice the time of the operation's internal collectives."""
         assert n.rule is not None
         op, count = operation_of(n.eqn), len(n.operands)
         crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
@@ -227,7 +228,7 @@ class Domains(ValueTables):
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
-        """A literal operand may have to be partial, or split if it is an array."""
+        """The placement of a literal operand: it may have to be partial, or split if it is an array."""
         chosen = [n.options[o] for o in options]
         order = self.all_orders[number]
         return Placement([(self.axes[k], (*chosen[k].operands, *chosen[k].results)[port]) for k in order])
@@ -248,7 +249,7 @@ class Domains(ValueTables):
         )
 
     def edge(self, value: Value, reader: Reader) -> Given:
-        """Cost of the boxing between maker and reader, for each pair of their choices."""
+        """The cost of the boxing between maker and reader, for each pair of their choices."""
         maker, into = self.of[value.maker.number], self.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
@@ -257,19 +258,19 @@ class Domains(ValueTables):
         if key not in self._edges:
             matrix = self._priced(table, reader, value)
             found = Lookup(matrix, rows, columns)
-            if into.also is not None:  # a tree to two places
+            if into.also is not None:  # a tree to two placements
                 one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
                 both = one + other
                 one += matrix[columns, into.also]
                 other += matrix[into.also, columns]
                 found = np.minimum(np.minimum(one, other, out=one), both, out=one)
-            if maker.also is not None:  # from the nearer of two
+            if maker.also is not None:  # from the cheaper of two
                 found = np.minimum(whole(found), Lookup(matrix, maker.also, columns).whole())
             self._edges[key] = found
         return self._edges[key]
 
     def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
-        """What a value's boxings cost for a reader, all executions: from one row of its table to another."""
+        """The cost of a value's boxings for a reader, all executions: from one row of its table to another."""
         key = (id(table), reader.weight, reader.small, value.stacked)
         if key not in self._matrices:
             cost = reader.weight * table.seconds
@@ -282,7 +283,7 @@ class Domains(ValueTables):
 
 
 def _with_rings(d: Domain, r: Rings) -> Domain:
-    """The choices of a node, and those of its rings behind them."""
+    """The choices of a node, followed by those of its rings."""
     rows = tuple(
         None if mine is None else np.concatenate([mine, theirs]) for mine, theirs in zip(d.rows, r.rows, strict=True)
     )
@@ -293,13 +294,13 @@ def _with_rings(d: Domain, r: Rings) -> Domain:
 
 
 def _in_pairs(d: Domain) -> Domain:
-    """The domain of a hold that may keep its value in two places at once, none of which is had from the other for
-    nothing: a value of three readers may want two boxings, a second one for two of them."""
+    """The domain of a hold that may keep its value in two placements, if boxing between them costs something: a value
+    with three readers may want two boxings, one of them for two readers."""
     table, rows = d.tables[0], d.rows[0]
     assert table is not None and rows is not None
     cost = table.seconds[rows[:, None], rows[None, :]]
     one, two = np.nonzero(np.triu(np.minimum(cost, cost.T) > 0, 1))
-    if len(rows) + len(one) > PLACES:
+    if len(rows) + len(one) > MOST_CHOICES:
         return d
     first = np.concatenate([np.arange(len(rows)), one])
     second = np.concatenate([np.arange(len(rows)), two])
@@ -308,5 +309,5 @@ def _in_pairs(d: Domain) -> Domain:
 
 
 def _first(choices: NDArray[np.intp], columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
-    """Of the choices that are alike in all columns only the first, in the order that they come in."""
+    """The first of the choices that are equal in all columns, in their order."""
     return choices[first_of_alike([c[choices] for c in columns])] if columns else choices[:1]

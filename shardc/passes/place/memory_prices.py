@@ -1,9 +1,9 @@
-"""Prices on memory: what is there while it is too full is charged to the choices that put it there.
+"""Prices on memory: a model of memory as a sum over choices, and the problem's tables with a price on it.
 
-When a value is in memory the program says alone (`passes/estimate/live_ranges.py`), how many bytes it has there is a function of
-its placement: where it is made, or where its readers want it held. A boxing makes a copy for what reads it, whose bytes
-are those of the reader's choice where the maker's is another one. A value or copy, with the times at which it is there,
-is a *holding*. They add up to about what a made plan has in memory; which is asked itself whether it fits.
+The program alone says when a value is in memory (`passes/estimate/live_ranges.py`); its placement says how many bytes
+it has: where it is made, or where its readers want it held. A boxing makes a copy for its reader, with the bytes of the
+reader's choice if the maker's differs. Each value or copy, with its live range, is a *term*. The sum of the terms is
+about the memory of the plan; whether a plan fits is checked on the plan itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardc.compat import Jaxpr, bodies_of
 from shardc.ir.box import Boxed, box_p
-from shardc.passes.estimate.backend import Habits
-from shardc.passes.estimate.live_ranges import Lifetimes, lifetimes
+from shardc.passes.estimate.backend import Backend
+from shardc.passes.estimate.live_ranges import LiveRanges, live_ranges
 from shardc.passes.estimate.memory import GAPS
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.place.place import Tables
@@ -27,19 +27,19 @@ from shardc.passes.place.problem import Nested, Node, Problem, Reader, Scope, Va
 from shardc.sbp.boxing import BoxingTable
 from shardc.solver.cost_tables import Table, whole
 
-ROUNDING: Final = 0.25
+PRICE_STEP: Final = 0.25
 """Step of the logarithm of prices."""
-PENNY: Final = 1e-4
-"""Prices below this part of the highest are none."""
+LEAST_PRICE_SHARE: Final = 1e-4
+"""Prices below this share of the highest count as zero."""
 
 
-class Holding(NamedTuple):
-    """Something that may be in memory.
+class MemoryTerm(NamedTuple):
+    """A value or copy that may be in memory.
 
     Attributes:
-      first, second: the nodes whose choices decide how many bytes it has; one node twice, or both ends of an edge.
+      first, second: the nodes whose choices decide its bytes; one node twice, or both ends of an edge.
       amounts: bytes for each choice, or for each pair of choices.
-      begin, end: points of the program: it is there from `begin` until before `end`.
+      begin, end: points of the program: it is live from `begin` until before `end`.
     """
 
     first: int
@@ -49,55 +49,55 @@ class Holding(NamedTuple):
     end: int
 
 
-class Charges:
-    """What may be in the memory of a device, and prices on it in a problem's tables.
+class MemoryModel:
+    """The memory of a device as a sum of terms, and prices on them in a problem's tables.
 
     Attributes:
-      holdings: all of them, those of the arguments first.
-      arguments: how many of them are arguments.
-      points: points of time of the program.
+      terms: all of them, those of the arguments first.
+      arguments: number of arguments among them.
+      points: number of points of time of the program.
     """
 
-    def __init__(self, problem: Problem, tables: Tables, ties: Mapping[int, int], habits: Habits) -> None:
-        self.problem, self.tables, self.domains, self.habits = problem, tables, tables.domains, habits
+    def __init__(self, problem: Problem, tables: Tables, ties: Mapping[int, int], backend: Backend) -> None:
+        self.problem, self.tables, self.domains, self.backend = problem, tables, tables.domains, backend
         self.memo = tables.memo
-        self.holdings: list[Holding] = []
+        self.terms: list[MemoryTerm] = []
         self._pieces_at: dict[tuple[int, float], Table] = {}
-        found = lifetimes(problem.scope.jaxpr, ties, habits)
+        found = live_ranges(problem.scope.jaxpr, ties, backend)
         self.arguments, self.points = found.arguments, found.points
         self._add_values(found)
         self._add_copies(found)
         self._begin, self._end = (
-            np.minimum(np.asarray([getattr(h, at) for h in self.holdings], np.int64), self.points)
+            np.minimum(np.asarray([getattr(h, at) for h in self.terms], np.int64), self.points)
             for at in ("begin", "end")
         )
-        self._open = np.ones(len(self.holdings), np.bool_)
+        self._open = np.ones(len(self.terms), np.bool_)
 
     def used(self, boxed: Boxed, bytes_at: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(points,) the most that a program with its boxings has in use, at the points of the one without.
+        """(points,) the most that a program with boxings uses, at the points of the program without.
 
         Args:
-          boxed: that program.
-          bytes_at: (its points,) what is in use.
+          boxed: the program with boxings.
+          bytes_at: (its points,) bytes in use.
         """
         used = np.zeros(self.points)
         np.maximum.at(used, points_without_boxings(boxed.jaxpr)[: bytes_at.size], bytes_at)
         return used
 
     def prices(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(holdings,) prices a byte, from those at each point of the program; rounded, so that layers share tables."""
+        """(terms,) prices a byte, from those at each point of the program; rounded, so that layers share tables."""
         total = np.concatenate(([0.0], np.cumsum(at)))
         found = total[self._end] - total[self._begin]
-        some = found > PENNY * found.max(initial=0.0)
+        some = found > LEAST_PRICE_SHARE * found.max(initial=0.0)
         found[~some] = 0.0
-        found[some] = np.exp(np.round(np.log(found[some]) / ROUNDING) * ROUNDING)
+        found[some] = np.exp(np.round(np.log(found[some]) / PRICE_STEP) * PRICE_STEP)
         return found
 
     def priced(self, prices: NDArray[np.float64]) -> Tables:
-        """The problem's tables with a price a byte on each holding."""
+        """The problem's tables with a price a byte on each term."""
         do, unary, pairwise = self.memo.do, list(self.tables.unary), dict(self.tables.pairwise)
         for k in np.flatnonzero(prices * self._open):
-            h, price = self.holdings[k], float(prices[k])
+            h, price = self.terms[k], float(prices[k])
             dear = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
             before = unary[h.first] if h.first == h.second else pairwise[h.first, h.second]
             after = do(("sum", id(before), id(dear)), (before, dear), lambda b=before, d=dear: whole(b) + d)
@@ -108,19 +108,20 @@ class Charges:
         return replace(self.tables, unary=unary, pairwise=pairwise, unpriced=self.tables)
 
     def least_arguments(self) -> float:
-        """Bytes of all arguments, each where it takes least."""
-        return sum(float(h.amounts.min()) for h in self.holdings[: self.arguments])
+        """Bytes of all arguments, each in its smallest placement."""
+        return sum(float(h.amounts.min()) for h in self.terms[: self.arguments])
 
     def least(self) -> float:
-        """Bytes at the fullest point, were everything where it takes least: about what no choices fall below."""
+        """Bytes at the peak with every term at its smallest: an approximate lower bound for all choices."""
         change = np.zeros(self.points + 1)
-        amounts = [float(h.amounts.min()) for h in self.holdings]
+        amounts = [float(h.amounts.min()) for h in self.terms]
         np.add.at(change, self._begin, amounts)
         np.subtract.at(change, self._end, amounts)
         return float(change.cumsum().max(initial=0.0))
 
-    def among(self, offered: Sequence[NDArray[np.intp]]) -> Charges:
-        """The same with only some choices offered to each node, by number; without what nodes of one choice hold."""
+    def among(self, offered: Sequence[NDArray[np.intp]]) -> MemoryModel:
+        """This model restricted to `offered` choices per node, by number. Terms of nodes with one choice left stay as
+        they are, without a price."""
         do, found = self.memo.do, copy.copy(self)
         keys = [f.tobytes() for f in offered]
 
@@ -131,28 +132,29 @@ class Charges:
             return do(key, table, lambda: self.memo.one(np.ascontiguousarray(table[np.ix_(offered[i], offered[j])])))
 
         found.tables = self.tables.among(offered)
-        ends = np.asarray([(h.first, h.second) for h in self.holdings], np.intp).reshape(-1, 2)
+        ends = np.asarray([(h.first, h.second) for h in self.terms], np.intp).reshape(-1, 2)
         found._open = np.any(np.asarray([f.size for f in offered], np.intp)[ends] > 1, axis=1)
-        found.holdings = [
-            Holding(h.first, h.second, some(h.amounts, h.first, h.second), h.begin, h.end) if is_open else h
-            for h, is_open in zip(self.holdings, found._open.tolist(), strict=True)
+        found.terms = [
+            MemoryTerm(h.first, h.second, some(h.amounts, h.first, h.second), h.begin, h.end) if is_open else h
+            for h, is_open in zip(self.terms, found._open.tolist(), strict=True)
         ]
         return found
 
     # --- what may be there ------------------------------------------------------------------------------------------
 
-    def _add_values(self, found: Lifetimes) -> None:
-        """Arguments where they come in; all else where its readers want it held."""
+    def _add_values(self, found: LiveRanges) -> None:
+        """Adds arguments with the bytes of their own placement, other values with those of their hold."""
         for k, (var, begin, end) in enumerate(zip(found.values, found.begin.tolist(), found.end.tolist(), strict=True)):
             value = self.problem.values[var]
             hold = self.problem.holds.get(id(value)) if k >= found.arguments else None
             node = hold or value.maker
             share = 1.0 if k < found.arguments else GAPS
             amounts = self._made(value, share) if hold is None else self._held(value, hold)
-            self.holdings.append(Holding(node.number, node.number, amounts, begin, end))
+            self.terms.append(MemoryTerm(node.number, node.number, amounts, begin, end))
 
-    def _add_copies(self, found: Lifetimes) -> None:
-        """For each edge what its boxing makes, and what it is made from, so far as neither has been counted."""
+    def _add_copies(self, found: LiveRanges) -> None:
+        """Adds, for each edge, the copy that its boxing makes and the value that it reads, as far as neither is counted
+        yet."""
         at = _points_of(self.problem)
         arguments = {id(self.problem.values[v]) for v in found.values[: found.arguments]}
         counted = {id(self.problem.values[v]) for v in found.values[found.arguments :]}
@@ -169,7 +171,7 @@ class Charges:
                 first, last = min(at[n][0] for n in nodes), max(until[n] for n in nodes)
                 moved = self._moved(value, reader)
                 if not (held and id(value) in counted):
-                    self._add_edge(value, reader, moved[1], made if self.habits.eager else first, last + 1)
+                    self._add_edge(value, reader, moved[1], made if self.backend.eager else first, last + 1)
                 if whole is value and id(value) not in arguments and (held or id(value) not in counted):
                     self._add_edge(value, reader, moved[0], made, first + 1)
 
@@ -181,13 +183,13 @@ class Charges:
         if i == j:
             amounts = self.memo.do(("loop", id(amounts)), amounts, lambda a=amounts: np.diagonal(a).copy())
         if begin < end:
-            self.holdings.append(Holding(i, j, amounts, begin, end))
+            self.terms.append(MemoryTerm(i, j, amounts, begin, end))
 
     def _pieces(self, table: BoxingTable, value: Value, share: float) -> Table:
         key = id(table), share
         if key not in self._pieces_at:
             sizes = self.domains.view.sizes
-            pieces = [piece_bytes(value.aval, p, sizes, self.habits) for p in table.placements]
+            pieces = [piece_bytes(value.aval, p, sizes, self.backend) for p in table.placements]
             self._pieces_at[key] = share * np.asarray(pieces, np.float64)
         return self._pieces_at[key]
 
@@ -210,8 +212,8 @@ class Charges:
         ))  # fmt: skip
 
     def _copies(self, table: BoxingTable, value: Value) -> Table:
-        """How often what is boxed is in memory: twice where it is copied into another layout (`lifetimes`)."""
-        if not self.habits.one_layout:
+        """Number of buffers of a boxed value: two where it is copied into another layout (`live_ranges`)."""
+        if not self.backend.one_layout:
             return np.ones_like(table.seconds)
         splits = [tuple(p.axes_of(d) for d in range(1, value.rank)) for p in table.placements]
         known = {s: i for i, s in enumerate(dict.fromkeys(splits))}
@@ -219,7 +221,7 @@ class Charges:
         return np.where(number[:, None] != number[None, :], 2.0, 1.0)
 
     def _moved(self, value: Value, reader: Reader) -> tuple[Table, Table]:
-        """What is boxed on the way from a maker to a reader, before and after; nothing where nothing moves."""
+        """Bytes before and after the boxing between a maker and a reader; zero where nothing is boxed."""
         maker, into = self.domains.of[value.maker.number], self.domains.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
@@ -245,7 +247,7 @@ class Charges:
 
 
 def points_without_boxings(jaxpr: Jaxpr) -> NDArray[np.int64]:
-    """For each point of a program with boxings (`lifetimes`) that of the program without."""
+    """For each point of a program with boxings (`live_ranges`) that of the program without."""
     found: list[int] = []
     now = 0
 
@@ -264,12 +266,12 @@ def points_without_boxings(jaxpr: Jaxpr) -> NDArray[np.int64]:
 
 
 def _read_until(problem: Problem, at: Mapping[Node, tuple[int, int]], counted: Container[int]) -> dict[Node, int]:
-    """The last point at which what a node reads has to be there: that of the node, or, where its results never are in
-    memory, of what reads these.
+    """The last point at which a node's operands have to be live: that of the node, or, if its results are never
+    materialized, of their readers.
 
     Args:
       at: the points of nodes.
-      counted: the identities of values that are in memory.
+      counted: ids of values that are materialized.
     """
     found: dict[Node, int] = {}
     for node in reversed(problem.nodes):
@@ -281,7 +283,7 @@ def _read_until(problem: Problem, at: Mapping[Node, tuple[int, int]], counted: C
 
 
 def _points_of(problem: Problem) -> dict[Node, tuple[int, int]]:
-    """The points of the equations that nodes stand for: of arguments the first, of results the last."""
+    """The points of the equations of nodes: the first for arguments, the last for results."""
     found: dict[Node, tuple[int, int]] = {}
     now = 0
 

@@ -1,8 +1,8 @@
-"""Chooses a signature for every node on every axis, so that what moves and what is computed twice costs least.
+"""Chooses a signature for every node on every axis, so that communication and repeated computation cost least.
 
-The domains say what each node may choose on all axes at once (`shardc.passes.place.domain`), the solver minimises the sum of
-their costs and of the boxings between them (`shardc.solver`). What it cannot prove to be next to the best is then
-looked at along one axis after the other.
+The domains are the choices of each node on all axes at once (`shardc.passes.place.domain`). The solver minimizes the
+sum of their costs and of the boxings between them (`shardc.solver`). A solution that is not proved to be close to the
+best is improved along one axis after the other.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from shardc.solver.search import ROUNDING, SETTLED
 
 log = logging.getLogger("shardc")
 
-SWEEPS: Final = 4
+AXIS_SWEEPS: Final = 4
 """Sweeps over the axes from one start, at most; they end when nothing improves."""
 WORK_PER_CHOICE: Final = 5e4
-"""Table entries that the solver may touch for each choice of each node: a few seconds at most for a small model."""
+"""Table entries that the solver may read for each choice of each node: a few seconds at most for a small model."""
 LEAST_WORK: Final = 8e9
 MOST_WORK: Final = 2e10
 PATIENCE: Final = 3.0
-"""So many times this work may be done while cost and bound are far from each other."""
+"""Factor on this work while cost and bound are far from each other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A solution: the placement at each port of each node, its cost, and by what part of the least it may exceed it."""
+    """A solution: the placement at each port of each node, its cost, and an upper bound on (cost - optimum) /
+    optimum."""
 
     ports: Mapping[Node, tuple[Placement, ...]]
     seconds: float
@@ -50,15 +51,15 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """A problem as arrays: what the solver sees.
+    """A problem as arrays, for the solver.
 
     Attributes:
-      domains: what each node may choose.
-      unary, pairwise: seconds of choices, and of those of two nodes.
-      memo: of what was computed from tables.
+      domains: the choices of each node.
+      unary, pairwise: seconds of choices, and of pairs of choices of two nodes.
+      memo: results that were computed from tables.
       kernels: the implementation of the solver's loops, chosen by the size of the whole problem.
-      offered: for each node the numbers of the choices that these tables have of it; None: all.
-      unpriced: the tables that these are with prices on memory; None: these are without.
+      offered: for each node the numbers of the choices that these tables have; None: all.
+      unpriced: the same tables without prices on memory; None: these are without.
     """
 
     domains: Domains
@@ -76,7 +77,7 @@ class Tables:
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
                 i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
-                if i == j:  # a loop that reads what it carries
+                if i == j:  # a loop that reads its own carry
                     alone = unary[i]
                     unary[i] = memo.do(
                         ("loop", id(alone), id(cost)), (alone, cost), lambda u=alone, c=cost: u + np.diagonal(whole(c))
@@ -93,26 +94,26 @@ class Tables:
 
     @property
     def work(self) -> float:
-        """What the solver may spend on them."""
+        """The work limit of the solver on these tables."""
         return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
 
     @cached_property
     def together(self) -> list[list[int]] | None:
-        """Classes of nodes that are alike in repeated layers, whatever prices there are; None: few are."""
+        """Classes of nodes that are equal in repeated layers, at any prices; None: few are."""
         if self.unpriced is not None:
             return self.unpriced.together
         return alike(self.unary, self.pairwise, self.memo)
 
     @property
     def labels(self) -> list[NDArray[np.int64]]:
-        """Of each choice the way on each axis."""
+        """For each choice of each node its option on each axis."""
         if self.offered is None:
             return [d.options for d in self.domains.of]
         return [d.options[f] for d, f in zip(self.domains.of, self.offered, strict=True)]
 
     def among(self, offered: Sequence[Index]) -> Tables:
-        """The same with only some choices offered to each node, by number. What nodes of one choice cost each other is
-        left out."""
+        """These tables restricted to `offered` choices per node, by number. Pairs in which both nodes have one choice
+        left are dropped."""
         do, one = self.memo.do, self.memo.one
         offered = [one(f) for f in offered]
         unary = [
@@ -132,8 +133,8 @@ class Tables:
         self, start: Sequence[int] | None = None, work: float | None = None, close: float = ROUNDING,
         together: Sequence[Sequence[int]] | None = None,
     ) -> Assignment:  # fmt: skip
-        """The best choices that the search finds and proves, none worse than those of `start`, until cost and bound are
-        as close as that, relatively. Choices have the domains' numbers. Those of nodes `together` are the same."""
+        """The best choices that the search finds and proves, none worse than `start`, until the relative gap is at most
+        `close`. Choices have the domains' numbers. Nodes that are `together` get the same choice."""
         if start is not None and self.offered is not None:
             start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
         patience = PATIENCE if work is None else 1.0
@@ -146,11 +147,12 @@ class Tables:
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
 
     def best(self, start: Sequence[int] | None = None, proved: bool = True) -> Assignment:
-        """What the search finds; unless it is proved to be next to the best, also along one axis after the other.
+        """The best choices that the search finds; if they are not proved to be close to the optimum, improved along the
+        axes.
 
         Args:
           start: choices that the result is not to be worse than.
-          proved: with a bound. Without, repeated layers are placed alike, which takes the time of one of them.
+          proved: with a bound. Without, repeated layers get the same placements, in the time of one of them.
         """
         together = None if proved else self.together
         found = self.minimize(start, together=together)
@@ -161,15 +163,14 @@ class Tables:
         return found if together is None else replace(found, bound=-math.inf)
 
     def move(
-        self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
+        self, start: Sequence[int], sweeps: int = AXIS_SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
     ) -> list[int]:
-        """The best choices that are found by moves along one axis at a time, from a start on, of all repeated layers at
-        once.
+        """The best choices found by moves along one axis at a time from `start`, in all repeated layers at once.
 
         Args:
           start: choices to begin with.
           sweeps: over all axes, at most.
-          among: these tables of some choices, at prices on memory; None: without prices.
+          among: these tables restricted to some choices, at prices on memory; None: without prices.
         """
         assert self.offered is None
         tables_of = among or self.among
@@ -180,14 +181,14 @@ class Tables:
 
         return move(some, start, self.labels, sweeps, self.memo, self.together, self.kernels)
 
-    def fuse(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
-        """The best choices that take each node's from some assignment of a pool, which has `start` (Lempitsky et al.
-        2010, "Fusion Moves for Markov Random Field Optimization")."""
+    def merge(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
+        """The best choices that take each node's choice from some assignment of a pool, which has `start` (Lempitsky et
+        al. 2010, "Fusion Moves for Markov Random Field Optimization")."""
         return self.among(choices_of(pool)).minimize(start, work, close).values
 
 
 class Placer:
-    """Places one problem: as it is, or at prices on memory."""
+    """The placement of one problem: without a limit, or at prices on memory."""
 
     def __init__(self, problem: Problem, mesh: MeshView) -> None:
         self.problem, self.mesh = problem, mesh
@@ -195,7 +196,7 @@ class Placer:
         self.tables = Tables.of(problem, self.domains)
 
     def placed(self, found: Assignment) -> Placed:
-        """The placements that choices mean; nodes that share a domain and a choice share these, too."""
+        """The placements of choices; nodes that share a domain and a choice share them, too."""
         ports: dict[Node, tuple[Placement, ...]] = {}
         known: dict[tuple[Domain, int], tuple[Placement, ...]] = {}
         for n, domain, choice in zip(self.problem.nodes, self.domains.of, found.values, strict=True):

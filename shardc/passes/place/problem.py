@@ -1,10 +1,10 @@
-"""The placement problem of a program: values, nodes with signatures, and who reads what how often.
+"""The placement problem of a program: values, nodes with signatures, and who reads which value how often.
 
-Every equation becomes a node whose options are its one-axis signatures. What only carries a value (arguments, results,
-loop carries, the borders of scan, while, cond and remat, and a *hold* for each value with several readers) is a node
-whose ports all have the same sbp. The graph is flat: a loop's body stands in it once, weighted by its trip count.
+Every equation becomes a node whose options are its one-axis signatures. A node that only carries a value has the same
+sbp at all ports: arguments, results, loop carries, the borders of scan, while, cond and remat, and a *hold* for each
+value with several readers. The graph is flat: a loop's body is in it once, weighted by its trip count.
 
-A hold is what makes one boxing serve many readers: the value is boxed once, to where the hold keeps it.
+A hold lets one boxing serve many readers: the value is boxed once, to the placement of the hold.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.traffic import PARTLY_READ, UPDATES
+from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
 from shardc.solver.kernels.numpy_kernels import kinds
 
-del _rules  # imported for its registrations
+del _rules  # importing it has registered its rules
 
 _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One value of the program. `op` is what P means for it."""
+    """One value of the program. `op`: the meaning of P for it."""
 
     aval: Any
     maker: Node
     port: int
     op: ReduceOp = "sum"
     weight: float = 1.0
-    """How often the scope runs in which it is seen: how often a boxing of it would."""
+    """Executions of the scope in which it is visible, and so of a boxing of it."""
     stacked: bool = False
-    """Results of a loop's steps: what can make them smaller belongs inside the loop."""
+    """Stacked results of a loop's steps: boxings that make them smaller belong inside the loop."""
     late: bool = False
-    """Made once in a call, and no heavy operation waits for it: its collectives can start with those of others."""
+    """Made once in a call, and no heavy operation depends on it: its collectives can start with those of others."""
     readers: list[Reader] = field(default_factory=list["Reader"])
 
     @property
@@ -65,7 +65,8 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """One use of a value. `weight`: how often a boxing for it would run. `small`: it may not make the value larger."""
+    """One use of a value. `weight`: executions of a boxing for it. `small`: the boxing may not make the value
+    larger."""
 
     node: Node
     port: int
@@ -81,13 +82,13 @@ class Node:
       kind: operation, source (argument), sink (result), carrier or hold.
       operands, results: values at its ports; None is a literal.
       options: its one-axis signatures, for any axis on its own.
-      weight: how often it runs.
+      weight: its executions in one call.
       rule: of an operation.
-      pin: what the user said of it; for a carrier, source or sink.
+      pin: the user's pin on it; for a carrier, source or sink.
       fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
-      plain: only what a jax.Array can be: no P, no uneven split.
+      plain: only placements of a jax.Array: no P, no uneven split.
       eqn: the equation.
-      traffic: of a light operation: ports whose values it reads from memory or writes there, and what share of them.
+      traffic: of a light operation: ports whose values it reads from memory or writes there, and the share of each.
     """
 
     kind: str
@@ -119,7 +120,7 @@ class Nested:
     """A scan, while, cond or remat: carriers on its border and a scope for each body.
 
     `entries[i]` is the carrier that operand i of the equation enters by (None: read as B), `exits[j]` the one that
-    result j leaves by. `returns[s][k]` is the (node, port) that output k of scope s is read by.
+    result j leaves by. `returns[s][k]` is the (node, port) that reads output k of scope s.
     """
 
     entries: list[Node]
@@ -141,12 +142,12 @@ class Scope:
 
 @dataclass(eq=False)
 class Problem:
-    """The whole: top scope, all nodes, those of the arguments and of the results.
+    """The whole problem: the top scope, all nodes, those of the arguments and of the results.
 
     Attributes:
       holds: by id of the value that is held.
       values: of every variable, those of nested bodies included.
-      late: of values that are late and made of none that is, as gradients are, how many there are and their bytes.
+      late: number and bytes of the late values that are made of none that is late, such as gradients.
     """
 
     scope: Scope
@@ -158,8 +159,8 @@ class Problem:
     late: tuple[int, int] = (0, 0)
 
     def view_for(self, value: Value | None, mesh: MeshView) -> MeshView:
-        """The mesh as the boxings of a value see it. Those of a late one count as combined with those of the others,
-        in as few collectives as hold them all: together these pay as many starts."""
+        """The mesh as the boxings of a value see it. The boxings of late values count as combined, in as few
+        collectives as hold them all, and share the latency of these starts."""
         if value is None or not value.late or not mesh.topology.combined:
             return mesh
         count, size = self.late
@@ -172,10 +173,10 @@ def _same(
     operands: tuple[int, ...], results: tuple[int, ...], shape: tuple[int, ...], partial: bool, op: ReduceOp,
     pinned: tuple[int, ...],
 ) -> tuple[Signature, ...]:  # fmt: skip
-    """Options of a node that only carries a value of `shape`: B, P(op) if it may be, and each split.
+    """Options of a node that only carries a value of `shape`: B, P(op) if allowed, and each split.
 
-    `operands` and `results` say by how much the dimensions of a port are shifted. Nothing is won by splitting one
-    element, so that dimensions of size 1 are only split where they are `pinned`.
+    `operands` and `results` say by how much the dimensions of a port are shifted. A split of one element gains nothing,
+    so dimensions of size 1 are only split where they are `pinned`.
     """
 
     def all_ports(sbp: SBP, split: str | None = None) -> Signature:
@@ -200,8 +201,26 @@ def _is_key(dtype: Any) -> bool:
     return not isinstance(dtype, np.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The value that a carrier carries.
+
+    Attributes:
+      aval: its type without the dimensions of `shift_in` and `shift_out`.
+      shift_in, shift_out: the leading dimensions that operands (results) of the carrier have besides: 0 or 1.
+      pin: the user's pin.
+      op: the meaning of P for it.
+    """
+
+    aval: Any
+    shift_in: int = 0
+    shift_out: int = 0
+    pin: Pin | None = None
+    op: ReduceOp = "sum"
+
+
 class Builder:
-    """Walks a canonical program and makes its problem."""
+    """The walk over a canonical program that builds its problem."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -219,16 +238,12 @@ class Builder:
             value.readers.append(Reader(node, port, weight, small))
 
     def carrier(
-        self, kind: str, aval: Any, operands: list[Value | None], outs: Sequence[tuple[Any, float]],
-        shift_in: int = 0, shift_out: int = 0, pin: Pin | None = None, op: ReduceOp = "sum",
-    ) -> Node:  # fmt: skip
-        """A node with one sbp for all ports and no cost of its own.
-
-        `outs`: aval and weight of each result; `shift_*`: its operand (result) has one more leading dimension; `op`:
-        what P means for it.
-        """
+        self, kind: str, carried: Carried, operands: list[Value | None], outs: Sequence[tuple[Any, float]]
+    ) -> Node:
+        """A node with one sbp for all ports and no cost of its own. `outs`: aval and weight of each result."""
+        aval, op, pin = carried.aval, carried.op, carried.pin
         pinned = tuple(pin.placement.splits) if pin is not None else ()
-        ports = ((shift_in,) * len(operands), (shift_out,) * len(outs))
+        ports = ((carried.shift_in,) * len(operands), (carried.shift_out,) * len(outs))
         options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
         node = self.add(Node(kind, operands, [], options, 0.0, pin=pin))
         node.results = [Value(a, node, i, op, w) for i, (a, w) in enumerate(outs)]
@@ -258,13 +273,13 @@ class Builder:
         pin = pin_of(eqn)
         if is_transfer(eqn):
             aval = eqn.outvars[0].aval
-            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=eqn.params["pin"])
+            node = self.carrier("carrier", Carried(aval, pin=eqn.params["pin"]), operands, [(aval, weight)])
             node.options = tuple(s for s in node.options if not isinstance(s.results[0], P))
             node.eqn, node.path, node.weight = eqn, eqn.primitive.name, weight
         elif pin is not None:
             aval = eqn.outvars[0].aval
             op = pin.placement.partial_op or "sum"
-            node = self.carrier("carrier", aval, operands, [(aval, weight)], pin=pin, op=op)
+            node = self.carrier("carrier", Carried(aval, pin=pin, op=op), operands, [(aval, weight)])
             node.eqn, node.path = eqn, "constrain"
         elif runs_once(eqn):
             rule = gathered(operation_of(eqn))
@@ -285,8 +300,8 @@ class Builder:
         return node
 
     def offered(self, eqn: Eqn, operands: Sequence[Value | None]) -> _Offered:
-        """The rule of an operation, its options and what P means for its results; alike operations share them. A
-        program has few avals, so most are known by the identity of theirs."""
+        """The rule of an operation, its options and the meaning of P for its results; equal operations share them. A
+        program has few avals, so most are found by the identity of theirs."""
         avals = [id(a.aval) for a in eqn.invars], [id(v.aval) for v in eqn.outvars]
         partly = tuple([v and v.op for v in operands])
         key = (eqn.primitive, *map(tuple, avals), tuple(eqn.params.items()), partly)
@@ -306,23 +321,23 @@ class Builder:
     def enter(
         self, value: Value | None, aval: Any, weight: float, inside: float, small: bool = False, shift: int = 0
     ) -> Node:
-        """The carrier of one operand of a nested equation; `aval` is what the body sees."""
-        node = self.carrier("carrier", aval, [value], [(aval, inside)], shift_in=shift)
+        """The carrier of one operand of a nested equation; `aval` is its type inside the body."""
+        node = self.carrier("carrier", Carried(aval, shift_in=shift), [value], [(aval, inside)])
         self.read(value, node, 0, weight, small)
         return node
 
     def leave(
         self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float, shift: int = 0
     ) -> Node:
-        """The carrier of one result of a nested equation; `aval` is what the body made."""
-        node = self.carrier("carrier", aval, list(inner), [(out, weight)], shift_out=shift)
+        """The carrier of one result of a nested equation; `aval` is its type inside the body."""
+        node = self.carrier("carrier", Carried(aval, shift_out=shift), list(inner), [(out, weight)])
         for port, value in enumerate(inner):
             self.read(value, node, port, inside)
         node.results[0].stacked = shift > 0
         return node
 
     def whole(self, value: Value | None, weight: float) -> None:
-        """`value` decides control flow: every device needs all of it."""
+        """Requires all of `value` on every device: it decides control flow."""
         if value is not None:
             node = self.add(Node("sink", [value], [], (Signature((B,), ()),), weight))
             self.read(value, node, 0, weight)
@@ -336,7 +351,7 @@ def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
 def _with_ops(
     options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
 ) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
-    """The options whose partial operands are what the values can be, and what P means for each result."""
+    """The options whose partial operands fit the values, and the meaning of P for each result."""
 
     def fits(sbp: object, value: Value | None) -> bool:
         return not isinstance(sbp, P) or value is None or value.op == sbp.op
@@ -355,7 +370,7 @@ def _with_ops(
 
 
 def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
-    """Whether what a signature says follows from where an operand lives that is no literal."""
+    """Whether a signature depends on the placement of an operand that is no literal."""
     return any(sbp is not B and v is not None for sbp, v in zip(s.operands, operands, strict=True))
 
 
@@ -366,7 +381,7 @@ def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: floa
     entries: list[Node] = []
     for i, (value, var) in enumerate(zip(operands, body.invars, strict=True)):
         if consts <= i < consts + carries:
-            node = b.carrier("carrier", var.aval, [value, None], [(var.aval, inner), (var.aval, weight)])
+            node = b.carrier("carrier", Carried(var.aval), [value, None], [(var.aval, inner), (var.aval, weight)])
             b.read(value, node, 0, weight)
         else:
             xs = i >= consts + carries
@@ -413,7 +428,7 @@ def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: flo
     ]
     carries: list[Node] = []
     for value, var in zip(operands[nc + nb :], body.invars[nb:], strict=True):
-        node = b.carrier("carrier", var.aval, [value, None], [*[(var.aval, inner)] * 2, (var.aval, weight)])
+        node = b.carrier("carrier", Carried(var.aval), [value, None], [*[(var.aval, inner)] * 2, (var.aval, weight)])
         b.read(value, node, 0, weight)
         carries.append(node)
     cond_env = [n.results[0] for n in (*consts[:nc], *carries)]
@@ -434,7 +449,7 @@ def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: floa
     b.read(operands[0], index, 0, weight)
     entries: list[Node] = []
     for value, *variables in zip(operands[1:], *(br.invars for br in branches), strict=True):
-        node = b.carrier("carrier", variables[0].aval, [value], [(v.aval, weight) for v in variables])
+        node = b.carrier("carrier", Carried(variables[0].aval), [value], [(v.aval, weight) for v in variables])
         b.read(value, node, 0, weight)
         entries.append(node)
     scopes = [
@@ -458,8 +473,8 @@ _NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None],
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
-    """What is said of one argument or result of the function.
+class Requirement:
+    """The requirement on the placement of an argument or a result of the function.
 
     `pin`: the placement that was asked for; None: free. `tie`: for a result, the number of the donated argument whose
     placement it takes.
@@ -470,24 +485,28 @@ class Border:
 
 
 def build_problem(
-    jaxpr: Jaxpr, inputs: Sequence[Border], outputs: Sequence[Border], in_paths: Sequence[str], out_paths: Sequence[str]
+    jaxpr: Jaxpr,
+    inputs: Sequence[Requirement],
+    outputs: Sequence[Requirement],
+    in_paths: Sequence[str],
+    out_paths: Sequence[str],
 ) -> Problem:
-    """The problem of a canonical jaxpr whose arguments and results are bound as said."""
+    """The problem of a canonical jaxpr under requirements on its arguments and results."""
     b = Builder()
     sources: list[Node] = []
-    for var, border, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
-        node = b.carrier("source", var.aval, [None], [(var.aval, 1.0)], pin=border.pin)
-        node.plain, node.path = border.pin is None, path
+    for var, asked, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
+        node = b.carrier("source", Carried(var.aval, pin=asked.pin), [None], [(var.aval, 1.0)])
+        node.plain, node.path = asked.pin is None, path
         sources.append(node)
     scope = b.build(jaxpr, {v: n.results[0] for v, n in zip(jaxpr.invars, sources, strict=True)}, 1.0)
     sinks: list[Node] = []
-    for value, var, border, path in zip(scope.outputs, jaxpr.outvars, outputs, out_paths, strict=True):
-        if border.tie is not None and border.pin is None:
-            node = sources[border.tie]  # it leaves where it came in: the argument reads the result, as a loop's carry
+    for value, var, asked, path in zip(scope.outputs, jaxpr.outvars, outputs, out_paths, strict=True):
+        if asked.tie is not None and asked.pin is None:
+            node = sources[asked.tie]  # the argument reads the result, as a carry of a loop does
             node.operands[0] = value
         else:
-            node = b.carrier("sink", var.aval, [value], [], pin=border.pin)
-            node.plain, node.path = border.pin is None, path
+            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], [])
+            node.plain, node.path = asked.pin is None, path
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
@@ -498,8 +517,7 @@ def build_problem(
 
 
 def _find_late(b: Builder) -> tuple[int, int]:
-    """Says of each value whether it is late; what a step's result is to the next step does not count. Gives
-    `Problem.late`."""
+    """Sets `late` of each value; dependence through the next step of a loop does not count. Returns `Problem.late`."""
     waited = [n for n in b.nodes if n.kind == "operation" and not n.is_light]
     busy = set(waited)
     early: set[int] = set()
@@ -521,12 +539,13 @@ def _find_late(b: Builder) -> tuple[int, int]:
 
 
 def _keep_sums_apart(b: Builder) -> None:
-    """What is partial by max or min passes a node that is not partial before it enters a carrier where P is a sum."""
+    """Inserts a carrier that is not partial before a value that is partial by max or min enters a carrier where P is a
+    sum."""
     for value in [v for n in b.nodes for v in n.results if v.op != "sum"]:
         for k, reader in enumerate(value.readers):
             same = any(s.operands[reader.port] == P(value.op) for s in reader.node.options)
             if reader.node.kind != "operation" and not same:
-                between = b.carrier("carrier", value.aval, [value], [(value.aval, reader.weight)])
+                between = b.carrier("carrier", Carried(value.aval), [value], [(value.aval, reader.weight)])
                 between.options = tuple(s for s in between.options if not isinstance(s.operands[0], P))
                 value.readers[k] = Reader(between, 0, reader.weight, reader.small)
                 b.read(between.results[0], reader.node, reader.port, reader.weight, reader.small)
@@ -534,8 +553,9 @@ def _keep_sums_apart(b: Builder) -> None:
 
 
 def _add_traffic(value: Value) -> None:
-    """Has light operations pay for what they move of a value, once fused (`fused_bytes` counts it later): its maker
-    writes it if another reader wants it; if another made it, all light readers together read it once."""
+    """Adds a value to the traffic of light operations that move its bytes once fused (`fused_bytes` counts them later).
+    Its maker writes it if another kind of operation reads it. If another kind made it, all light readers together read
+    it once."""
     maker = value.maker
     if _says_where(maker):
         return
@@ -546,15 +566,15 @@ def _add_traffic(value: Value) -> None:
             name, port = _name(r.node), r.port
             if port == 0 and name in PARTLY_READ:
                 port = len(r.node.operands)
-            if port or name not in UPDATES:
+            if port or name not in UPDATED_OPERAND:
                 r.node.traffic += ((port, 1 / len(light)),)
     elif len(light) < len(readers):
-        port = UPDATES.get(_name(maker), len(maker.operands) + value.port)
+        port = UPDATED_OPERAND.get(_name(maker), len(maker.operands) + value.port)
         maker.traffic += ((port, 1.0),)
 
 
 def _readers(value: Value) -> Iterator[Reader]:
-    """The readers of a value; what only says where it lives does not read it."""
+    """The readers of a value; a pin does not read it, its readers do."""
     for r in value.readers:
         if _says_where(r.node):
             yield from _readers(r.node.results[0])
@@ -578,7 +598,7 @@ def _add_holds(b: Builder) -> dict[int, Node]:
         free = [r for r in value.readers if not r.small]
         if node.kind == "hold" or len(free) < 2:
             continue
-        hold = b.carrier("hold", value.aval, [value], [(value.aval, value.weight)], op=value.op)
+        hold = b.carrier("hold", Carried(value.aval, op=value.op), [value], [(value.aval, value.weight)])
         held = hold.results[0]
         held.stacked, held.late, held.readers = value.stacked, value.late, free
         value.readers = [r for r in value.readers if r.small]
@@ -598,5 +618,5 @@ def digit_of(sbp: object) -> int:
 
 
 def first_of_alike(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
-    """Of rows of numbers that are alike in all columns the first, in the order that they come in."""
+    """The first row of each set of rows that are equal in all columns, in their order."""
     return kinds(np.ascontiguousarray(np.asarray(columns, np.int64).T).view(np.uint64))[0]

@@ -1,9 +1,9 @@
-"""The best of two assignments within a limit on memory, piece by piece.
+"""The best combination of two assignments within a memory limit.
 
-Where two assignments differ, the variables that do fall into parts that no table connects. Each part may be taken from
-the one or from the other, whatever the others do: what that costs adds up, and so, about, does what it has in memory
-when. Which to take is a knapsack with a constraint for each point of time, small enough for a MIP solver (on what lies
-between good solutions: Glover, Laguna and Martí 2000, "Fundamentals of scatter search and path relinking").
+The variables in which two assignments differ fall into parts that no table connects. Each part may be taken from one
+assignment or the other, independently: costs add up, and so, about, do bytes at each point. The choice is a knapsack
+with a constraint for each point of time, small enough for a MIP solver (on combining good solutions: Glover, Laguna and
+Martí 2000, "Fundamentals of scatter search and path relinking").
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from shardc.passes.place.memory_prices import Charges
+from shardc.passes.place.memory_prices import MemoryModel
 from shardc.solver.cost_tables import Given, whole
 
-NODES: Final = 200
-"""Of the search for the best parts, at most."""
-CLOSE: Final = 1e-3
-"""Relative distance to the best parts that is enough."""
-TURNS: Final = 12
-"""Of solving with more times, at most."""
-TIMES: Final = 4
-"""That become constraints in one of them, at most."""
-ROUNDING: Final = 1e-6
-"""Part of the most room by which more than there is is none."""
+MIP_NODES: Final = 200
+"""Nodes of the search for the best parts, at most."""
+MIP_GAP: Final = 1e-3
+"""Relative gap at which that search ends."""
+MIP_ROUNDS: Final = 12
+"""Solutions with added constraints, at most."""
+MIP_POINTS: Final = 4
+"""Points of time that become constraints in one round, at most."""
+BYTES_TOLERANCE: Final = 1e-6
+"""Excess that is ignored, relative to the largest room."""
 
 
-class Relink:
-    """Two assignments, and the parts in which they differ.
+class DifferingParts:
+    """The parts in which two assignments differ.
 
     Attributes:
-      costs: (parts,) what the second costs more than the first.
+      costs: (parts,) by how much the second assignment costs more than the first.
     """
 
-    def __init__(self, charges: Charges, one: Sequence[int], other: Sequence[int]) -> None:
+    def __init__(self, memory: MemoryModel, one: Sequence[int], other: Sequence[int]) -> None:
         self.one, self.other = np.asarray(one), np.asarray(other)
         differs = np.flatnonzero(self.one != self.other)
-        tables = charges.tables
+        tables = memory.tables
         self.part = np.full(self.one.size, -1)
         position = np.full(self.one.size, -1)
         position[differs] = np.arange(differs.size)
@@ -55,12 +55,12 @@ class Relink:
             self.costs[self.part[i]] += self._change(tables.unary[i], i, i)
         for i, j in pairs:
             self.costs[max(self.part[i], self.part[j])] += self._change(tables.pairwise[i, j], i, j)
-        held = [h for h in charges.holdings if position[h.first] >= 0 or position[h.second] >= 0]
+        held = [h for h in memory.terms if position[h.first] >= 0 or position[h.second] >= 0]
         self._bytes = np.asarray([self._change(h.amounts, h.first, h.second) for h in held])
         self._parts = np.asarray([max(self.part[h.first], self.part[h.second]) for h in held], np.intp)
-        self._points = charges.points
+        self._points = memory.points
         self._begin, self._end = (
-            np.minimum(np.asarray([getattr(h, at) for h in held], np.int64), charges.points) for at in ("begin", "end")
+            np.minimum(np.asarray([getattr(h, at) for h in held], np.int64), memory.points) for at in ("begin", "end")
         )
 
     def _change(self, table: Given, i: int, j: int) -> float:
@@ -70,26 +70,26 @@ class Relink:
         return float(table[self.other[i], self.other[j]] - table[self.one[i], self.one[j]])
 
     def of(self, taken: NDArray[np.bool_]) -> list[int]:
-        """The first assignment with some parts of the second."""
+        """The first assignment with the `taken` parts of the second."""
         return np.where(np.append(taken, False)[self.part], self.other, self.one).tolist()
 
     def best(self, room: NDArray[np.float64], taken: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
         """The parts to take that cost least and fit, about; None if none do.
 
-        Only times at which what was chosen did not fit become constraints.
+        Only points at which a candidate did not fit become constraints.
 
         Args:
-          room: (points,) bytes that are left beside the assignment with the parts `taken`; negative: that are missing.
+          room: (points,) bytes below the limit with the parts `taken`; negative: above it.
         """
-        room, near = room + self._bytes_at(taken), ROUNDING * np.abs(room).max(initial=0.0)
+        room, near = room + self._bytes_at(taken), BYTES_TOLERANCE * np.abs(room).max(initial=0.0)
         rows, rooms = list[NDArray[np.float64]](), list[float]()
         scale, found = np.abs(self.costs).max(initial=0.0) or 1.0, self.costs < 0
-        for _ in range(TURNS):
+        for _ in range(MIP_ROUNDS):
             over = self._bytes_at(found) - room
             full = np.flatnonzero(over > near)
             if not full.size:
                 break
-            for stretch in np.array_split(full, min(TIMES, full.size)):
+            for stretch in np.array_split(full, min(MIP_POINTS, full.size)):
                 at = int(stretch[np.argmax(over[stretch])])
                 there = (self._begin <= at) & (at < self._end)
                 rows.append(_sums(self._parts[there], self._bytes[there], self.costs.size))
@@ -97,7 +97,7 @@ class Relink:
             solved = scipy.optimize.milp(
                 self.costs / scale, integrality=np.ones(self.costs.size), bounds=scipy.optimize.Bounds(0, 1),
                 constraints=(np.asarray(rows), -np.inf, np.asarray(rooms)),
-                options={"node_limit": NODES, "mip_rel_gap": CLOSE},
+                options={"node_limit": MIP_NODES, "mip_rel_gap": MIP_GAP},
             )  # fmt: skip
             if solved.x is None:
                 return None
@@ -112,7 +112,7 @@ class Relink:
 
 
 def _sums(of: NDArray[np.intp], amounts: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """(size,) sums of the amounts with each number."""
+    """(size,) sums of the amounts by number."""
     found = np.zeros(size)
     np.add.at(found, of, amounts)
     return found

@@ -1,9 +1,8 @@
-"""Which products may have their pieces go around, and what that costs: choices of a node beside its plain ones.
+"""Products whose pieces may go around a ring: additional choices of a node, and their costs.
 
-A ring of pieces (`shardc.sbp.ring`) takes the place of a product and of the all-gather before it, or the reduce-scatter
-behind it. Each would multiply what the search has to look at, so only those are offered that can be what is wanted:
-whose time is less than that of the product and that boxing by more than a little, and that divide the work over all
-axes.
+A ring of pieces (`shardc.sbp.ring`) replaces a product and the all-gather before it, or the reduce-scatter behind it.
+Each one multiplies the work of the search. So only rings are offered that take clearly less time than the product and
+its boxing, and that divide the work over all axes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from shardc.sbp.ring import Ring, ring_price, ring_signatures
 from shardc.sbp.signature import Signature
 
 LEAST_SECONDS: Final = 1e-5
-"""What a ring has to save in one execution: less is within what is not known of latencies."""
+"""Seconds that a ring has to save in one execution: less is within the uncertainty of latencies."""
 LEAST_SHARE: Final = 0.1
-"""What part it has to save of the time of the boxing and the product: XLA's products in pieces are some 5 % slower."""
-MOST: Final = 16
+"""Share of the time of the boxing and the product that it has to save: XLA's products in pieces are some 5 % slower."""
+MOST_DEVICES: Final = 16
 """Devices of a ring, at most: a device's program has a product for each."""
 
 
 @dataclass(frozen=True)
 class Rings:
-    """Choices of a node, as `Domain` has them; `options` goes on counting behind the node's own."""
+    """Choices of a node, as in `Domain`; `options` are numbered behind the node's own."""
 
     options: NDArray[np.int64]
     orders: NDArray[np.intp]
@@ -42,12 +41,12 @@ class Rings:
 
 
 def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
-    """The rings that are worth to be looked at; None if there are none."""
+    """The rings that may be worth their cost; None if there are none."""
     if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlaps:
         return None
     values = [v for v in (*n.operands, *n.results) if v is not None]
     rings = ring_signatures(n.rule, operation_of(n.eqn))
-    axes = [k for k, size in enumerate(domains.sizes) if 1 < size <= MOST]
+    axes = [k for k, size in enumerate(domains.sizes) if 1 < size <= MOST_DEVICES]
     if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
         return None
     offer = _Offer(domains, n, values, (*n.options, *rings))
@@ -56,7 +55,7 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
 
 
 def _is_heavy(domains: ValueTables, n: Node) -> bool:
-    """Whether there is enough to compute that a ring could hide what it has to."""
+    """Whether there is enough computation for a ring to overlap with."""
     assert n.rule is not None
     devices, speed = np.prod(domains.sizes), domains.mesh.topology.flops_in(str(work_dtype(n.eqn)))
     return n.rule.flops / float(devices) / speed >= LEAST_SECONDS
@@ -74,8 +73,8 @@ class _Offer:
         self.dividing = [i for i, s in enumerate(n.options) if s.split]
 
     def of(self, offered: Sequence[tuple[int, int]]) -> Rings:
-        """Those of some signatures, each on one axis: numbers of axes, and of signatures. All their choices lie in
-        arrays, one after the other."""
+        """The rings of some signatures, each on one axis, given by numbers of axes and signatures; arrays have all
+        their choices, one after the other."""
         domains, signatures = self.domains, self.signatures
         rings = [self._ring(axis, signatures[number]) for axis, number in offered]
         choices = [
@@ -89,7 +88,7 @@ class _Offer:
         others = np.asarray([factors[s.split] for s in signatures])[options] == factor[:, None]
         axis = np.asarray([axis for axis, _ in offered], np.intp)[which]
         pieces = np.where(others, domains.sizes, 1).prod(-1, dtype=np.int64) * np.asarray(domains.sizes)[axis]
-        place = np.argsort(domains.all_orders, -1)[orders]  # of each axis in the order in which they cut
+        place = np.argsort(domains.all_orders, -1)[orders]  # position of each axis in the order of cutting
         innermost = ~(others & (place > np.take_along_axis(place, axis[:, None], 1))).any(-1)
         keep = innermost & (np.asarray([self.sizes[r.factor] for r in rings])[which] % pieces == 0)
         which, options, orders = which[keep], options[keep], orders[keep]
@@ -111,8 +110,8 @@ class _Offer:
         self, rings: Sequence[Ring], which: NDArray[np.intp], options: NDArray[np.int64], orders: NDArray[np.intp],
         rows: Sequence[NDArray[np.int64]],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
-        """Of each choice the time of one execution, and how much more than it has to it saves of the time of the same
-        product with a boxing."""
+        """For each choice the time of one execution, and by how much its saving over the product with a boxing exceeds
+        the required one."""
         mesh, op = self.domains.mesh, operation_of(self.node.eqn)
         flops = np.full(len(options), self.rule.flops)
         for factor, counts in self.domains.splits(self.signatures, options).items():
@@ -125,7 +124,7 @@ class _Offer:
             some, port = slice(begin, end), ring.port(self.rule)
             table, around = self.tables[port], rows[port][some]
             found[some] = ring_price(ring, self.rule, op, [h[some] for h in held], flops[some], mesh).total
-            columns = self.columns[:, port].copy()  # without the ring: the operand whole, the result partial
+            columns = self.columns[:, port].copy()  # without a ring the operand is whole, the result partial
             columns[len(self.node.options) :] = 1 if ring.operand is None else 0
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
             boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]

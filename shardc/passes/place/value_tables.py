@@ -1,4 +1,4 @@
-"""The placements that each value may have on all axes of the mesh at once, as rows of tables of its boxings."""
+"""The placements of each value on all axes of the mesh at once, as rows of tables of its boxings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64
 
 @lru_cache(maxsize=64)
 def _permutations(count: int) -> NDArray[np.int64]:
-    """All orders of so many axes."""
+    """All orders of `count` axes."""
     every = list(itertools.permutations(range(count)))
     return np.asarray(every, np.int64).reshape(len(every), count)
 
@@ -51,7 +51,7 @@ class ValueTables:
     """The boxing tables of a problem's values, and choices of one-axis signatures as rows of them.
 
     Attributes:
-      axes, sizes: of the mesh, as far as placements are chosen along them.
+      axes, sizes: the mesh axes along which placements are chosen.
       all_orders: the orders in which axes may cut a dimension, as permutations of their numbers.
       view: the mesh of these axes alone.
     """
@@ -61,7 +61,7 @@ class ValueTables:
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
         self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
-        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by identity of avals, and these
+        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by id of avals, kept alive
 
     def table(self, value: Value) -> BoxingTable:
         key = (id(value.aval), value.op, value.late)
@@ -73,15 +73,15 @@ class ValueTables:
         return found[0]
 
     def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """All combinations of choices on each axis, and all orders of the axes, each with each."""
+        """All combinations of choices on each axis, each with all orders of the axes."""
         products = list(itertools.product(*choices))
         options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
         orders = np.arange(len(self.all_orders))
         return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
 
     def rows_of(self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]) -> NDArray[np.int64]:
-        """The rows in a value's table for each line of sbps on all axes, as `digits` counts them, and the number of the
-        order of these."""
+        """The rows in a value's table for each line of sbps on all axes, coded as in `digits`, and the number of their
+        order."""
         codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
         return _by_code(value.rank, self.axes, value.op)[orders, codes]
 

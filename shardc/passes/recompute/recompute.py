@@ -1,8 +1,8 @@
-"""What a program computes again, so as not to keep it: chosen where memory is short, and named, for plans to say it.
+"""Chooses what a program recomputes instead of keeping it, where memory is short, and names it for plans.
 
-What loops stack for later loops is `drop_residuals`, what is written out `drop_values`. Both cost seconds and free
-bytes, so that one price a byte chooses among them. What is computed again in any case, as keeping it takes longer, is
-`choose_residuals`.
+Residuals of loops are recomputed by `recompute_residuals`, values outside of loops by `recompute_values`. Both cost
+seconds and free bytes, so one price a byte chooses among them. `choose_residuals` has chosen before what is recomputed
+in any case, because keeping it takes longer.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import Habits
+from shardc.passes.estimate.backend import Backend
 from shardc.passes.estimate.live_ranges import scopes_at
 from shardc.passes.estimate.memory import Profile
-from shardc.passes.estimate.plan_cost import alone_seconds, tally
+from shardc.passes.estimate.plan_cost import alone_seconds, plan_cost
 from shardc.passes.estimate.sizes import piece_bytes
-from shardc.passes.recompute.choose_residuals import Loop, loops_of, placed
-from shardc.passes.recompute.recompute_residuals import Again, Slices, drop_residuals, find_residuals
-from shardc.passes.recompute.recompute_values import Crossing, drop_values
+from shardc.passes.recompute.choose_residuals import ResidualLoop, loops_of, placed_costs
+from shardc.passes.recompute.recompute_residuals import RecomputedVars, Slices, find_residuals, recompute_residuals
+from shardc.passes.recompute.recompute_values import LiveAtPeak, recompute_values
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What is computed again.
+class RecomputeChoice:
+    """The values to recompute.
 
     Attributes:
       stacks: residuals of loops.
-      instead: what the steps of these loops make, and is stacked in their place.
-      values: what is written out, and the first of what is made behind the point from which on that is read.
+      instead: values of the steps of these loops, to be stacked in their place.
+      values: values outside of loops; each with the first value made behind the point from which on its readers read
+        the recomputed one.
     """
 
     stacks: tuple[Var, ...] = ()
@@ -46,59 +47,60 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """What was computed again in a program: its names in the one before, and what does so (`Again`)."""
+class Recomputation:
+    """The recomputed values of a program: their names in the program before, and the results of the recomputing
+    equations."""
 
     names: tuple[str, ...] = ()
-    again: Again = field(default_factory=dict[Var, "Var | None"])
+    variables: RecomputedVars = field(default_factory=dict[Var, "Var | None"])
 
 
 LOWEST, DEAR, DEAREST = 1e-4, 4.0, 1e4
-"""Prices, in seconds a byte of the whole program: the lowest that is tried, the highest, and the highest where all is
-asked for: there may be cheaper ways to free what is dear."""
-HALVINGS: Final = 12
-"""Of the room between two prices."""
+"""Prices, relative to the average seconds a byte of the plan: the lowest that is tried, the highest, and the highest if
+all is to be recomputed. Above a price there may be cheaper ways to free memory."""
+BISECTIONS: Final = 12
+"""Bisection steps between two prices."""
 
 
-class Offers:
-    """What a plan could compute again.
+class RecomputeOptions:
+    """The values that a plan could recompute.
 
     Args:
-      boxed, profile: the plan, and what it takes in memory.
-      mesh, habits: of the devices.
+      boxed, profile: the plan, and its memory.
+      mesh, backend: of the devices.
 
     Attributes:
-      most: bytes that all of it frees.
-      worth: bytes that are freed at the price of a byte when all seconds of the plan are shared out among its bytes.
+      most: bytes that recomputing all of them frees.
+      worth: bytes that are freed at the typical price.
+      typical: the seconds of the plan over its bytes.
     """
 
-    def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, habits: Habits) -> None:
-        self.loops = list(loops_of(boxed.jaxpr, placed(boxed, mesh, habits)))
-        scopes = [] if habits.eager else scopes_at(boxed.jaxpr, int(profile.bytes.argmax()))
-        crossings = [Crossing(boxed, profile, *scope, mesh, habits) for scope in scopes if scope[1]]
-        self.crossings = [c for c in crossings if c.bytes and c.since is not None]
-        self.typical = tally(boxed, mesh).time.total / max(1, profile.peak)
+    def __init__(self, boxed: Boxed, profile: Profile, mesh: MeshView, backend: Backend) -> None:
+        self.loops = list(loops_of(boxed.jaxpr, placed_costs(boxed, mesh, backend)))
+        scopes = [] if backend.eager else scopes_at(boxed.jaxpr, int(profile.bytes.argmax()))
+        peaks = [LiveAtPeak(boxed, profile, scope, mesh, backend) for scope in scopes if scope.now]
+        self.peaks = [c for c in peaks if c.bytes and c.since is not None]
+        self.typical = plan_cost(boxed, mesh).time.total / max(1, profile.peak)
         self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
 
-    def choose(self, wanted: float, dearest: float = math.inf) -> tuple[Choice, float]:
-        """What frees so many bytes in the least time, or all that does at a price; all that can be where infinite is
-        asked for. And how many bytes it frees.
+    def choose(self, wanted: float, dearest: float = math.inf) -> tuple[RecomputeChoice, float]:
+        """The cheapest recomputations that free `wanted` bytes (`inf`: as many as possible), and the bytes they free.
 
-        Only the first equations pay the price at which it is enough: layers cost alike, and not all may be needed.
+        Only the first equations pay the price at which that is enough: layers cost the same, and not all may be needed.
 
         Args:
           wanted: bytes.
-          dearest: the highest price of a byte of what is written out.
+          dearest: the highest price of a byte of values outside of loops.
         """
         low, high = self.typical * LOWEST, self.typical * (DEAR if math.isfinite(wanted) else DEAREST)
         if self._free(high, dearest) > wanted:
-            for _ in range(HALVINGS):
+            for _ in range(BISECTIONS):
                 middle = math.sqrt(low * high)
                 low, high = (low, middle) if self._free(middle, dearest) >= wanted else (middle, high)
         freed = self._free(high, dearest)
 
-        def first(place: Loop | Crossing, less: float, more: float) -> int:
-            """How many of its equations pay the higher price."""
+        def first(place: ResidualLoop | LiveAtPeak, less: float, more: float) -> int:
+            """The number of its equations that pay the higher price."""
             nonlocal freed
             least, most, others = 0, place.count, freed - place.choose(more)[-1]
             while freed > wanted and most - least > 1:
@@ -114,40 +116,41 @@ class Offers:
             stacks += less
             instead += more
         low, high = min(low, dearest), min(high, dearest)
-        for c in self.crossings:
+        for c in self.peaks:
             if c.since is not None:
                 values |= dict.fromkeys(c.choose(low, high, first(c, low, high))[0], c.since)
-        return Choice(tuple(stacks), tuple(instead), values), freed
+        return RecomputeChoice(tuple(stacks), tuple(instead), values), freed
 
     def _free(self, price: float, dearest: float = math.inf) -> float:
         in_loops = sum(loop.choose(price)[-1] for loop in self.loops)
-        return in_loops + sum(c.choose(min(price, dearest))[-1] for c in self.crossings)
+        return in_loops + sum(c.choose(min(price, dearest))[-1] for c in self.peaks)
 
 
-def compute_again(jaxpr: Jaxpr, choice: Choice, named: Jaxpr | None = None) -> tuple[Jaxpr, Repeated]:
-    """The program that computes again what was chosen, and what does that.
+def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:
+    """The program with the chosen recomputations, and what they are.
 
     Args:
-      jaxpr: canonical, without any of it.
+      jaxpr: canonical, without any of them.
       choice: of its values.
-      named: the same program with nothing in front of it, whose operations count for names.
+      named: the same program without equations added in front, whose numbers are used in names.
     """
-    choice = _that_follows(jaxpr, choice)  # where a boxing makes a row of what a loop carries, the row itself does not
+    choice = _that_follows(jaxpr, choice)  # a row that is a boxed carry in the plan is the carry itself here
     if not choice and not choice.instead:
-        return jaxpr, Repeated()
+        return jaxpr, Recomputation()
     names = names_of(named or jaxpr, choice)
-    jaxpr, stacks = drop_residuals(jaxpr, choice.stacks, choice.instead)
+    jaxpr, stacks = recompute_residuals(jaxpr, choice.stacks, choice.instead)
     left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()
-    jaxpr, again = drop_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
-    return jaxpr, Repeated(names, {**again, **stacks})
+    jaxpr, values = recompute_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
+    return jaxpr, Recomputation(names, {**values, **stacks})
 
 
 # --- names, and what a plan says -------------------------------------------------------------------------------------
 
 
-def names_of(jaxpr: Jaxpr, choice: Choice) -> tuple[str, ...]:
-    """Names that mean the same in every process: `12.3` is result 3 of operation 12, a residual, and `+57.0` what is
-    stacked in the place of such; `12.3>57.0` is a value for what reads it from the operation on that makes `57.0`."""
+def names_of(jaxpr: Jaxpr, choice: RecomputeChoice) -> tuple[str, ...]:
+    """Names that are the same in every process: `12.3` is result 3 of operation 12, a residual; `+57.0` is stacked in
+    the place of residuals; `12.3>57.0` is a value that is recomputed for its readers from the operation on that makes
+    `57.0`."""
     known = _names(jaxpr)
     return (
         *(known[v] for v in choice.stacks),
@@ -156,18 +159,18 @@ def names_of(jaxpr: Jaxpr, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> Choice:
-    """The choice that names mean; what there is not, or does not follow from what is kept, is left out."""
+def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> RecomputeChoice:
+    """The choice that names mean, without values that do not exist or do not follow from what is kept."""
     known = {name: v for v, name in _names(jaxpr).items()}
     pairs = [(known.get(v), known.get(since)) for v, _, since in (name.partition(">") for name in names)]
     values = {v: since for v, since in pairs if v is not None and since is not None}
     instead = tuple(known[name[1:]] for name in names if name[:1] == "+" and name[1:] in known)
     stacks = tuple(v for v, since in pairs if v is not None and since is None)
-    return _that_follows(jaxpr, Choice(stacks, instead, values))
+    return _that_follows(jaxpr, RecomputeChoice(stacks, instead, values))
 
 
-def _that_follows(jaxpr: Jaxpr, choice: Choice) -> Choice:
-    """The choice without what is no residual, or does not follow from what is kept."""
+def _that_follows(jaxpr: Jaxpr, choice: RecomputeChoice) -> RecomputeChoice:
+    """The choice without values that are no residuals or do not follow from what is kept."""
     if not choice.stacks:
         return choice
     makers = {r.stack: r.maker for r in find_residuals(jaxpr)}
@@ -184,13 +187,13 @@ def _names(jaxpr: Jaxpr) -> dict[Var, str]:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What a plan computes again, so as not to keep it.
+    """The values that a plan recomputes instead of keeping them.
 
     Attributes:
-      names: of it in the program before.
+      names: in the program before.
       count: of values.
-      bytes: that they would take on a device.
-      seconds: that computing them takes, in one call.
+      bytes: that keeping them would take on a device.
+      seconds: to recompute them in one call.
       sources: lines that made them.
     """
 
@@ -201,17 +204,17 @@ class Recomputed:
     sources: tuple[str, ...]
 
 
-def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, repeated: Repeated) -> Recomputed | None:
-    """What the equations that compute again do in a plan; None if there are none.
+def recomputed(boxed: Boxed, mesh: MeshView, backend: Backend, recomputation: Recomputation) -> Recomputed | None:
+    """The cost of a plan's recomputing equations; None if there are none.
 
     Args:
       boxed: the plan's program.
-      mesh, habits: of the devices.
-      repeated: of it.
+      mesh, backend: of the devices.
+      recomputation: the recomputed values of the program.
     """
-    if not repeated.names:
+    if not recomputation.names:
         return None
-    again = repeated.again
+    variables = recomputation.variables
     sources = dict[str, None]()
     seconds, sizes = 0.0, dict[Var, int]()
 
@@ -224,18 +227,18 @@ def recomputed(boxed: Boxed, mesh: MeshView, habits: Habits, repeated: Repeated)
             for body in bodies_of(eqn):
                 scope(body, trips * compat.trips_of(eqn))
             boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
-            if boxes_one or any(v in again for v in eqn.outvars):
+            if boxes_one or any(v in variables for v in eqn.outvars):
                 mine.append(eqn)
                 made |= dict.fromkeys(eqn.outvars)
             else:
                 read.update(a for a in eqn.invars if not compat.is_literal(a))
-            for stack, v in ((again.get(v), v) for v in eqn.outvars):
+            for stack, v in ((variables.get(v), v) for v in eqn.outvars):
                 if stack is not None:
                     rows = stack.aval.size // max(1, v.aval.size)
-                    sizes[stack] = rows * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, habits)
+                    sizes[stack] = rows * piece_bytes(v.aval, boxed.placements[v], mesh.sizes, backend)
                     sources[compat.source_line(eqn)] = None
         if mine:
             seconds += trips * alone_seconds(mine, [v for v in made if v in read], boxed, mesh)
 
     scope(boxed.jaxpr, 1)
-    return Recomputed(repeated.names, len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))
+    return Recomputed(recomputation.names, len(sizes), sum(sizes.values()), seconds, tuple(filter(None, sources)))

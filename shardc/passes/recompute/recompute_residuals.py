@@ -1,21 +1,21 @@
-"""What a loop stacks for a later loop alone, and that one can compute: it is computed again there, and not kept.
+"""Recomputes what one loop stacks only for later loops, in the loops that read it, instead of keeping it.
 
     c, r = scan f c x; d = scan g d r z    -->    c = scan f' c x; d = scan g' d x z
 
-f' does not give r, and g' computes its row from rows of x or z, or from what f reads in every step. The first loop of
-a training step stacks what its backward pass reads, the residuals: each is there, whole, while both loops run. Chen et
-al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Jain et al. 2020, "Checkmate". Two loops share nothing that
-XLA could join again.
+f' does not return r, and g' recomputes its row from rows of x or z, or from what f reads in every step. The first loop
+of a training step stacks what its backward pass reads, the residuals: each is live, whole, while both loops run. Chen
+et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Jain et al. 2020, "Checkmate". XLA cannot merge equal
+operations of two loops.
 
     c, r = scan f c x; d = scan g d r z    -->    c, s = scan f' c x; d = scan g' d s x z
 
-What r needs of the carry, f' stacks instead: each step's c, as `jax.checkpoint` around a layer keeps what that begins
-with. So may be anything else that f makes and r follows from.
+If r depends on the carry, f' stacks that instead: each step's c, as `jax.checkpoint` around a layer keeps the input of
+the layer. It may stack any other value of f that r follows from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -23,19 +23,19 @@ from shardc import compat
 from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.passes.trace.canonicalize import with_own_bodies
 
-KEPT: Final = frozenset((
+NOT_RECOMPUTED: Final = frozenset((
     "constrain", "microbatches", "receive", "send", "sharding_constraint", "shard_map", "stage_boundary", *NESTED,
 ))  # fmt: skip
-"""Operations that are not done twice: pins, marks, transfers, a user's own, and what has a body."""
+"""Operations that run once only: pins, marks, transfers, a user's own shard_map, and operations with a body."""
 
 
-def may_repeat(eqn: Eqn) -> bool:
-    """Whether an operation can be done twice."""
-    return not eqn.effects and eqn.primitive.name not in KEPT
+def may_recompute(eqn: Eqn) -> bool:
+    """Whether an operation can run twice."""
+    return not eqn.effects and eqn.primitive.name not in NOT_RECOMPUTED
 
 
-Again: TypeAlias = Mapping[Var, Var | None]
-"""What the equations make that compute residuals again; of what is a row of a residual, that residual."""
+RecomputedVars: TypeAlias = Mapping[Var, Var | None]
+"""The results of recomputing equations; for a row of a residual that residual, for others None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Residual:
     Attributes:
       stack: the value.
       maker: the loop that makes it.
-      trips: how often the scope runs in which both loops are.
+      trips: executions of the scope that both loops are in.
     """
 
     stack: Var
@@ -82,18 +82,19 @@ def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
 
 
 class Slices:
-    """How the rows that a loop stacks follow from what another loop can read: its other stacks, the stacks that it
-    reads itself, and what it reads in every step. What it carries is not there any more, if it is not stacked as well.
+    """How the rows that a loop stacks follow from what another loop can read: the loop's other stacks, the stacks that
+    it reads, and what it reads in every step. Its carry is available only if it is stacked as well.
 
     Args:
       maker: the loop.
-      dropped: stacks that are not there.
+      stacks: residuals that are recomputed.
 
     Attributes:
-      kept: what it carries into a step or makes there, and is stacked for the other loop.
+      kept: values of a step, carried or made there, that are stacked for the other loop.
+      recomputed: the residuals that are recomputed, by their row.
     """
 
-    def __init__(self, maker: Eqn, dropped: Collection[Var]) -> None:
+    def __init__(self, maker: Eqn, stacks: Collection[Var]) -> None:
         self.maker = maker
         scan = compat.scan_of(maker)
         self.body: Jaxpr = scan.body
@@ -103,15 +104,15 @@ class Slices:
         self.consts: dict[Var, Atom] = dict(inputs[:consts])
         self.carried = {v for v, _ in inputs[consts : consts + carries]}
         self.kept: dict[Var, Var] = {}
-        self.rows: dict[Var, Var] = {row: stack for row, stack in inputs[consts + carries :] if stack not in dropped}
+        self.rows: dict[Var, Var] = {row: stack for row, stack in inputs[consts + carries :] if stack not in stacks}
         self.row_of: dict[Var, Atom] = {}
-        self.dropped: dict[Var, Var] = {}
+        self.recomputed: dict[Var, Var] = {}
         for row, stack in list(zip(self.body.outvars, maker.outvars, strict=True))[carries:]:
             self.row_of[stack] = row
             if compat.is_literal(row) or row in self.consts:
                 continue
-            if stack in dropped:
-                self.dropped.setdefault(row, stack)
+            if stack in stacks:
+                self.recomputed.setdefault(row, stack)
             else:
                 self.rows.setdefault(row, stack)
 
@@ -122,12 +123,12 @@ class Slices:
         return None if found is None else found[0]
 
     def carries(self, stack: Var) -> set[Var]:
-        """What has to be stacked of the carry for a row of a stack to follow."""
+        """The carries that have to be stacked for a row of a stack to follow."""
         found = self._walk(stack)
         return set() if found is None else found[1]
 
     def keep(self, values: Collection[Var]) -> None:
-        """Has some of what is carried or made in a step stacked."""
+        """Stacks some values that are carried or made in a step."""
         length = compat.trips_of(self.maker)
         for v in (*self.body.invars, *self.made_by):
             if v in values:
@@ -148,7 +149,7 @@ class Slices:
                 carries.add(v)
                 continue
             i = self.made_by.get(v)
-            if i is None or not may_repeat(self.body.eqns[i]):
+            if i is None or not may_recompute(self.body.eqns[i]):
                 return None
             if i not in found:
                 found.add(i)
@@ -156,16 +157,18 @@ class Slices:
         return [self.body.eqns[i] for i in sorted(found)], carries
 
 
-def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Var] = ()) -> tuple[Jaxpr, Again]:
-    """The jaxpr that computes some of its residuals again, and which equations do that.
+def recompute_residuals(
+    jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Var] = ()
+) -> tuple[Jaxpr, RecomputedVars]:
+    """The jaxpr that recomputes some of its residuals, and the results of its recomputing equations.
 
     Args:
       jaxpr: canonical.
       stacks: residuals of it, which follow from what is kept.
-      instead: what the steps of the loops that made them make, and is stacked in their place.
+      instead: values of the steps of the loops that made them, to be stacked in their place.
     """
     makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
-    again: dict[Var, Var | None] = {}
+    variables: dict[Var, Var | None] = {}
     slices = {id(m): Slices(m, stacks) for m in makers.values()}
     for s in slices.values():
         s.keep(instead)
@@ -180,20 +183,20 @@ def drop_residuals(jaxpr: Jaxpr, stacks: Collection[Var], instead: Collection[Va
             eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
-                eqn = _computing(eqn, makers, lambda stack: slices[id(makers[stack])], again)
+                eqn = _Reader(eqn, makers, lambda stack: slices[id(makers[stack])], variables).run()
             mine = next((makers[v] for v in eqn.outvars if v in makers), None)
             if mine is not None:
                 eqn = _without(eqn, makers, slices[id(mine)].kept)
         return eqn
 
-    return scope(jaxpr), again
+    return scope(jaxpr), variables
 
 
-def _without(eqn: Eqn, dropped: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
-    """A loop without some of its results and what computes these alone, and with what is `stacked` of its carry."""
+def _without(eqn: Eqn, stacks: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
+    """A loop without the results `stacks` and what computes them alone; with some values of a step `stacked`."""
     scan = compat.scan_of(eqn)
     body = scan.body
-    kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in dropped]
+    kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in stacks]
     kept += [(stack, v) for v, stack in stacked.items()]
     body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
     live = compat.remove_dead(body, [True] * len(kept))
@@ -201,63 +204,76 @@ def _without(eqn: Eqn, dropped: Collection[Var], stacked: Mapping[Var, Var]) -> 
     return eqn.replace(outvars=[v for v, _ in kept], params=params)
 
 
-def _computing(
-    eqn: Eqn, dropped: Collection[Var], slices_of: Callable[[Var], Slices], again: dict[Var, Var | None]
-) -> Eqn:
-    """A loop that computes rows of what is dropped, each before it is first read."""
-    scan = compat.scan_of(eqn)
-    body, nc, first = scan.body, scan.consts, scan.rows_at
-    inputs = list(zip(body.invars, eqn.invars, strict=True))
-    consts, carries = inputs[:nc], inputs[nc:first]
-    rows = [(v, a) for v, a in inputs[first:] if a not in dropped]
-    missing = {v: a for v, a in inputs[first:] if a in dropped}
-    names: dict[Var, Atom] = {}
-    eqns: list[Eqn] = []
+class _Reader:
+    """A loop that reads residuals, rewritten to recompute their rows, each before it is first read.
 
-    def given(v: Var, atom: Atom, among: list[tuple[Var, Atom]]) -> Atom:
-        if compat.is_literal(atom):
-            return atom
-        found = next((mine for mine, theirs in among if theirs is atom), None)
+    Attributes:
+      consts, carries, rows: inputs of the new body with what the loop reads for them.
+      missing: residuals that are not stacked any more, by their row.
+      names: values of the new body, by those of the old one and of the loops that made the residuals.
+      eqns: the new body so far.
+    """
+
+    def __init__(
+        self, eqn: Eqn, stacks: Collection[Var], slices_of: Callable[[Var], Slices], variables: dict[Var, Var | None]
+    ) -> None:
+        self.eqn, self.scan = eqn, compat.scan_of(eqn)
+        self.slices_of, self.variables = slices_of, variables
+        nc, first = self.scan.consts, self.scan.rows_at
+        inputs = list(zip(self.scan.body.invars, eqn.invars, strict=True))
+        self.consts, self.carries = inputs[:nc], inputs[nc:first]
+        self.rows = [(v, a) for v, a in inputs[first:] if a not in stacks]
+        self.missing: dict[Var, Var] = {v: a for v, a in inputs[first:] if a in stacks}
+        self.names: dict[Var, Atom] = {}
+        self.eqns: list[Eqn] = []
+
+    def run(self) -> Eqn:
+        body = self.scan.body
+        for e in body.eqns:
+            self.compute_missing(e.invars)
+            self.eqns.append(_renamed(e, self.names))
+        self.compute_missing(body.outvars)
+        outvars = [a if compat.is_literal(a) else self.names.get(a, a) for a in body.outvars]
+        order = [*self.consts, *self.carries, *self.rows]
+        made = compat.new_jaxpr([v for v, _ in order], outvars, self.eqns, body)
+        params = compat.scan_params(self.eqn, made, len(self.consts), len(self.carries))
+        return self.eqn.replace(invars=[a for _, a in order], params=params)
+
+    def compute_missing(self, atoms: Sequence[Atom]) -> None:
+        for a in atoms:
+            if not compat.is_literal(a) and a in self.missing:
+                self.compute(a)
+
+    def compute(self, row: Var) -> None:
+        """Appends the equations that recompute a row."""
+        stack = self.missing.pop(row)
+        slices = self.slices_of(stack)
+        for e in slices.of(stack) or ():
+            if e.outvars[0] in self.names:
+                continue
+            for v in compat.variables(e.invars):
+                if v in slices.rows or v in slices.consts:
+                    self.read(v, slices)
+            copy = with_own_bodies(_renamed(e, self.names))
+            fresh = [compat.fresh_var(v.aval) for v in e.outvars]
+            self.names.update(zip(e.outvars, fresh, strict=True))
+            self.variables.update({new: slices.recomputed.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
+            self.eqns.append(copy.replace(outvars=fresh))
+        self.names[row] = self.names[slices.row_of[stack]]
+
+    def read(self, v: Var, slices: Slices) -> None:
+        """Makes an input of the loop that made the residual an input of this one."""
+        if v in self.names:
+            return
+        given, inputs = (slices.consts[v], self.consts) if v in slices.consts else (slices.rows[v], self.rows)
+        if compat.is_literal(given):
+            self.names[v] = given
+            return
+        found = next((mine for mine, theirs in inputs if theirs is given), None)
         if found is None:
             found = compat.fresh_var(v.aval)
-            among.append((found, atom))
-        return found
-
-    def read(v: Var, slices: Slices) -> None:
-        if v not in names and v in slices.consts:
-            names[v] = given(v, slices.consts[v], consts)
-        elif v not in names:
-            names[v] = given(v, slices.rows[v], rows)
-
-    def compute(row: Var) -> None:
-        stack = missing.pop(row)
-        slices = slices_of(stack)
-        for e in slices.of(stack) or ():
-            if e.outvars[0] in names:
-                continue
-            made = {v for v in e.invars if not compat.is_literal(v)} - slices.rows.keys() - slices.consts.keys()
-            for v in e.invars:
-                if not compat.is_literal(v) and v not in made:
-                    read(v, slices)
-            copy = with_own_bodies(_renamed(e, names))
-            fresh = [compat.fresh_var(v.aval) for v in e.outvars]
-            names.update(zip(e.outvars, fresh, strict=True))
-            again.update({new: slices.dropped.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
-            eqns.append(copy.replace(outvars=fresh))
-        names[row] = names[slices.row_of[stack]]
-
-    for e in body.eqns:
-        for a in e.invars:
-            if not compat.is_literal(a) and a in missing:
-                compute(a)
-        eqns.append(_renamed(e, names))
-    for a in body.outvars:
-        if not compat.is_literal(a) and a in missing:
-            compute(a)
-    outvars = [a if compat.is_literal(a) else names.get(a, a) for a in body.outvars]
-    order = [*consts, *carries, *rows]
-    made = compat.new_jaxpr([v for v, _ in order], outvars, eqns, body)
-    return eqn.replace(invars=[a for _, a in order], params=compat.scan_params(eqn, made, len(consts), len(carries)))
+            inputs.append((found, given))
+        self.names[v] = found
 
 
 def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:

@@ -1,11 +1,11 @@
-"""What is broadcast from little enters the loops that read it as that little, and is computed in their bodies.
+"""Sinks broadcasts into the loops that read them: the loop gets the small operand, and its body computes the broadcast.
 
     c = broadcast x; y = scan f c z    -->    y = scan f' x z, where f' x z = (c = broadcast x; f c z)
 
-When JAX differentiates a loop it takes out of it what is the same in every step: a causal mask stands in front of the
-loop then, at full size, and every step reads it whole. A mask of the user's own stands there as well. Light operations
-take no time but what they read, so they sink into each body that reads their result, if that follows from less than it
-takes, and if nothing there has it in memory: for a product it would have to be written in every step.
+When JAX differentiates a loop it moves what is the same in every step out of it: a causal mask is then computed before
+the loop, at full size, and every step reads it whole. So is a mask of the user's own. Light operations cost only what
+they read. So they sink into each body that reads their result, if the result takes more bytes than what it follows
+from, and if nothing there reads it from memory: for a product it would be materialized in every step.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Final
 from shardc import compat
 from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
-from shardc.passes.estimate.backend import Kind, kind_of
+from shardc.passes.estimate.backend import FusionKind, kind_of
 from shardc.passes.estimate.traffic import PARTLY_READ
 from shardc.passes.recompute.choose_residuals import FUSED
-from shardc.passes.recompute.recompute_residuals import may_repeat
+from shardc.passes.recompute.recompute_residuals import may_recompute
 
-LIGHT: Final = frozenset((Kind.CHEAP, Kind.VIEW))
-"""Operations that sink: XLA computes them in every loop that reads their result."""
+SINKING: Final = frozenset((FusionKind.CHEAP, FusionKind.VIEW))
+"""Kinds of operations that sink: XLA fuses them into every loop that reads their result."""
 
 
 def sink_constants(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr whose nested bodies compute what follows from less than it takes.
+    """The jaxpr whose nested bodies compute their constants from smaller values.
 
     Args:
       jaxpr: canonical.
@@ -46,13 +46,13 @@ def sink_constants(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _what_follows(jaxpr: Jaxpr) -> dict[Var, Eqn]:
-    """What nested bodies are given, and what that is made of, as far as light operations make it of less than it takes;
-    and these, in the order of the program."""
+    """The operands of nested bodies, and what these are made of, as far as light operations make them of fewer bytes
+    than they take; with their equations, in the order of the program."""
     wanted, light = set[Var](), list[Eqn]()
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name in NESTED:
             wanted.update(v for _, given in _entries(eqn) for v in compat.variables(given))
-        elif wanted and not wanted.isdisjoint(eqn.outvars) and kind_of(eqn) in LIGHT and may_repeat(eqn):
+        elif wanted and not wanted.isdisjoint(eqn.outvars) and kind_of(eqn) in SINKING and may_recompute(eqn):
             light.append(eqn)
             wanted.update(compat.variables(eqn.invars))
     least, found = dict[Var, int](), dict[Var, Eqn]()
@@ -66,7 +66,7 @@ def _what_follows(jaxpr: Jaxpr) -> dict[Var, Eqn]:
 
 
 def _entries(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
-    """The bodies of an equation, and what each is given that is the same in every step: their first inputs."""
+    """The bodies of an equation, and for each its first operands, those that are the same in every step."""
     match eqn.primitive.name:
         case "scan":
             counts = [compat.scan_of(eqn).consts]
@@ -82,7 +82,7 @@ def _entries(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
 
 
 def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
-    """A nested equation whose bodies compute what they can of what they are given."""
+    """A nested equation whose bodies compute their constants as far as possible."""
     entries = list(_entries(eqn))
     sunk = [_sunk(body, given, follows) for body, given in entries]
     bodies = [sink_constants(body) for body, _ in sunk]
@@ -101,7 +101,8 @@ def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
 
 
 def _sunk(body: Jaxpr, given: Sequence[Atom], follows: Mapping[Var, Eqn]) -> tuple[Jaxpr, Sequence[Atom]]:
-    """A body that computes what it can of what it is `given` as its first inputs, and what it is given then."""
+    """A body that computes its first inputs as far as possible, and the operands that it then needs instead of
+    `given`."""
     inputs = list(zip(body.invars, given, strict=False))
     fused = set(_fused(body, [v for v, a in inputs if not compat.is_literal(a) and a in follows]))
     names = {a: v for v, a in inputs if v not in fused and not compat.is_literal(a)}
@@ -132,7 +133,7 @@ def _sunk(body: Jaxpr, given: Sequence[Atom], follows: Mapping[Var, Eqn]) -> tup
 
 
 def _fused(body: Jaxpr, values: Collection[Var]) -> list[Var]:
-    """Those of some inputs of a body that operations read there which fuse, and nothing else."""
+    """The inputs `values` of a body that only operations read which fuse them."""
     if not values:
         return []
     source, read = {v: v for v in values}, set[Var]()
@@ -144,16 +145,16 @@ def _fused(body: Jaxpr, values: Collection[Var]) -> list[Var]:
         read.update(source[a] for a in mine)
         if eqn.primitive.name in NESTED:
             whole.update(set(mine) - _fused_inside(eqn, mine))
-        elif not may_repeat(eqn) or kind_of(eqn) not in FUSED or eqn.primitive.name in PARTLY_READ:
+        elif not may_recompute(eqn) or kind_of(eqn) not in FUSED or eqn.primitive.name in PARTLY_READ:
             whole.update(mine)
-        elif kind_of(eqn) is Kind.VIEW:
+        elif kind_of(eqn) is FusionKind.VIEW:
             source |= dict.fromkeys(eqn.outvars, source[mine[0]])
     whole = {source[a] for a in whole if a in source}
     return [v for v in values if v in read and v not in whole]
 
 
 def _fused_inside(eqn: Eqn, values: Collection[Var]) -> set[Var]:
-    """Those of some operands of a nested equation that operations read in its bodies which fuse, and nothing else."""
+    """The operands `values` of a nested equation that, in its bodies, only operations read which fuse them."""
     entries = list(_entries(eqn))
     whole = set(compat.variables(eqn.invars[sum(len(given) for _, given in entries) :]))
     found = set[Var]()

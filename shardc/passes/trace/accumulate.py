@@ -1,12 +1,12 @@
 """Gradient accumulation: a function over a batch as a loop over microbatches.
 
 Microbatch j of m is rows j, j+m, j+2m, ... of the batch: contiguous slices of a split batch would have to be gathered,
-strided ones lie where the batch lies.
+strided ones stay on their devices.
 
     scan over j: results, state = fn(rows[j], keys[j], whole, state)   -->   results reduced over j, the last state
 
-State is what goes from a microbatch to the next: a result that `reduce` names an argument for, and what the function
-writes to objects among its arguments.
+State passes from a microbatch to the next: a result that `reduce` names an argument for, and writes of the function to
+objects among its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardc import compat
 from shardc.compat import short_text
 from shardc.errors import ArgumentError, all_offenders
 from shardc.ir.boundary import END, mark_cut
-from shardc.passes.trace.microbatches import CARRY, Call, take_apart
+from shardc.passes.trace.microbatches import CARRY, MicrobatchCall, Split, microbatch_call
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 
 REDUCTIONS: Final = ("mean", "sum", "stack", "last")
@@ -41,12 +41,12 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Runs `fn` over microbatches of its batch arguments, one after the other.
 
-    What `fn` writes to the nnx modules, optimizers, metrics and random streams among its arguments is there in the next
+    Writes of `fn` to nnx modules, optimizers, metrics and random streams among its arguments are visible in the next
     microbatch, and afterwards, as in a loop over the microbatches (`import shardc.flax`).
 
     Args:
       fn: a function of a batch. Its arguments may hold None, and leaves that are no arrays.
-      microbatches: how many, m; it has to divide the batch.
+      microbatches: their number m, which has to divide the batch.
       in_axes: for each argument the batch dimension, None for one that has none; as in jax.vmap, a tuple with one
         entry an argument, each a pytree prefix, or a dict of these by name, the others None. By default every argument
         but the first has it at 0 (a function of one argument: that one). Flags, keys, carried arguments and modules
@@ -56,7 +56,7 @@ def accumulate(
         "stack", all of them in a new first dimension,
         "last", that of the last microbatch, or
         "carry:state", which is the last too, and the argument `state` of the next microbatch.
-        By default the mean, of floats that are no rows of a batch; other results need a word.
+        By default the mean, for floats that are no rows of a batch; other results need an explicit reduction.
       keys: names of arguments that hold random keys: microbatch j gets `jax.random.split(key, m)[j]`.
 
     Returns:
@@ -81,12 +81,11 @@ def accumulate(
     """
     if microbatches < 1:
         raise ArgumentError(f"accumulate: microbatches={microbatches}; it has to be 1 or more.")
-    split = (keys,) if isinstance(keys, str) else tuple(keys)
+    split = Split(microbatches, in_axes, reduce, (keys,) if isinstance(keys, str) else tuple(keys))
 
     @functools.wraps(fn, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        call = take_apart(fn, args, kwargs, microbatches, in_axes, reduce, split)
-        return _Loop(call, microbatches, reduce).run()
+        return _Loop(microbatch_call(fn, args, kwargs, split), microbatches, reduce).run()
 
     return accumulated
 
@@ -96,9 +95,9 @@ class _Result:
     """The results of `fn`, as it was traced.
 
     Attributes:
-      avals: of its arrays, after these of what the objects hold.
+      avals: of its arrays, then of those that the objects hold.
       tree: of the result.
-      fixed: for each leaf of the result None, or what it is that is no array.
+      fixed: for each leaf of the result None, or the leaf if it is no array.
       kinds: of each array its reduction; the carried ones are "state".
       written: numbers of the arrays of the objects that are written to.
     """
@@ -111,7 +110,7 @@ class _Result:
 
 
 class _Loop:
-    def __init__(self, call: Call, m: int, reduce: Any) -> None:
+    def __init__(self, call: MicrobatchCall, m: int, reduce: Any) -> None:
         self.call, self.m, self.reduce = call, m, reduce
         self.rows, self.whole, self.given = (call.pools[p] for p in ("row", "whole", "state"))
         self.held = list(call.opened.leaves) if call.opened is not None else []
@@ -153,7 +152,7 @@ class _Loop:
         return _Result(avals, jax.tree.structure(out), fixed, kinds, self._checked(written, avals[count:]))
 
     def _checked(self, written: list[int], avals: Sequence[Any]) -> list[int]:
-        """The same; raises if what is written is not like what was there."""
+        """`written`; raises if a written array has another type than before."""
         call = self.call
         assert call.opened is not None or not written
         self._refuse_others((call.opened.paths[i], self.held[i], avals[i]) for i in written if call.opened is not None)
@@ -168,7 +167,7 @@ class _Loop:
         if wrong:
             raise ArgumentError(
                 all_offenders(
-                    f"accumulate: {self.call.where}: what goes from microbatch to microbatch keeps its shape and dtype",
+                    f"accumulate: {self.call.where}: what microbatches carry has to keep its shape and dtype",
                     wrong,
                 )
             )
@@ -205,7 +204,7 @@ class _Loop:
             unclear += [f"{f'result {at}' if at else 'the result'}, {_text(aval)}, {problem}"] if problem else []
             found.append("state" if word is not None and word.startswith(CARRY) else word or "mean")
         if unclear:
-            raise ArgumentError(all_offenders(f"accumulate: {where}: say in `reduce` how to put together", unclear))
+            raise ArgumentError(all_offenders(f"accumulate: {where}: say in `reduce` how to combine", unclear))
         self._check_carried(words, parts)
         return found
 
@@ -224,7 +223,8 @@ class _Loop:
         return ""
 
     def _check_carried(self, words: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Puts the carried results in the order of their arguments; raises if one is not like its argument."""
+        """Sorts the carried results in the order of their arguments; raises if one has another type than its
+        argument."""
         call = self.call
         results = {w[len(CARRY) :]: part for w, part in zip(words, parts, strict=True) if w and w.startswith(CARRY)}
         starts = iter(self.given)
@@ -261,7 +261,7 @@ class _Loop:
         return arrays, [*ordered, *(after[i] for i in result.written)]
 
     def _loop(self, rows: Any, whole: Any) -> tuple[list[Any], list[Any]]:
-        """The loop itself: a scan whose carry is the state, the sums and the last."""
+        """The loop itself: a scan whose carry is the state, the sums and the last results."""
         kinds, avals = self.result.kinds, self.result.avals
         stacked = [k == "stack" or (k == "last" and _is_extended(a)) for k, a in zip(kinds, avals, strict=False)]
 
@@ -286,7 +286,7 @@ class _Loop:
         return jax.tree.unflatten(self.result.tree, [next(rest) if x is None else x for x in self.result.fixed])
 
     def _with_gradient(self) -> Any:
-        """The loop, differentiated microbatch by microbatch: `fn` gives one float scalar, and there is no state."""
+        """The loop, differentiated microbatch by microbatch: `fn` returns one float scalar, and there is no state."""
         rows, whole, m = self.rows, self.whole, self.m
         scale = 1 / m if self.result.kinds[0] == "mean" else 1.0
         dtype = self.result.avals[0].dtype
@@ -329,7 +329,7 @@ class _Loop:
 
 
 def _held(xs: Sequence[Any], kinds: Sequence[str], stacked: Sequence[bool]) -> list[tuple[Any, str]]:
-    """Of the results those that the loop sums or overwrites, and how."""
+    """The results that the loop sums or overwrites, with their reduction."""
     return [(x, k) for x, k, s in zip(xs, kinds, stacked, strict=True) if not s and k != "state"]
 
 

@@ -1,11 +1,11 @@
-"""Makes a dimension that is looked up by the row's own number a batching dimension.
+"""Turns lookups by the row's own index into batched lookups.
 
     x[iota[:, None], i]  -->  vmap(lambda x, i: x[i])(x, i)
 
-The last token of each row, the value of the action taken and the beams of a cache are read in the first form, whose
-index may address any row as far as its rule knows. In the second each row looks into itself, so that rows may be split.
-The components of an index are computed here, as far as they depend on no argument: this sees through broadcasts,
-reshapes, conversions, integer division, and what `jnp` does about negative and large indices.
+Programs read the last token of each row, the value of the action taken, or the beams of a cache in the first form. Its
+rule has to assume that the index may address any row. In the second form each row reads only itself, so that rows may
+be split. The components of an index are evaluated here if they depend on no argument: through broadcasts, reshapes,
+conversions, integer division, and the handling of negative and large indices in `jnp`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
 
-MOST: Final = 2**24
-"""Elements of an index component up to which it is computed."""
+MOST_COMPUTED: Final = 2**24
+"""Elements up to which an index component is evaluated."""
 
 
 def batch_lookups(jaxpr: Jaxpr, known: Mapping[Var, Any]) -> Jaxpr:
-    """A canonical jaxpr whose gathers and scatters by row numbers are batched.
+    """The canonical jaxpr with batched gathers and scatters by row number.
 
     Args:
       known: values of captured arrays.
@@ -34,10 +34,13 @@ def batch_lookups(jaxpr: Jaxpr, known: Mapping[Var, Any]) -> Jaxpr:
 
 
 class _Batcher:
-    """Attributes:
-    made: the equation that makes each variable seen so far.
-    outer: for a variable of a nested body the value outside that it is.
-    values: of variables; None if they depend on an argument.
+    """The walk that batches lookups.
+
+    Attributes:
+      made: the equation that makes each variable seen so far.
+      outer: for a variable of a nested body the value outside.
+      known: values of captured arrays.
+      values: of variables; None if they depend on an argument.
     """
 
     def __init__(self, known: Mapping[Var, Any]) -> None:
@@ -65,7 +68,7 @@ class _Batcher:
         return compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr)
 
     def batched(self, eqn: Eqn) -> list[Eqn]:
-        """The equation with batching dimensions for row numbers, behind those that make its indices."""
+        """The equations of a lookup with batching dimensions for row numbers: those of its indices, then the lookup."""
         reads = eqn.primitive.name == "gather"
         operand, indices = eqn.invars[:2]
         numbers = eqn.params["dimension_numbers"]
@@ -93,7 +96,7 @@ class _Batcher:
         return [*eqns, eqn.replace(invars=[operand, rest, *eqn.invars[2:]], params=params)]
 
     def components(self, indices: Var, kept: Sequence[int], like: Eqn) -> tuple[list[Eqn], Var]:
-        """Indices of some of the components only."""
+        """Indices with only some of the components, and the equations that make them."""
         shape, dtype = tuple(indices.aval.shape), indices.aval.dtype
 
         def of_width(width: int) -> Var:
@@ -128,7 +131,7 @@ class _Batcher:
         return x, j
 
     def counts_along(self, indices: Var, j: int, size: int, taken: Sequence[int]) -> int | None:
-        """The dimension of the indices along which component `j` counts from 0 to `size - 1`."""
+        """The dimension of the indices along which component `j` counts from 0 to `size - 1`; None: there is none."""
         batch = indices.aval.shape[:-1]
         fit = [b for b, n in enumerate(batch) if n == size and b not in taken]
         if not fit or (value := self.component(indices, j)) is None:
@@ -163,7 +166,11 @@ class _Batcher:
         return self.values[atom]
 
     def _value(self, x: Var) -> NDArray[Any] | None:
-        if not isinstance(x.aval.dtype, np.dtype) or x.aval.dtype.kind not in "iub" or compat.size_of(x.aval) > MOST:
+        if (
+            not isinstance(x.aval.dtype, np.dtype)
+            or x.aval.dtype.kind not in "iub"
+            or compat.size_of(x.aval) > MOST_COMPUTED
+        ):
             return None
         if x in self.known:
             held = self.known[x]
@@ -181,7 +188,7 @@ _SCATTER: Final = ("scatter_dims_to_operand_dims", "inserted_window_dims", "scat
 
 
 def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, Atom]:
-    """What a body reads from outside unchanged, by its variable."""
+    """The values outside that a body reads unchanged, by its variables."""
     name = eqn.primitive.name
     if name in REMAT:
         return dict(zip(body.invars, eqn.invars, strict=True))
@@ -217,7 +224,7 @@ def _with_params(fn: Callable[..., Any], eqn: Eqn) -> Callable[..., Any]:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Rounded to zero, as `lax.div` does; by zero it is nothing that counts rows."""
+    """Division rounded to zero, as in `lax.div`; the result of a division by zero is arbitrary."""
     quotient = np.abs(a) // np.where(b == 0, 1, np.abs(b))
     return np.where((a < 0) == (b < 0), quotient, -quotient).astype(a.dtype)
 

@@ -1,6 +1,6 @@
-"""Calls inlined, dead equations removed, every variable unique: `jit[...] f x --> the body of f`.
+"""Canonical form: calls inlined, dead equations removed, every variable unique. `jit[...] f x --> the body of f`.
 
-What is left nested is what must stay: scan, while, cond and remat, which are planned where they stand.
+Only scan, while, cond and remat stay nested, and are planned where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardc.ir.boundary import MARKS
 from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
-from shardc.passes.trace.find_signatures import Found, find_signatures
+from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
 from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
@@ -36,22 +36,30 @@ INLINED: Final = {
 }  # fmt: skip
 """Calls that only name their body, and the parameters that hold it, of which a release of JAX has one.
 
-Differentiation and batching are over, so rules for these have done their work."""
+Differentiation and batching are over, so their own rules for these are not needed any more.
+"""
 
 IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
-"""Hints about how one device stores a value. A plan decides where values live, so these are dropped."""
+"""Hints about how one device stores a value. They are dropped: a plan decides where values are."""
 EVERY: Final = "*"
-"""In `replicate`: all primitives that have no rule."""
+"""In `replicate`: all primitives without a rule."""
 _PLANNED: Final = frozenset((
     "box", "constrain", "device_put", "microbatches", "receive", "send", "shard_map", "sharding_constraint", "split",
     "stage_boundary", *NESTED, *INLINED, *ONCE,
 ))  # fmt: skip
-"""Primitives that passes take care of: they need no rule."""
+"""Primitives that passes handle themselves: they need no rule."""
 
 
 class _Inliner:
-    """`marks`: those of pipelines stay. `replicate`: primitives for which no signatures are looked for. `untyped`: the
-    body of a unit, without the types of what differs; it is bound as it is."""
+    """The walk that inlines calls.
+
+    Attributes:
+      eqns: the canonical equations so far.
+      marks: those of pipelines stay.
+      untyped: the equations are the body of a unit, without types of what differs between devices; it is bound as it
+        is.
+      replicate: primitives that get no signatures.
+    """
 
     def __init__(self, marks: bool, untyped: bool = False, replicate: Collection[str] = (EVERY,)) -> None:
         self.eqns: list[Eqn] = []
@@ -75,45 +83,43 @@ class _Inliner:
             eqn = _with_one_condition(compat.with_names_of(eqn, caller) if inlined and caller is not None else eqn)
             if caller is not None and caller.primitive.name != "while" and eqn.primitive.name in NESTED:
                 eqn = compat.with_rounds_of(eqn, caller)
-            invars = [read(a) for a in eqn.invars]
-            if eqn.primitive.name == "split":
-                slices = _slices_of(eqn, invars[0])
-                env |= zip(eqn.outvars, [e.outvars[0] for e in slices], strict=True)
-                self.eqns += slices
-                continue
-            if eqn.primitive.name in IDENTITIES or (eqn.primitive in MARKS and not self.marks):
-                env[eqn.outvars[0]] = invars[0]
-                continue
-            call = _inlined(eqn, invars)
-            if call is None and self.has_no_rule(eqn):
-                found = find_signatures(eqn.replace(invars=invars))
-                if isinstance(found, Found):
-                    eqn = found.put_into(eqn)
-                elif found is not None:
-                    call = found, invars
-            if call is not None:
-                closed, args = call
-                results = self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
-                env |= dict(zip(eqn.outvars, results, strict=True))
-                continue
-            if eqn.primitive.name == "device_put":
-                env |= dict(zip(eqn.outvars, self.put(eqn, invars), strict=True))
-                continue
-            if eqn.primitive.name == "reshard":
-                eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
-            if eqn.primitive.name == CAST and self.untyped:
-                env[eqn.outvars[0]] = invars[0]
-                continue
-            if eqn.primitive.name in UNTYPED and self.untyped:
-                params = {**eqn.params, "axis_index_groups": None}
-                eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
-            outvars = [self.fresh(v.aval) for v in eqn.outvars]
-            env |= dict(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
+            env |= zip(eqn.outvars, self.equation(eqn, [read(a) for a in eqn.invars]), strict=True)
         return [read(a) for a in jaxpr.outvars]
 
+    def equation(self, eqn: Eqn, invars: list[Atom]) -> Sequence[Atom]:
+        """The results of an equation, its canonical form added to `eqns`."""
+        name = eqn.primitive.name
+        if name == "split":
+            slices = _slices_of(eqn, invars[0])
+            self.eqns += slices
+            return [e.outvars[0] for e in slices]
+        if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
+            return invars[:1]
+        call = _inlined(eqn, invars)
+        if call is None and self.has_no_rule(eqn):
+            found = find_signatures(eqn.replace(invars=invars))
+            if isinstance(found, OperationSignatures):
+                eqn = found.put_into(eqn)
+            elif found is not None:
+                call = found, invars
+        if call is not None:
+            closed, args = call
+            return self.run(closed.jaxpr, _as_literals(closed), args, eqn, inlined=True)
+        return self.put(eqn, invars) if name == "device_put" else self.kept(eqn, invars)
+
+    def kept(self, eqn: Eqn, invars: list[Atom]) -> list[Var]:
+        """The results of an equation that stays."""
+        if eqn.primitive.name == "reshard":
+            eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
+        if eqn.primitive.name in UNTYPED and self.untyped:
+            params = {**eqn.params, "axis_index_groups": None}
+            eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)
+        outvars = [self.fresh(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=self.params(eqn)))
+        return outvars
+
     def has_no_rule(self, eqn: Eqn) -> bool:
-        """Whether signatures are to be looked for."""
+        """Whether an equation needs signatures."""
         name = eqn.primitive.name
         if self.untyped or EVERY in self.replicate or name in self.replicate:
             return False
@@ -159,7 +165,8 @@ def _constraint(sharding: NamedSharding) -> dict[str, Any]:
 
 
 def _without_shardings(eqn: Eqn) -> dict[str, Any]:
-    """The parameters without what a unit's results had JAX write into the equations after it: it says nothing."""
+    """The parameters without shardings. JAX writes the shardings of a unit's results into later equations; they mean
+    nothing."""
     if eqn.primitive is sharding_constraint_p:
         return dict(eqn.params)
     return {k: None if isinstance(v, NamedSharding) else v for k, v in compat.params_of(eqn).items()}
@@ -169,10 +176,10 @@ _OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
 
 
 def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[Atom]] | None:
-    """The body that an equation only names, and what it is called with; None if it is no call."""
+    """The body that an equation only names, and its arguments; None if it is no call."""
     if eqn.primitive.name == "custom_linear_solve":
         consts, ends = eqn.params["const_lengths"], itertools.accumulate(eqn.params["const_lengths"])
-        *_, end, all_consts = ends  # of matvec, vecmat, solve and transpose_solve
+        *_, end, all_consts = ends  # constants of matvec, vecmat, solve and transpose_solve
         return eqn.params["jaxprs"].solve, [*invars[end - consts.solve : end], *invars[all_consts:]]
     body = next((eqn.params[k] for k in INLINED.get(eqn.primitive.name, ()) if k in eqn.params), None)
     return None if body is None else (body, invars)
@@ -183,7 +190,7 @@ def _as_literals(closed: ClosedJaxpr) -> list[Atom]:
 
 
 def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
-    """The parts of a `split`, each by its own slice, so that each may be placed for itself."""
+    """The parts of a `split` as slices, so that each gets its own placement."""
     axis, begin, found = eqn.params["axis"], 0, list[Eqn]()
     for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
         starts, limits = [0] * len(x.aval.shape), list(x.aval.shape)
@@ -197,7 +204,7 @@ def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
 
 
 def _with_one_condition(eqn: Eqn) -> Eqn:
-    """A `while` that vmap gave a condition for each row: `while any(cond c): c = where(cond c, body c, c)`."""
+    """A `while` that vmap gave a condition for each row --> `while any(cond c): c = where(cond c, body c, c)`."""
     if eqn.primitive.name != "while" or not compat.while_of(eqn).cond.outvars[0].aval.shape:
         return eqn
     loop = compat.while_of(eqn)
@@ -229,7 +236,7 @@ def canonical_jaxpr(
 ) -> Jaxpr:  # fmt: skip
     """The jaxpr with calls inlined and fresh variables; its constants replaced by `consts`.
 
-    Equations without a line of the user's get that of `caller`, the equation whose body this is.
+    Equations without a user's line get that of `caller`, the equation whose body this is.
     """
     inliner = _Inliner(marks, untyped, replicate)
     invars = [inliner.fresh(v.aval) for v in jaxpr.invars]
@@ -240,14 +247,14 @@ def canonical_jaxpr(
 def inlined_eqns(
     closed: ClosedJaxpr, args: Sequence[Atom], caller: Eqn, replicate: Collection[str]
 ) -> tuple[list[Eqn], list[Atom]]:
-    """The canonical equations of a closed jaxpr that stands for `caller`, and its results; marks stay."""
+    """The canonical equations of a closed jaxpr that replaces `caller`, and its results; marks stay."""
     inliner = _Inliner(marks=True, replicate=replicate)
     results = inliner.run(closed.jaxpr, _as_literals(closed), args, caller)
     return inliner.eqns, results
 
 
 def with_own_bodies(eqn: Eqn) -> Eqn:
-    """A second copy of an equation: the variables of its nested bodies are its own."""
+    """A copy of an equation with its own variables in nested bodies."""
     if eqn.primitive.name not in NESTED:
         return eqn
     return eqn.replace(params=_Inliner(marks=True).params(eqn))
@@ -259,8 +266,8 @@ def canonicalize(
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
     Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
-    without a rule get signatures (`find_signatures`), but for the primitives that `replicate` names. Lookups by row
-    numbers are batched (`batch_lookups`).
+    without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
+    batched (`batch_lookups`).
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []

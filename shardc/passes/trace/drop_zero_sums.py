@@ -1,9 +1,9 @@
-"""Sums of zeros are taken out of scans: the gradient of what is frozen.
+"""Removes sums of zeros from scans: the gradients of frozen parameters.
 
     c = scan (f: c' = c + zeros) c0 xs   -->   scan f' xs; c = c0
 
-JAX gives zeros for the gradient of what no gradient flows to, and `accumulate` adds them up over microbatches: a buffer
-as large as the frozen parameter, and a sum in each step.
+JAX makes zeros for the gradient of a value that no gradient flows to, and `accumulate` adds them up over microbatches:
+a buffer as large as the frozen parameter, and a sum in each step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.walk import ADDITIONS, LINEAR
 
 _OF_ZEROS: Final = LINEAR | ADDITIONS
-"""Operations that make zeros of operands that are all zeros."""
+"""Operations that return zeros if all operands are zeros."""
 
 
 def drop_zero_sums(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr whose scans carry nothing that they only add zeros to.
+    """The jaxpr without carries of scans that only add zeros.
 
     Args:
       jaxpr: canonical.
@@ -52,12 +52,12 @@ def _named(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
 
 
 def _without_zero_sums(eqn: Eqn, outer: Collection[Var]) -> tuple[Eqn, dict[Var, Atom]]:
-    """A scan without the carries that stay as they are, and for each of their results the value that it begins with."""
+    """A scan without the carries that do not change, and for each of their results its initial value."""
     scan = compat.scan_of(eqn)
     body, ends = scan.body, scan.rows_at
     carried, starts = body.invars[scan.consts : ends], eqn.invars[scan.consts : ends]
     zeros = {v for v, a in zip(body.invars, eqn.invars[: scan.consts], strict=False) if is_zero(a, outer)}
-    names: dict[Var, Atom] = {}  # sums with zeros: what they are
+    names: dict[Var, Atom] = {}  # sums with zeros: the other operand
     for inner in body.eqns:
         rest = [a for a in inner.invars if not is_zero(a, zeros)]
         if inner.primitive.name in _OF_ZEROS and not rest:

@@ -1,20 +1,20 @@
-"""Signatures of operations that no table knows: a new JAX release's, a library's or a user's own primitive.
+"""Signatures of operations that no table has: a primitive of a new JAX release, of a library or of a user.
 
     y = foo x  -->  y = user_operation[fn=foo text="a b -> a b"] x
 
-Only what can be justified is offered. In this order:
+Only signatures that can be justified are offered, in this order:
 
 1. A body in the parameters that gives the same results, or a definition in JAX's terms (`compat.definition_of`): the
-   body is planned in its place. A body with a loop of unknown length comes after 2: all devices would wait for the
-   condition of such a loop in every round.
-2. The batching rule. A dimension may be split if the operation is the `vmap` of the same primitive without it: then no
-   index along the dimension sees another. It is that if JAX makes the same equation of the `vmap`, or if both give the
-   same values. Dimensions are taken off one by one.
-3. An experiment, for what shapes say may work element by element: every element of the results is computed from
+   body is planned in its place. A body with a loop of unknown length is tried after 2: all devices would wait for the
+   condition of such a loop in every iteration.
+2. The batching rule. A dimension may be split if the operation is the `vmap` of the same primitive without it, because
+   then no index along the dimension depends on another. That holds if JAX makes the same equation of the `vmap`, or if
+   both give the same values. Dimensions are removed one by one.
+3. An experiment, if shapes suggest that the operation is elementwise: every element of the results is computed from
    operands of one element and compared, on several draws and on edge values.
 
-Partial sums pass operands along which the derivative is the operation itself, if sums of results hold in numbers, too.
-What is found depends on the operation alone, and is remembered for the process.
+Partial sums pass through operands along which the derivative is the operation itself, if sums of results hold in
+numbers, too. Results depend on the operation alone, and are cached for the process.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shardc.sbp.signature import is_extended, parse_factors
 
 log = logging.getLogger("shardc")
 
-Aval: TypeAlias = jax.ShapeDtypeStruct
+ShapeDtypeStruct: TypeAlias = jax.ShapeDtypeStruct
 Axes: TypeAlias = tuple[int | None, ...]
 
 DRAWS: Final = 6
 """Draws of random operands in an experiment, besides those of edge values."""
-MOST: Final = 2**22
-"""Elements of operands and results up to which an operation is run to compare what it gives."""
+MOST_RUN: Final = 2**22
+"""Elements of operands and results up to which an operation is run to compare its values."""
 GUESSES: Final = 96
 """Ways to batch the operands, and parameters without a dimension, that are listed at most."""
 TRACES: Final = 256
@@ -57,7 +57,7 @@ BY_EXPERIMENT: Final = "experiment"
 
 @dataclass(frozen=True)
 class Level:
-    """One dimension that an operation is batched over: its number in each operand, None where an operand has it not,
+    """One dimension that an operation is batched over: its number in each operand, None if an operand does not have it,
     and in each result."""
 
     into: Axes
@@ -66,12 +66,12 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class FoundOperation:
-    """An operation with signatures that were found, called on arrays of any sizes along the dimensions of `levels`.
+    """An operation whose signatures were found, called on arrays of any sizes along the dimensions of `levels`.
 
     Attributes:
-      primitive, params: what runs on arrays without these dimensions; on whole arrays if there are no levels.
+      primitive, params: the operation on arrays without these dimensions; on whole arrays if there are no levels.
       levels: dimensions that it is batched over, the outermost first.
-      how: what justifies the signatures.
+      how: the justification of the signatures.
     """
 
     primitive: Any
@@ -86,7 +86,7 @@ class FoundOperation:
         return fn(*operands)
 
     def batched(self, into: Axes, results: int) -> FoundOperation:
-        """The same over one more dimension, the first."""
+        """The operation over one more dimension, the first."""
         return replace(self, levels=(Level(into, (0,) * results), *self.levels))
 
     def __repr__(self) -> str:
@@ -94,8 +94,8 @@ class FoundOperation:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Signatures that were found for an operation, as `shardc.signature` takes them.
+class OperationSignatures:
+    """Signatures that were found for an operation, in the form of `shardc.signature`.
 
     Attributes:
       text: factor notation.
@@ -110,7 +110,7 @@ class Found:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it may be fused with others: it works element by element."""
+        """Whether it works element by element, and so may fuse with others."""
         operands, results = parse_factors(self.text)
         return all(fs in ((), results[0]) for fs in (*operands, *results))
 
@@ -128,19 +128,19 @@ class Found:
         return eqn.replace(primitive=user_p, params=params)
 
 
-def found_of(eqn: Eqn) -> Found | None:
+def found_of(eqn: Eqn) -> OperationSignatures | None:
     """The signatures that were found for an equation; None if they were not searched for."""
     fn = eqn.params.get("fn") if eqn.primitive is user_p else None
     if not isinstance(fn, FoundOperation):
         return None
-    return Found(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
+    return OperationSignatures(fn, eqn.params["text"], eqn.params["linear"], eqn.params["flops"])
 
 
-_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | Found | None]]]] = {}
-"""By primitive and avals: parameters, and what was found."""
+_known: Final[dict[Any, list[tuple[Mapping[str, Any], ClosedJaxpr | OperationSignatures | None]]]] = {}
+"""Cache by primitive and avals: parameters, and the result."""
 
 
-def find_signatures(eqn: Eqn) -> ClosedJaxpr | Found | None:
+def find_signatures(eqn: Eqn) -> ClosedJaxpr | OperationSignatures | None:
     """The body to plan in place of an equation, or its signatures; None if nothing is justified."""
     kind = (eqn.primitive, *((a.aval.shape, a.aval.dtype, a.aval.weak_type) for a in eqn.invars))
     known = _known.setdefault((*kind, bool(jax.config.jax_enable_x64)), [])  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,18 +150,18 @@ def find_signatures(eqn: Eqn) -> ClosedJaxpr | Found | None:
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):  # a draw may give a NaN
         found = _find(eqn)
     known.append((dict(eqn.params), found))
-    said = found if isinstance(found, Found) else "replicated" if found is None else "planned as its body"
+    said = found if isinstance(found, OperationSignatures) else "replicated" if found is None else "planned as its body"
     log.info("no rule for %s: %s", eqn.primitive.name, said)
     return found
 
 
-def _find(eqn: Eqn) -> ClosedJaxpr | Found | None:
+def _find(eqn: Eqn) -> ClosedJaxpr | OperationSignatures | None:
     if eqn.effects or not eqn.invars or any(compat.size_of(v.aval) == 0 for v in (*eqn.invars, *eqn.outvars)):
         return None
     body = compat.definition_of(eqn) or _body_in_params(eqn)
     if body is not None and not _has_while(body.jaxpr):
         return body
-    avals = ([Aval(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
+    avals = ([ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
     operation = _Operation(eqn.primitive, eqn.params, *avals)
     return _found_by_batching(operation) or body or _found_by_experiment(operation)
 
@@ -176,7 +176,7 @@ def _has_while(jaxpr: Any) -> bool:
 
 
 def _body_in_params(eqn: Eqn) -> ClosedJaxpr | None:
-    """The one jaxpr among the parameters that takes and gives what the equation does, if it gives the same values."""
+    """The one jaxpr among the parameters that has the equation's types and gives the same values."""
     bodies = compat.jaxprs_in(eqn.params.values())
     if len(bodies) != 1:
         return None
@@ -184,7 +184,7 @@ def _body_in_params(eqn: Eqn) -> ClosedJaxpr | None:
     sides = ((closed.jaxpr.invars, eqn.invars), (closed.jaxpr.outvars, eqn.outvars))
     if any(list(map(_type, mine)) != list(map(_type, theirs)) for mine, theirs in sides):
         return None
-    avals = [Aval(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     same = _give_the_same(compat.bind_with(eqn.primitive, eqn.params), jex.jaxpr_as_fun(closed), avals)
     return closed if same else None
 
@@ -198,19 +198,19 @@ def _type(atom: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Operation:
-    """A primitive with its parameters, and the types that it takes and gives."""
+    """A primitive with its parameters, and the types of its operands and results."""
 
     primitive: Any
     params: Mapping[str, Any]
-    operands: list[Aval]
-    results: list[Aval]
+    operands: list[ShapeDtypeStruct]
+    results: list[ShapeDtypeStruct]
 
     def __call__(self, *operands: Any) -> list[Any]:
         return compat.bind_with(self.primitive, self.params)(*operands)
 
 
-def _found_by_batching(operation: _Operation) -> Found | None:
-    """The dimensions that the primitive can be batched over."""
+def _found_by_batching(operation: _Operation) -> OperationSignatures | None:
+    """The signatures for the dimensions that the primitive can be batched over."""
     levels: list[Level] = []
     core, left = operation, _Left()
     while (found := _without_one(core, left)) is not None:
@@ -226,7 +226,7 @@ def _found_by_batching(operation: _Operation) -> Found | None:
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
     linear = _linear_groups(operation, fn, small)
-    return Found(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
+    return OperationSignatures(fn, _text(factors, len(operation.operands)), linear, _flops(operation))
 
 
 @dataclass
@@ -241,7 +241,7 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
     """A dimension that an operation is the vmap over, and the operation without it."""
     for into in _ways_to_batch(operation.operands):
         less = [
-            a if d is None else Aval((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
+            a if d is None else ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
             for a, d in zip(operation.operands, into, strict=True)
         ]
         for params, out in _params_without(operation, into):
@@ -262,14 +262,14 @@ def _without_one(operation: _Operation, left: _Left) -> tuple[Level, _Operation]
                 left.runs -= 1
                 same = _give_the_same(batched, operation, operation.operands)
             if same:
-                types = [Aval(y.shape, y.dtype) for y in results]
+                types = [ShapeDtypeStruct(y.shape, y.dtype) for y in results]
                 return Level(into, out), _Operation(operation.primitive, params, less, types)
     return None
 
 
-def _ways_to_batch(operands: Sequence[Aval]) -> list[Axes]:
-    """For each operand the dimension to batch over, or None: those of many operands first, and those in which all have
-    the same number."""
+def _ways_to_batch(operands: Sequence[ShapeDtypeStruct]) -> list[Axes]:
+    """For each operand the dimension to batch over, or None. Ways that batch many operands come first, and those with
+    the same dimension in all."""
     ways: list[Axes] = []
     for size in dict.fromkeys(n for a in operands for n in a.shape if n > 1):
         choices = [[*(d for d, n in enumerate(a.shape) if n == size), None] for a in operands]
@@ -283,8 +283,8 @@ def _ways_to_batch(operands: Sequence[Aval]) -> list[Axes]:
 
 
 def _params_without(operation: _Operation, into: Axes) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Parameters that the operation may have without a dimension, and its number in the results: numbers of dimensions
-    behind it are one less, and lists with an entry for each dimension are shorter."""
+    """Parameters that the operation may have without a dimension, and the dimension's number in the results. Numbers of
+    later dimensions are one less, and lists with an entry for each dimension are shorter."""
     dim = next(d for d in into if d is not None)
     rank = max(len(a.shape) for a, d in zip(operation.operands, into, strict=True) if d is not None)
     ranks = [len(a.shape) for a in operation.results]
@@ -298,7 +298,7 @@ def _values_without(value: Any, dim: int, rank: int, out: int, out_rank: int) ->
     """Guesses for a parameter without dimension `dim` of `rank`, and without `out` of `out_rank` of the results."""
     if type(value) is int:
         return _distinct([value, _less(value, dim)])
-    if type(value) not in (tuple, list):  # a named tuple is something of its own
+    if type(value) not in (tuple, list):  # named tuples have a meaning of their own
         return [value]
     found = [value]
     if all(type(v) is int for v in value):
@@ -327,14 +327,14 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _traced(fn: Callable[..., Any], operands: Sequence[Aval]) -> Any:
+def _traced(fn: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> Any:
     """The jaxpr of a function; None if it cannot be traced."""
     closed = _or_none(jax.make_jaxpr(fn), *operands)
     return None if closed is None else closed.jaxpr
 
 
 def _is_this(jaxpr: Any, operation: _Operation, operands: Sequence[Any] | None = None) -> bool:
-    """Whether a jaxpr is an operation on its own inputs, or on `operands`, and nothing else."""
+    """Whether a jaxpr is exactly one operation on its own inputs, or on `operands`."""
     if jaxpr is None or len(jaxpr.eqns) != 1:
         return False
     (eqn,) = jaxpr.eqns
@@ -362,13 +362,16 @@ def _text(factors: Sequence[Sequence[str | None]], operands: int) -> str:
     return f"{', '.join(words[:operands])} -> {', '.join(words[operands:])}"
 
 
-def _cut(aval: Aval, factors: Sequence[str | None], size: int) -> Aval:
-    """The type with so many elements in each dimension that may be split."""
-    return Aval(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
+def _cut(aval: ShapeDtypeStruct, factors: Sequence[str | None], size: int) -> ShapeDtypeStruct:
+    """The type with `size` elements in each dimension that may be split."""
+    return ShapeDtypeStruct(tuple(size if f else n for n, f in zip(aval.shape, factors, strict=True)), aval.dtype)
 
 
-def _holds_in_pieces(fn: FoundOperation, operands: Sequence[Aval], factors: Sequence[Sequence[str | None]]) -> bool:
-    """Whether pieces give pieces of the results. What is too large to run, a batching rule is believed."""
+def _holds_in_pieces(
+    fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], factors: Sequence[Sequence[str | None]]
+) -> bool:
+    """Whether pieces of operands give pieces of the results. A batching rule is trusted if arrays are too large to
+    run."""
     if not _can_run(operands):
         return True
     rng, count = np.random.default_rng(0), len(operands)
@@ -391,16 +394,18 @@ def _holds_in_pieces(fn: FoundOperation, operands: Sequence[Aval], factors: Sequ
 # --- linearity -------------------------------------------------------------------------------------------------------
 
 
-def _linear_groups(operation: _Operation, fn: FoundOperation, small: Sequence[Aval]) -> tuple[tuple[int, ...], ...]:
-    """The groups of operands that partial sums pass: the derivative along them is the operation itself, and sums that
-    nearly cancel are as precise behind it as before. (The derivative of rounding to fewer bits is the identity.)"""
+def _linear_groups(
+    operation: _Operation, fn: FoundOperation, small: Sequence[ShapeDtypeStruct]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of operands that partial sums pass through: the derivative along them is the operation itself, and
+    sums that nearly cancel lose no precision in it. (The derivative of rounding to fewer bits is the identity.)"""
     real = [i for i, a in enumerate(operation.operands) if _keeps_sums(a.dtype, operation.results)]
     groups = [*((i,) for i in real), *([tuple(real)] if len(real) > 1 else [])]
     return tuple(g for g in groups if _is_own_derivative(operation, g) and _adds_up(fn, small, g))
 
 
-def _keeps_sums(dtype: Any, results: Sequence[Aval]) -> bool:
-    """Whether the results have all values of a dtype of floats."""
+def _keeps_sums(dtype: Any, results: Sequence[ShapeDtypeStruct]) -> bool:
+    """Whether the results can represent all values of a float dtype."""
     return jnp.issubdtype(dtype, np.inexact) and all("sum" in conversion_ops(dtype, y.dtype) for y in results)
 
 
@@ -424,7 +429,7 @@ def _is_own_derivative(operation: _Operation, group: Sequence[int]) -> bool:
     return _is_this(jaxpr, operation, wanted)
 
 
-def _adds_up(fn: FoundOperation, operands: Sequence[Aval], group: Sequence[int]) -> bool:
+def _adds_up(fn: FoundOperation, operands: Sequence[ShapeDtypeStruct], group: Sequence[int]) -> bool:
     """Whether f(a) + f(b) = f(a + b), to the precision of a and b, where a and b nearly cancel."""
     if not _can_run(operands):
         return False
@@ -454,8 +459,9 @@ def _adds_up(fn: FoundOperation, operands: Sequence[Aval], group: Sequence[int])
 # --- experiment ------------------------------------------------------------------------------------------------------
 
 
-def _found_by_experiment(operation: _Operation) -> Found | None:
-    """All dimensions, if each element of the results follows from the same element of the operands."""
+def _found_by_experiment(operation: _Operation) -> OperationSignatures | None:
+    """The signatures for all dimensions, if each element of the results follows from the same element of the
+    operands."""
     every, shape = (*operation.operands, *operation.results), tuple(operation.results[0].shape)
     fits = all(tuple(a.shape) == shape for a in operation.results)
     fits &= all(tuple(a.shape) in ((), shape) for a in operation.operands)
@@ -469,8 +475,8 @@ def _found_by_experiment(operation: _Operation) -> Found | None:
             return None
     factors = [[f"d{i}" for i in range(len(a.shape))] for a in every]
     fn = FoundOperation(operation.primitive, operation.params, (), BY_EXPERIMENT)
-    small = [Aval((3,) * len(a.shape), a.dtype) for a in operation.operands]
-    return Found(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
+    small = [ShapeDtypeStruct((3,) * len(a.shape), a.dtype) for a in operation.operands]
+    return OperationSignatures(fn, _text(factors, len(operation.operands)), _linear_groups(operation, fn, small))
 
 
 def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[int, ...], results: int) -> bool:
@@ -490,7 +496,7 @@ def _is_elementwise(run: Callable[..., Any], values: Sequence[Any], size: tuple[
 
 
 def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call, or None if it raises: an unknown operation may refuse a guess in any way."""
+    """The result of a call, or None if it raises: an unknown operation may reject a guess with any exception."""
     try:
         return fn(*args)
     except Exception as error:  # noqa: BLE001
@@ -511,11 +517,11 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     return lambda *xs: [np.asarray(y) for y in jitted(*xs)]
 
 
-def _can_run(avals: Sequence[Aval]) -> bool:
-    return sum(math.prod(a.shape) for a in avals) <= MOST
+def _can_run(avals: Sequence[ShapeDtypeStruct]) -> bool:
+    return sum(math.prod(a.shape) for a in avals) <= MOST_RUN
 
 
-def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: Sequence[Aval]) -> bool:
+def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> bool:
     """Whether two functions give the same values on some draws."""
     if not _can_run(operands):
         return False
@@ -529,8 +535,8 @@ def _give_the_same(one: Callable[..., Any], two: Callable[..., Any], operands: S
     return True
 
 
-def _draw(make: Callable[..., np.ndarray], aval: Aval, rng: np.random.Generator) -> Any:
-    """Values of a type; keys are random, however values are made."""
+def _draw(make: Callable[..., np.ndarray], aval: ShapeDtypeStruct, rng: np.random.Generator) -> Any:
+    """Values of a type; keys are always random."""
     if not is_extended(aval.dtype):
         return make(tuple(aval.shape), aval.dtype, rng)
     words = jax.eval_shape(jax.random.key_data, aval)
@@ -539,7 +545,7 @@ def _draw(make: Callable[..., np.ndarray], aval: Aval, rng: np.random.Generator)
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Operands of several scales, and positive ones: where a function does something depends on it."""
+    """Random operands of several scales, or positive ones: functions may be defined or behave differently there."""
     kind = np.dtype(dtype).kind
     if kind == "b":
         return rng.integers(0, 2, shape).astype(dtype)
@@ -557,7 +563,7 @@ def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.
 
 
 def _edges(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
-    """Operands at which functions change: zeros, ones, the largest and the least, and what is not finite."""
+    """Operands at which functions change: zeros, ones, the largest and the least, and values that are not finite."""
     kind = np.dtype(dtype).kind
     if kind == "b":
         values: list[Any] = [False, True]
@@ -575,7 +581,7 @@ def _edges(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.n
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two results are the same, but for the last bits of floats."""
+    """Whether two results are equal, up to the last bits of floats."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not jnp.issubdtype(a.dtype, np.inexact):

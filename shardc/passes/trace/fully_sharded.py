@@ -11,12 +11,12 @@ from shardc.errors import ArgumentError
 from shardc.sbp.placement import Placement, S
 
 MIN_SIZE: Final = 2**14
-"""Elements below which `fsdp` leaves an array whole, unless it is told another number: 64 KiB of float32."""
+"""Default `min_size` of `fsdp`: arrays of fewer elements stay whole. 64 KiB of float32."""
 
 
 @dataclass(frozen=True)
 class FullySharded:
-    """What `fsdp` says of each leaf; its fields are `fsdp`'s arguments."""
+    """The placement that `fsdp` makes; its fields are `fsdp`'s arguments."""
 
     axes: tuple[str, ...]
     min_size: int
@@ -24,14 +24,14 @@ class FullySharded:
     beside: Any = None
 
     def choose(self, shape: Sequence[int], beside: Placement, sizes: Mapping[str, int]) -> Placement:
-        """The placement of a leaf of `shape` that lies as `beside` says on other axes of the mesh."""
+        """The placement of a leaf of `shape` that has placement `beside` on the other axes of the mesh."""
         dim = self._dimension(shape, beside, sizes)
         if dim is None:
             return beside
         return Placement([*beside.items(), *((a, S(dim)) for a in self.axes)])
 
     def _dimension(self, shape: Sequence[int], beside: Placement, sizes: Mapping[str, int]) -> int | None:
-        """The dimension with most left to split; of equal ones the last."""
+        """The dimension with most left to split; the last of equal ones."""
         if math.prod(shape) < max(self.min_size, 1):
             return None
         n = math.prod(sizes[a] for a in self.axes)
@@ -59,8 +59,9 @@ def fsdp(
     """A placement for parameters and optimizer state: each array is split along its largest dimension.
 
     Fully sharded data parallel, or ZeRO (Rajbhandari et al. 2019): weights are gathered where they are used, gradients
-    reduce-scattered, and each device updates its part. It stands where a placement stands: for an argument, for a
-    subtree, or for a pattern of `shardc.rules`. Arrays of one shape are split alike, so moments lie as their weights.
+    reduce-scattered, and each device updates its part. It can be given wherever a placement can: for an argument, for a
+    subtree, or for a pattern of `shardc.rules`. Arrays of one shape are split alike, so moments are placed as their
+    weights.
 
     Args:
       axis: axis of the mesh over which arrays are split, or several, outermost first.

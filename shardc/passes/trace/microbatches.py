@@ -1,8 +1,8 @@
-"""Calls of a function over microbatches, taken apart: what is a row of a batch, a key, the same for all, or state.
+"""Splits calls of a function into microbatches: leaves are rows of a batch, keys, the same for all, or state.
 
     args -> rows [m, ...], keys [m], whole, state
 
-Objects that functions write to, such as modules of flax.nnx, are taken apart by the openers of `OPENERS`.
+Functions in `OPENERS` open objects that functions write to, such as modules of flax.nnx.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shardc.passes.trace.trace import (
 )
 
 CARRY: Final = "carry:"
-"""Prefix of a reduction that names an argument: the result is that argument in the next microbatch."""
+"""Prefix of a reduction that names an argument: the result becomes that argument in the next microbatch."""
 
 
 class Opened(Protocol):
-    """Objects among the arguments of a call that functions write to, taken apart into arrays."""
+    """Objects among the arguments of a call that functions write to, as arrays."""
 
     leaves: Sequence[Any]
     paths: Sequence[str]
 
     def build(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The arguments that hold objects, by name, with objects of their own that hold `leaves`."""
+        """The arguments that hold objects, by name, with new objects that hold `leaves`."""
         ...
 
     def read(self, built: Mapping[str, Any]) -> Sequence[Any]:
@@ -55,22 +55,22 @@ class Opened(Protocol):
 
 
 OPENERS: Final[list[Callable[[str, Mapping[str, Any]], Opened | None]]] = []
-"""Functions that take the objects of a call apart; None: it has none of their kind."""
+"""Functions that open the objects of a call; they return None if it has none of their kind."""
 
 
 @dataclass(frozen=True)
-class Call:
+class MicrobatchCall:
     """A call of a function over microbatches.
 
     Attributes:
       fn: the function.
       where: it and its line, for errors.
       names: of each argument, the positional ones first.
-      positional: how many are.
-      trees: of each argument its structure; None: it holds objects.
-      roles: of each leaf of those arguments the pool that it comes from: "row", "whole", "state" or "static".
+      positional: number of these.
+      trees: structure of each argument; None: it holds objects.
+      roles: the pool of each leaf of those arguments: "row", "whole", "state" or "static".
       pools: the leaves of each pool; a row has the microbatches in its first dimension.
-      carried: the names whose leaves are state, in their order, and how many each has.
+      carried: the names of arguments whose leaves are state, in their order, and the number of leaves of each.
       sizes: rows of one microbatch in the batches.
       opened: the objects.
     """
@@ -96,7 +96,7 @@ class Call:
         return [n for role in ("row", "whole", "state") for n, r in pairs if r == role]
 
     def __call__(self, rows: Sequence[Any], whole: Sequence[Any], state: Sequence[Any], held: Sequence[Any]) -> Any:
-        """The function's result, and what its objects hold after it."""
+        """The function's result, and the arrays that its objects hold after it."""
         pools = {"row": iter(rows), "whole": iter(whole), "state": iter(state), "static": iter(self.pools["static"])}
         leaves = (next(pools[role]) for role in self.roles)
         built = self.opened.build(held) if self.opened is not None else {}
@@ -115,68 +115,120 @@ class Call:
 _NOT_OPENED: Final = "Import shardc.flax: shardc.accumulate then carries what is written from microbatch to microbatch."
 
 
-def take_apart(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], m: int, in_axes: Any, reduce: Any,
-    keys: Sequence[str],
-) -> Call:  # fmt: skip
+@dataclass(frozen=True)
+class Split:
+    """How `accumulate` splits a call into microbatches; its arguments are these.
+
+    Attributes:
+      microbatches: their number.
+      in_axes, reduce: pytree prefixes of the arguments and of the results.
+      keys: names of the arguments that hold random keys.
+    """
+
+    microbatches: int
+    in_axes: Any
+    reduce: Any
+    keys: tuple[str, ...]
+
+    @property
+    def carried(self) -> list[str]:
+        """Names of the arguments that carried results replace."""
+        words = jax.tree.leaves(self.reduce)
+        return [w[len(CARRY) :] for w in words if isinstance(w, str) and w.startswith(CARRY)]
+
+
+def microbatch_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], split: Split
+) -> MicrobatchCall:
+    """A call of `fn`, split into microbatches.
+
+    Raises:
+      ArgumentError: an argument cannot be split as `split` says.
+    """
     where, known = where_of(fn), _parameters(fn)
-    spread = len(args) - sum(1 for n in known if not n.startswith("*"))
-    star = next((n[1:] for n in known if n.startswith("*") and not n.startswith("**")), "args")
-    names = [n for n in known if not n.startswith("*")][: len(args)] + [f"{star}/{i}" for i in range(max(spread, 0))]
-    names += kwargs
-    values = dict(zip(names, [*args, *kwargs.values()], strict=True))
-    carried = [k[len(CARRY) :] for k in jax.tree.leaves(reduce) if isinstance(k, str) and k.startswith(CARRY)]
-    _check_names(where, carried, keys, names, known)
+    values = _by_name(where, known, args, kwargs)
+    names, carried = list(values), split.carried
+    _check_names(where, carried, split.keys, names, known)
     opened = _open(where, {n: v for n, v in values.items() if _holds_nnx(v)})
     objects = [n for n, v in values.items() if opened is not None and _holds_nnx(v)]
-    without = {*keys, *carried, *objects}
-    axes = _axes_for(where, in_axes, values, len(args), without)
-    pools: dict[str, list[Any]] = {"row": [], "whole": [], "state": [], "static": []}
-    roles: list[str] = []
+    axes = _axes_for(where, split.in_axes, values, len(args), {*split.keys, *carried, *objects})
+    pools = _Pools(where, split, carried)
     trees: list[Any] = []
-    sizes: set[int] = set()
-    wrong: list[str] = []
     for name, value in values.items():
-        if name in objects:
-            trees.append(None)
-            continue
-        leaves = leaves_by_path(value)
-        trees.append(jax.tree.structure(value))
-        for (path, x), axis in zip(leaves, _spread(where, name, axes[name], value), strict=True):
-            at = "/".join(filter(None, (name, path_text(path))))
-            role, leaf = "whole", x
-            if not is_array(x) or (isinstance(x, _NUMBERS) and (axis is None or isinstance(x, bool))):
-                role = "static"
-            if name in carried and is_array(x):
-                role = "state"
-            elif name in keys and is_array(x):
-                role, leaf = "row", _split_key(where, at, x, m)
-            elif axis is not None and role != "static":
-                role, problem = "row", _why_no_rows(at, x, axis, m)
-                if problem:
-                    wrong.append(problem)
-                    continue
-                leaf = _rows(x, axis, m)
-                sizes.add(jnp.shape(x)[axis] // m)
-            roles.append(role)
-            pools[role].append(leaf)
-    if wrong:
-        raise ArgumentError(all_offenders(f"accumulate: {where}: batches that make no microbatches", wrong))
-    if in_axes is None and values and not pools["row"]:
+        trees.append(None if name in objects else jax.tree.structure(value))
+        if name not in objects:
+            for (path, x), axis in zip(leaves_by_path(value), _spread(where, name, axes[name], value), strict=True):
+                pools.add(name, path_text(path), x, axis)
+    if pools.wrong:
         raise ArgumentError(
-            f"accumulate: {where}: no argument has a batch, by default; say in in_axes which has, such as "
+            all_offenders(f"accumulate: {where}: batches that cannot be split into microbatches", pools.wrong)
+        )
+    if split.in_axes is None and values and not pools.leaves["row"]:
+        raise ArgumentError(
+            f"accumulate: {where}: no argument has a batch, by default; name it in in_axes, such as "
             f'in_axes={{"{names[-1]}": 0}}, or in_axes={{}} if none has.'
         )
     # the state of several arguments stands in the order of the arguments
     counts = {n: sum(map(is_array, jax.tree.leaves(values[n]))) for n in names if n in carried}
-    return Call(fn, where, tuple(names), len(args), tuple(trees), tuple(roles), pools, counts, frozenset(sizes), opened)
+    return MicrobatchCall(
+        fn, where, tuple(names), len(args), tuple(trees), tuple(pools.roles), pools.leaves, counts,
+        frozenset(pools.sizes), opened,
+    )  # fmt: skip
+
+
+class _Pools:
+    """The leaves of a call's arguments by their role, as far as they are added.
+
+    Attributes:
+      leaves: of each pool: "row", "whole", "state", "static".
+      roles: the pool of each leaf, in order.
+      sizes: rows of one microbatch in the batches.
+      wrong: a line for each leaf that cannot be split.
+    """
+
+    def __init__(self, where: str, split: Split, carried: Sequence[str]) -> None:
+        self.where, self.split, self.carried = where, split, carried
+        self.leaves: dict[str, list[Any]] = {"row": [], "whole": [], "state": [], "static": []}
+        self.roles: list[str] = []
+        self.sizes: set[int] = set()
+        self.wrong: list[str] = []
+
+    def add(self, name: str, inner: str, x: Any, axis: int | None) -> None:
+        """Adds a leaf of the argument `name`, whose batch dimension is `axis`."""
+        at, m = "/".join(filter(None, (name, inner))), self.split.microbatches
+        role, leaf = "whole", x
+        if not is_array(x) or (isinstance(x, _NUMBERS) and (axis is None or isinstance(x, bool))):
+            role = "static"
+        if name in self.carried and is_array(x):
+            role = "state"
+        elif name in self.split.keys and is_array(x):
+            role, leaf = "row", _split_key(self.where, at, x, m)
+        elif axis is not None and role != "static":
+            if problem := _why_no_rows(at, x, axis, m):
+                self.wrong.append(problem)
+                return
+            role, leaf = "row", _rows(x, axis, m)
+            self.sizes.add(jnp.shape(x)[axis] // m)
+        self.roles.append(role)
+        self.leaves[role].append(leaf)
+
+
+def _by_name(where: str, known: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that `*args` takes numbered: `args/0`."""
+    spread = len(args) - sum(1 for n in known if not n.startswith("*"))
+    star = next((n[1:] for n in known if n.startswith("*") and not n.startswith("**")), "args")
+    names = [n for n in known if not n.startswith("*")][: len(args)] + [f"{star}/{i}" for i in range(max(spread, 0))]
+    twice = [n for n in kwargs if n in names]
+    if twice:
+        raise ArgumentError(f"accumulate: {where}: argument {twice[0]!r} is given twice, by position and by name.")
+    return dict(zip([*names, *kwargs], [*args, *kwargs.values()], strict=True))
 
 
 _NUMBERS: Final = (int, float, complex)
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters, `*args` and `**kwargs` among them; of one without a signature none."""
+    """The names of a function's parameters, with `*args` and `**kwargs`; none if it has no signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -219,7 +271,7 @@ def _is_flag(x: Any) -> bool:
 def _axes_for(
     where: str, in_axes: Any, values: Mapping[str, Any], positional: int, without: set[str]
 ) -> dict[str, Any]:
-    """What is said of the batch dimensions of each argument, a pytree prefix of it."""
+    """The batch dimensions of each argument, as a pytree prefix of it."""
     names = list(values)
     if in_axes is None:
         arrays = [n for n in names if not _is_flag(values[n])]
@@ -259,7 +311,7 @@ def _spread(where: str, name: str, axes: Any, value: Any) -> list[int | None]:
 
 
 def _why_no_rows(at: str, x: Any, axis: int, m: int) -> str:
-    """Why a leaf cannot be cut into microbatches; empty: it can."""
+    """The reason why a leaf cannot be split into microbatches; empty: it can."""
     if not -jnp.ndim(x) <= axis < jnp.ndim(x):
         return (
             f"argument {at} has {jnp.ndim(x)} dimensions, and no dimension {axis}. Say None in in_axes for what has no "

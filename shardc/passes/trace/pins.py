@@ -1,6 +1,6 @@
-"""What a user says of arguments and results: rules, prefixes and leaves --> one pin for each leaf, or errors.
+"""Pins: the placements that a user writes (rules, prefixes, leaves) --> one pin for each leaf, or errors.
 
-All offenders of a call are collected and reported at once.
+All errors of a call are collected and reported at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def rules(patterns: Mapping[str, Any]) -> Rules:
 
 
 def leaf_text(spec: Any) -> str:
-    """A leaf as a person would write it."""
+    """A leaf spec as a person would write it."""
     if isinstance(spec, dict) and not spec:
         return "{}"
     if isinstance(spec, Mapping) and not isinstance(spec, Placement):
@@ -64,7 +64,7 @@ _OF_LEAVES: Final = (Auto, Placement, PartitionSpec, NamedSharding, Rules, Pin, 
 
 
 def is_leaf_spec(spec: Any) -> bool:
-    """Whether `spec` is said of whole leaves: a placement in any form, AUTO, None or rules."""
+    """Whether `spec` applies to whole leaves: a placement in any form, AUTO, None or rules."""
     if spec is None or isinstance(spec, _OF_LEAVES):
         return True
     if isinstance(spec, Mapping):
@@ -73,9 +73,9 @@ def is_leaf_spec(spec: Any) -> bool:
 
 
 def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
-    """Whether a dict goes from names (of arguments, of children) to placements, and not from axes to sbps.
+    """Whether a dict maps names (of arguments, of children) to placements, and not axes to sbps.
 
-    `{"x": AUTO}` could be both: it is of names if it has one of `names`, and no axis.
+    `{"x": AUTO}` could be both: it maps names if it has one of `names`, and no axis.
     """
     if not isinstance(spec, dict) or not spec:
         return False
@@ -85,7 +85,7 @@ def says_names(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[d
 
 
 def _has_two_meanings(spec: Any, names: Collection[str], mesh: MeshView) -> TypeGuard[dict[Any, Any]]:
-    """Whether a dict may as well be of axes as of names: each of its keys is both."""
+    """Whether a dict could map axes as well as names: each of its keys is both."""
     if not isinstance(spec, dict) or not spec or not is_leaf_spec(spec):
         return False
     keys: list[Any] = list(spec)
@@ -111,13 +111,13 @@ class Leaf:
 
 @dataclass
 class Pins:
-    """Collects one pin for each leaf of a call or of its results, and what is wrong.
+    """One pin for each leaf of a call or of its results, and the errors.
 
     Attributes:
       what: `in_placements` or `out_placements`.
       leaves: of the whole tree; None is no array and cannot be pinned.
       pins: one for each leaf; None is AUTO.
-      offenders: one line for each thing that is wrong.
+      offenders: one line for each error.
       notes: which pattern decides where several match.
     """
 
@@ -138,7 +138,7 @@ class Pins:
             names = {k: {k: s} for k, s in spec.items()}
             of = "arguments" if self.what == "in_placements" and not at else "items"
             self._wrong(
-                at, f"{code_text(spec)} may be of axes of the mesh, or of {of} that are called so; write "
+                at, f"{code_text(spec)} can name axes of the mesh or {of}; write "
                 f"shardc.Placement({code_text(spec)}) for the axes, {code_text(names)} for the {of}.",
             )  # fmt: skip
             return
@@ -179,7 +179,7 @@ class Pins:
             self._wrong(_some(at_leaves), text)
 
     def _each(self, spec: Any, at: str, leaves: Sequence[Leaf]) -> list[tuple[str, Any]]:
-        """What a leaf spec says of each leaf, and where it says so."""
+        """The spec of each leaf under a leaf spec, and where it is written."""
         if isinstance(spec, FullySharded):
             return [(said, replace(spec, beside=beside)) for said, beside in self._each(spec.beside, at, leaves)]
         if not isinstance(spec, Rules):
@@ -200,7 +200,7 @@ def _children(tree: Any) -> dict[str, Any]:
 
 
 def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
-    """A line for each `shardc.constrain`, JAX sharding constraint and shard_map in a program that cannot be kept."""
+    """A line for each `shardc.constrain`, JAX sharding constraint and shard_map of a program that cannot be kept."""
     lines: list[str] = []
     for eqn in all_eqns(program.jaxpr):
         if is_unit(eqn) and (text := wrong_unit(eqn, all_eqns(unit_body(eqn)), mesh)):
@@ -220,7 +220,7 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
 
 
 def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[tuple[str, Any]]:
-    """For each leaf the first pattern that matches, and what it says."""
+    """For each leaf the first pattern that matches, and its spec."""
     matchers = [((p, s), matcher(p)) for p, s in spec.patterns]
     for leaf in leaves:
         yield next(((p, s) for (p, s), m in matchers if m.match(leaf.inner)), ("", AUTO))
@@ -241,7 +241,7 @@ def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
 
 
 def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:
-    """For each leaf that several patterns match, a line saying which one decides."""
+    """For each leaf that several patterns match, a line that names the one that decides."""
     matchers = [(p, matcher(p)) for p, _ in spec.patterns]
     lines: list[str] = []
     for leaf in leaves:
@@ -252,7 +252,7 @@ def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """What matches a pattern: `*` any text, all else itself."""
+    """The regular expression of a pattern: `*` matches any text, all else itself."""
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]").replace("?", "[?]")))
 
 
@@ -261,7 +261,7 @@ def _some(words: Sequence[str], most: int = 4) -> str:
 
 
 def code_text(spec: Any) -> str:
-    """What a user may write for a placement, as code: `{'data': S(0), ...: AUTO}`."""
+    """A placement spec as code: `{'data': S(0), ...: AUTO}`."""
     if isinstance(spec, P):
         return f"P({spec.op!r})"
     if spec is P or spec is ...:
@@ -279,10 +279,11 @@ def _as_dict(mesh: MeshView) -> str:
 
 
 def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin | None:
-    """A leaf's pin from any form that a user may write it in; None is AUTO.
+    """The pin of a leaf from any form that a user may write it in; None is AUTO.
 
     Raises:
-      PlacementError: an axis that the mesh has not, a dimension that the value has not, P where it cannot be partial.
+      PlacementError: an axis that the mesh does not have, a dimension that the value does not have, P where it cannot
+        be partial.
     """
     if spec is None or isinstance(spec, Auto):
         return None
@@ -290,36 +291,46 @@ def as_pin(spec: Any, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Pin |
         return spec
     if isinstance(spec, FullySharded):
         return Pin(_fully_sharded(spec, shape, dtype, mesh))
-    fixed: frozenset[str] | None = None
+    if isinstance(spec, Mapping) and not isinstance(spec, Placement):
+        placement, fixed = _from_axes(dict(spec), mesh)
+    else:
+        placement, fixed = _from_whole(spec, mesh), None
+    return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
+
+
+def _from_whole(spec: Any, mesh: MeshView) -> Placement:
+    """The placement of a spec that covers all axes."""
     if isinstance(spec, NamedSharding):
         _same_axes(spec, mesh)
-        placement = Placement.from_sharding(spec)
-    elif isinstance(spec, PartitionSpec):
-        placement = Placement.from_spec(spec)
-    elif isinstance(spec, Placement):
-        placement = spec
-    elif isinstance(spec, tuple):
-        if len(spec) != len(mesh.axes):
-            fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
-            raise PlacementError(
-                f"{code_text(spec)} has {_number(len(spec), 'sbp')}, but the mesh has "
-                f"{len(mesh.axes)} axes; write one for each, as {code_text(fitting)}."
-            )
-        placement = Placement([(a, s) for (a, _), s in zip(mesh.axes, spec, strict=True)])
-    elif isinstance(spec, Mapping):
-        said: dict[Any, Any] = dict(spec)
-        rest: object = said.pop(..., B)
-        open_axes = {a for a, s in said.items() if isinstance(s, Auto)}
-        if rest is not B and not isinstance(rest, Auto):
-            raise PlacementError(f"`...: {rest}` is not possible; `...: AUTO` leaves the other axes to the compiler.")
-        _known_axes(said, mesh)
-        if isinstance(rest, Auto) or open_axes:
-            named = set(said) - open_axes
-            fixed = frozenset(named if isinstance(rest, Auto) else (set(dict(mesh.axes)) - open_axes))
-        placement = Placement([(a, as_sbp(s)) for a, s in said.items() if a not in open_axes])
-    else:
+        return Placement.from_sharding(spec)
+    if isinstance(spec, PartitionSpec):
+        return Placement.from_spec(spec)
+    if isinstance(spec, Placement):
+        return spec
+    if not isinstance(spec, tuple):
         raise PlacementError(f"{code_text(spec)} is no placement; {_as_dict(mesh)}.")
-    return Pin(_fits(placement, shape, dtype, mesh, border=True), fixed)
+    if len(spec) != len(mesh.axes):
+        fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
+        raise PlacementError(
+            f"{code_text(spec)} has {_number(len(spec), 'sbp')}, but the mesh has "
+            f"{len(mesh.axes)} axes; write one for each, as {code_text(fitting)}."
+        )
+    return Placement([(a, s) for (a, _), s in zip(mesh.axes, spec, strict=True)])
+
+
+def _from_axes(said: dict[Any, Any], mesh: MeshView) -> tuple[Placement, frozenset[str] | None]:
+    """The placement of a dict by axis, and the axes that it fixes; None: all."""
+    rest: object = said.pop(..., B)
+    if rest is not B and not isinstance(rest, Auto):
+        raise PlacementError(f"`...: {rest}` is not possible; `...: AUTO` leaves the other axes to the compiler.")
+    _known_axes(said, mesh)
+    open_axes = {a for a, s in said.items() if isinstance(s, Auto)}
+    fixed: frozenset[str] | None = None
+    if isinstance(rest, Auto):
+        fixed = frozenset(set(said) - open_axes)
+    elif open_axes:
+        fixed = frozenset(set(dict(mesh.axes)) - open_axes)
+    return Placement([(a, as_sbp(s)) for a, s in said.items() if a not in open_axes]), fixed
 
 
 def _fully_sharded(spec: FullySharded, shape: Sequence[int], dtype: Any, mesh: MeshView) -> Placement:
@@ -344,7 +355,7 @@ def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
     if mesh.taken in said:
         rest = {a: s for a, s in said.items() if a != mesh.taken}
         raise PlacementError(
-            f"{code_text(said)}: axis {mesh.taken!r} is the pipeline's and stands in no placement: a value lives on "
+            f"{code_text(said)}: axis {mesh.taken!r} is the pipeline's and cannot be in a placement: a value is on "
             f"the stages that use it; write {code_text(rest)}."
         )
     unknown = [a for a in said if a not in mesh.sizes]
@@ -359,7 +370,11 @@ def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
 
 
 def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView, *, border: bool) -> Placement:
-    """The placement with non-negative dimensions. Raises PlacementError if a value cannot have it."""
+    """The placement with non-negative dimensions.
+
+    Raises:
+      PlacementError: a value of this shape and dtype cannot have it.
+    """
     _known_axes(placement, mesh)
     rank = len(shape)
     wrong = [(a, s) for a, s in placement.items() if isinstance(s, S) and not -rank <= s.dim < rank]
@@ -375,7 +390,7 @@ def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView
             raise PlacementError(f"{code_text(placement)}: {dtype} values cannot be a partial {kind}; write {whole}.")
         if border and kind != "sum":
             raise PlacementError(
-                f"{code_text(placement)}: P({placement.partial_op!r}) lives only inside a function; write {whole}."
+                f"{code_text(placement)}: P({placement.partial_op!r}) is allowed only inside a function; write {whole}."
             )
     return placement.resolve(rank)
 

@@ -1,18 +1,18 @@
-"""Shares the rounds of a loop among the devices that hold its rows.
+"""Shares the iterations of a loop among the devices that hold its rows.
 
     c, ys = scan f c0 xs[n·m]    -->    cs, ys = scan (vmap f) zeros[n] xs[m, n]; c = c0 + sum cs
 
-A loop over examples saves memory. A scan takes its rows one after the other: where they are split over n devices, they
-would be exchanged for something else to split. Where no round reads what another made, each device can go through its
+A loop over examples saves memory. A scan takes its rows one after the other: if they are split over n devices, the
+planner has to exchange them for another split. If no iteration reads a result of another, each device can loop over its
 own rows. The loop then has m rounds of n rows each, one of each device; the rows of a round are a dimension like any
-other, which the planner splits as the rows were. Of a carry that rounds only add to, or take the maximum or minimum
-with, each device has a part. Rows that fill up the last devices add nothing, and what they give is cut off.
+other, which the planner splits as the rows were. Each device has its own part of a carry that iterations only add to,
+or take the maximum or minimum with. Rows that pad the last devices contribute nothing, and their results are cut off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -35,12 +35,12 @@ from shardc.sbp.placement import Pin
 from shardc.sbp.signature import Neutral, find_rule, is_extended, neutral_value
 
 COUNTS: Final = "threefry"
-"""Generators whose bits for many keys at once are those for each key."""
+"""Generators whose bits for many keys at once equal those for each key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How a carry is combined with what a round gives: its neutral element, and the reduction over devices."""
+    """How a carry is combined with the result of an iteration: its neutral element, and the reduction over devices."""
 
     neutral: Neutral
     reduce: Callable[[Any], Any]
@@ -59,12 +59,13 @@ def share_loops(
     program: Program, pins: Sequence[Pin | None], mesh: MeshView, replicate: Collection[str] = (),
     known: Sequence[int] | None = None,
 ) -> Program:  # fmt: skip
-    """The program whose loops over split rows run on the devices that hold these.
+    """The program with loops over split rows that are shared among the devices of these rows.
 
     Args:
       pins: of its arguments.
-      replicate: primitives for which no signatures are looked for.
-      known: how many devices share each loop (`Program.shared`), as a saved plan has it; None: as the pins say.
+      replicate: primitives that get no signatures.
+      known: the number of devices that share each loop (`Program.shared`), from a saved plan; None: it follows from
+        pins.
     """
     sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, replicate, known)
     jaxpr = sharer.run(program.jaxpr)
@@ -75,11 +76,13 @@ def share_loops(
 
 
 class _Sharer:
-    """Attributes:
-    pins: of arguments.
-    made: of variables seen so far the equation that makes them, and which of its results they are.
-    outer: of variables of bodies the value outside, and how many dimensions that has in front.
-    found: of loops that can be shared how many devices share each.
+    """The walk that shares loops.
+
+    Attributes:
+      pins: of arguments.
+      made: for each variable seen so far the equation that makes it, and the number of the result.
+      outer: for each variable of a body the value outside, and the number of dimensions that this has in front.
+      found: for each loop that can be shared the number of devices that share it.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class _Sharer:
         return compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
 
     def note(self, eqns: Sequence[Eqn]) -> None:
-        """Notes what new equations and their bodies make."""
+        """Records the results of new equations and their bodies."""
         for eqn in eqns:
             self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
             for body in bodies_of(eqn):
@@ -129,7 +132,7 @@ class _Sharer:
                 self.note(body.eqns)
 
     def shared(self, eqn: Eqn) -> tuple[list[Eqn], list[Atom]] | None:
-        """A loop shared among those that hold its rows: its equations, and its results; None if it is to stay."""
+        """A shared loop: its equations, and its results; None if it stays as it is."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None
         scan = compat.scan_of(eqn)
@@ -146,55 +149,51 @@ class _Sharer:
         return None if n == 1 else inlined_eqns(_shared(eqn, scan, carries, n), eqn.invars, eqn, self.replicate)
 
     def devices_of(self, rows: Var) -> int:
-        """How many devices split the first dimension of a value, as the pins of what it is made of say."""
+        """The number of devices that split the first dimension of a value, by the pins of the values that it comes
+        from."""
         todo, seen = [(rows, 0)], {(rows, 0)}
-
-        def look(atom: Atom, dim: int) -> None:
-            if not compat.is_literal(atom) and (atom, dim) not in seen:
-                seen.add((atom, dim))
-                todo.append((atom, dim))
-
         while todo:
             v, dim = todo.pop()
             if v in self.outer:
                 atom, more = self.outer[v]
-                look(atom, dim + more)
-                continue
-            eqn, port = self.made.get(v, (None, 0))
-            pin = self.pins.get(v) if eqn is None else pin_of(eqn)
-            if pin is not None:
-                n = math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
-                if n > 1:
+                origins: Iterable[tuple[Atom, int]] = [(atom, dim + more)]
+            else:
+                eqn, port = self.made.get(v, (None, 0))
+                pin = self.pins.get(v) if eqn is None else pin_of(eqn)
+                if pin is not None and (n := self.devices_by(pin, dim)) > 1:
                     return n
-            if eqn is None or pin is not None:
-                continue
-            if eqn.primitive.name in NESTED:
-                self.look_inside(eqn, port, dim, look)
-                continue
-            if is_unit(eqn) or is_transfer(eqn) or runs_once(eqn):
-                continue
-            rule = find_rule(operation_of(eqn))
-            factor = rule.results[port][dim]
-            for a, factors in zip(eqn.invars, rule.operands, strict=True):
-                if factor and factor in factors:
-                    look(a, factors.index(factor))
+                origins = () if eqn is None or pin is not None else _origins(eqn, port, dim)
+            for atom, d in origins:
+                if not compat.is_literal(atom) and (atom, d) not in seen:
+                    seen.add((atom, d))
+                    todo.append((atom, d))
         return 1
 
-    def look_inside(self, eqn: Eqn, port: int, dim: int, look: Callable[[Atom, int], None]) -> None:
-        """Looks at what bodies give for a dimension of a result; of stacked rows at all that are taken in step."""
+    def devices_by(self, pin: Pin, dim: int) -> int:
+        """The number of devices that split a dimension, by a pin."""
+        return math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
+
+
+def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
+    """The dimensions of operands, or of bodies' results, that a dimension of a result of an equation comes from; of
+    stacked rows all that the loop takes row by row."""
+    if eqn.primitive.name in NESTED:
         if eqn.primitive.name == "scan" and port >= (scan := compat.scan_of(eqn)).carries:
             if dim == 0:
-                for a in eqn.invars[scan.rows_at :]:
-                    look(a, 0)
+                yield from ((a, 0) for a in eqn.invars[scan.rows_at :])
                 return
             dim -= 1
-        for body in bodies_of(eqn):
-            if len(body.outvars) == len(eqn.outvars):
-                look(body.outvars[port], dim)
+        yield from ((b.outvars[port], dim) for b in bodies_of(eqn) if len(b.outvars) == len(eqn.outvars))
+    elif not (is_unit(eqn) or is_transfer(eqn) or runs_once(eqn)):
+        rule = find_rule(operation_of(eqn))
+        factor = rule.results[port][dim]
+        for a, factors in zip(eqn.invars, rule.operands, strict=True):
+            if factor and factor in factors:
+                yield a, factors.index(factor)
 
 
 def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
-    """For the variables that a body is given the value outside, and its dimensions in front."""
+    """For the variables of a body the value outside, and the number of dimensions that this has in front."""
     name = eqn.primitive.name
     if name == "scan":
         first = compat.scan_of(eqn).rows_at
@@ -213,7 +212,7 @@ def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
 
 
 def _may_be_batched(eqn: Eqn) -> bool:
-    """Whether many rows at once give what they give one by one, with no row waiting for another."""
+    """Whether iterations batched together give the same results as one by one, without waiting for each other."""
     if eqn.effects or eqn.primitive.name == "while" or is_unit(eqn) or runs_once(eqn):
         return False
     for atom in eqn.invars:
@@ -223,7 +222,8 @@ def _may_be_batched(eqn: Eqn) -> bool:
 
 
 def _carries(scan: Scan) -> list[Combination | None] | None:
-    """For each carry how rounds are combined (None: it stays as it is); None if a round reads what another made."""
+    """For each carry how iterations are combined (None: it does not change); None if an iteration reads a result of
+    another."""
     body = scan.body
     inside = body.invars[scan.consts : scan.rows_at]
     reads: dict[Var, int] = {}
@@ -245,7 +245,8 @@ def _carries(scan: Scan) -> list[Combination | None] | None:
 
 
 def _way(before: Var, after: Atom, maker: Mapping[Var, Eqn], reads: Mapping[Var, int]) -> list[str] | None:
-    """The names of the operations that lead from a carry to its next value, if nothing else reads what is between."""
+    """The names of the operations from a carry to its next value, if nothing else reads the values between; else
+    None."""
     if reads.get(before) != 1:
         return None
     now, names, step = before, list[str](), _readers(maker)
@@ -261,39 +262,65 @@ def _way(before: Var, after: Atom, maker: Mapping[Var, Eqn], reads: Mapping[Var,
 
 
 def _readers(maker: Mapping[Var, Eqn]) -> dict[Var, Eqn]:
-    """An equation that reads each value."""
+    """For each value an equation that reads it."""
     return {a: e for e in maker.values() for a in e.invars if not compat.is_literal(a)}
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """The rows of a loop, in `rounds` rounds of one row for each of `n` devices; padding follows the last row."""
+
+    n: int
+    length: int
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.length // self.n)
+
+    @property
+    def missing(self) -> int:
+        return self.n * self.rounds - self.length
+
+    @property
+    def valid(self) -> Any:
+        """[rounds, n]: whether a row is one of the loop's."""
+        shape = self.rounds, self.n
+        at = lax.broadcasted_iota(jnp.int32, shape, 1) * self.rounds + lax.broadcasted_iota(jnp.int32, shape, 0)
+        return at < self.length
+
+    def by_round(self, x: Any) -> Any:
+        """[length, ...] --> [rounds, n, ...]"""
+        if self.missing and is_extended(x.dtype):
+            x = jax.random.wrap_key_data(self._filled(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        elif self.missing:
+            x = self._filled(x)
+        return jnp.swapaxes(lax.reshape(x, (self.n, self.rounds, *x.shape[1:])), 0, 1)
+
+    def by_row(self, y: Any) -> Any:
+        """[rounds, n, ...] --> [length, ...]"""
+        y = jnp.swapaxes(y, 0, 1)
+        y = lax.reshape(y, (self.n * self.rounds, *y.shape[2:]))
+        return lax.slice_in_dim(y, 0, self.length) if self.missing else y
+
+    def _filled(self, x: Any) -> Any:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, self.missing, 0), *[(0, 0, 0)] * (x.ndim - 1)])
+
+
+def _neutral(start: Any, c: Combination) -> Any:
+    """The neutral element of a combination, of the type of a carry."""
+    return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
 
 
 def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int) -> Any:
     """The closed jaxpr of a scan whose rounds take a row of each of `n` devices."""
-    body, first = compat.close(scan.body), scan.consts
-    rounds = -(-scan.length // n)
-    missing = n * rounds - scan.length
-
-    def filled(x: Any) -> Any:
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, missing, 0), *[(0, 0, 0)] * (x.ndim - 1)])
-
-    def by_round(x: Any) -> Any:
-        if missing and is_extended(x.dtype):
-            x = jax.random.wrap_key_data(filled(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        elif missing:
-            x = filled(x)
-        return jnp.swapaxes(lax.reshape(x, (n, rounds, *x.shape[1:])), 0, 1)
-
-    def by_row(y: Any) -> Any:
-        y = jnp.swapaxes(y, 0, 1)
-        y = lax.reshape(y, (n * rounds, *y.shape[2:]))
-        return lax.slice_in_dim(y, 0, scan.length) if missing else y
+    body, first, by = compat.close(scan.body), scan.consts, _Rounds(n, scan.length)
+    combined = [c for c in carries if c is not None]
 
     def run(*operands: Any) -> list[Any]:
         consts, starts, rows = operands[:first], operands[first : scan.rows_at], operands[scan.rows_at :]
 
-        def neutral(start: Any, c: Combination) -> Any:
-            return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
-
         def once(*row: Any) -> list[Any]:
-            given = [s if c is None else neutral(s, c) for s, c in zip(starts, carries, strict=True)]
+            given = [s if c is None else _neutral(s, c) for s, c in zip(starts, carries, strict=True)]
             given = [compat.as_aval(g, v.aval) for g, v in zip(given, scan.body.invars[first:], strict=False)]
             return jex.jaxpr_as_fun(body)(*consts, *given, *row)
 
@@ -302,24 +329,22 @@ def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int)
             out = jax.vmap(once)(*row)
             terms = [x for x, c in zip(out, carries, strict=False) if c is not None]
             after: list[Any] = []
-            for s, x, c in zip(sums, terms, kinds, strict=True):
-                if missing:
+            for s, x, c in zip(sums, terms, combined, strict=True):
+                if by.missing:
                     real = lax.broadcast_in_dim(valid, x.shape, (0,))
                     x = lax.select(real, x, lax.full_like(x, neutral_value(c.neutral, x.dtype)))
                 after.append(c.both(s, x))
             return after, out[scan.carries :]
 
-        kinds = [c for c in carries if c is not None]
-        zeros = [neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
+        zeros = [_neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
         zeros = [lax.broadcast(z, (n,)) for z in zeros]
-        at = lax.broadcasted_iota(jnp.int32, (rounds, n), 1) * rounds + lax.broadcasted_iota(jnp.int32, (rounds, n), 0)
         sums, ys = lax.scan(
-            step, zeros, (at < scan.length, list(map(by_round, rows))),
-            length=rounds, reverse=scan.reverse, unroll=scan.unroll,
+            step, zeros, (by.valid, list(map(by.by_round, rows))),
+            length=by.rounds, reverse=scan.reverse, unroll=scan.unroll,
         )  # fmt: skip
         parts = iter(sums)
         ends = [s if c is None else c.both(s, c.reduce(next(parts))) for s, c in zip(starts, carries, strict=True)]
-        results = [*ends, *map(by_row, ys)]
+        results = [*ends, *map(by.by_row, ys)]
         return [compat.as_aval(x, v.aval) for x, v in zip(results, eqn.outvars, strict=True)]
 
     avals = (a.aval for a in eqn.invars)

@@ -1,4 +1,4 @@
-"""From a call of a Python function to a program: arguments to leaves with paths, the function to a canonical jaxpr."""
+"""Traces a call of a Python function: arguments --> leaves with paths, function --> canonical jaxpr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def path_text(path: Iterable[Any]) -> str:
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a pytree with their paths. What a box of flax's holds goes by the box's: `kernel`, no `value`."""
+    """The leaves of a pytree with their paths. A leaf in a flax box has the path of the box: `kernel`, without
+    `value`."""
     pairs: list[tuple[tuple[Any, ...], Any]] = []
     stop = lambda x: _is_box(type(x)) or (is_leaf is not None and is_leaf(x))  # noqa: E731
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
@@ -51,12 +52,12 @@ def _entry(key: Any) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function, taken apart.
+    """One call of a function as flat leaves.
 
     Attributes:
-      names: the argument that each leaf belongs to.
+      names: the argument of each leaf.
       inner: path of each leaf inside its argument.
-      leaves: arrays, and what is no array (static).
+      leaves: arrays, and leaves that are no arrays (static).
       tree: structure of the arguments by name.
       static: values of the static arguments, by name.
     """
@@ -73,7 +74,7 @@ class Call:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is traced; what is not is a constant of the trace."""
+    """Whether a leaf is traced; other leaves are constants of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
         isinstance(x, _NUMBERS) or compat.is_tracer(x)
     )
@@ -88,12 +89,12 @@ def _is_flax(kind: type, names: tuple[str, ...]) -> bool:
 
 
 def _is_box(kind: type) -> bool:
-    """Of a variable of nnx, or of a linen array's partitioning metadata."""
+    """Whether a type is a variable of nnx, or a linen array's partitioning metadata."""
     return _is_flax(kind, ("Variable", "AxisMetadata"))
 
 
 def is_nnx(x: object) -> bool:
-    """Whether `x` is a module, an optimizer or a variable of flax.nnx: an object that functions write to."""
+    """Whether `x` is a module, an optimizer or a variable of flax.nnx, which functions can write to."""
     return _is_flax(type(x), ("Pytree", "Variable"))
 
 
@@ -109,7 +110,7 @@ def where_of(fn: Callable[..., Any]) -> str:
 
 
 class Arguments:
-    """How a function's arguments are named: its signature, its static ones."""
+    """The signature of a function: the names of its arguments, the static ones."""
 
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         self.fn = fn
@@ -138,13 +139,18 @@ class Arguments:
         ]
 
     def nest_keywords(self, by_name: Mapping[str, Any]) -> dict[str, Any]:
-        """What is said of keywords that `**kwargs` takes, under the name of that argument."""
+        """Entries by argument name, with those of keywords that `**kwargs` takes nested under its name."""
         if self.var_keyword is None:
             return dict(by_name)
         rest = {n: s for n, s in by_name.items() if n not in self.names}
         return {**{n: s for n, s in by_name.items() if n in self.names}, **({self.var_keyword: rest} if rest else {})}
 
     def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The leaves of a call.
+
+        Raises:
+          ArgumentError: a call that does not fit the signature, or an argument that is neither an array nor hashable.
+        """
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -152,9 +158,9 @@ class Arguments:
             raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
         given = set(bound.arguments)
         bound.apply_defaults()
-        # as in jax.jit, a number that nobody passes is no argument: `if train:` reads it
+        # a default number is static, so that `if train:` can read it; jax.jit does the same
         fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and isinstance(v, _NUMBERS)}
-        # a pytree's dict is sorted by key, an OrderedDict is not: leaves come in the order of the signature
+        # pytrees sort the keys of a dict, not those of an OrderedDict: leaves keep the order of the signature
         dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
         static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
         flat, tree = leaves_by_path(dynamic), jax.tree.structure(dynamic)
@@ -162,18 +168,18 @@ class Arguments:
         inner = tuple(path_text(path[1:]) for path, _ in flat)
         call = Call(names, inner, tuple(x for _, x in flat), tree, static)
         wrong = [
-            f"{n}: a static argument wants a hash, and a {type(v).__name__} has none; pass a tuple, or another "
-            "immutable value."
+            f"{n}: a static argument has to be hashable, and a {type(v).__name__} is not; pass a tuple, or "
+            "another immutable value."
             for n, v in static
             if not _has_hash(v)
         ]
         wrong += [
-            f"{path}: a {type(x).__name__} is neither an array nor a constant with a hash; pass an array."
+            f"{path}: a {type(x).__name__} is neither an array nor a hashable constant; pass an array."
             for path, x in zip(call.paths, call.leaves, strict=True)
             if not is_array(x) and not _has_hash(x)
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: arguments that cannot be taken", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: invalid arguments", wrong))
         return call
 
     def call(self, values: Mapping[str, Any]) -> Any:
@@ -196,21 +202,21 @@ class Arguments:
 
 
 def _is_ordered(eqn: compat.Eqn, pipeline: bool) -> bool:
-    """Whether an equation has an effect whose order is not kept: JAX keeps that of io_callbacks on one mesh."""
+    """Whether an equation has an effect whose order cannot be kept: JAX keeps that of io_callbacks on one mesh."""
     kinds = [type(e).__name__ for e in eqn.effects]
     return any("Ordered" in kind and (pipeline or "IO" not in kind) for kind in kinds)
 
 
 def held_by_nnx(values: Any) -> dict[str, Any]:
-    """What nnx modules among the arguments hold, by path."""
+    """The contents of nnx modules among the arguments, by path."""
     pairs = jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx)[0]
     modules = [(path, x) for path, x in pairs if is_nnx(x)]
     return {path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)}
 
 
 _IMPORT_FLAX: Final = (
-    "Import shardc.flax and write shardc.flax.function where shardc.function stands: it takes modules and keeps what "
-    "is written to them. Or return the modules."
+    "Import shardc.flax and write shardc.flax.function instead of shardc.function: it accepts modules and keeps writes "
+    "to them. Or return the modules."
 )
 
 
@@ -236,7 +242,7 @@ def _has_hash(x: object) -> bool:
 
 
 def settings() -> tuple[Any, ...]:
-    """What changes the meaning of a trace."""
+    """The JAX settings that a trace depends on."""
     return tuple(getattr(jax.config, name) for name in _SETTINGS)
 
 
@@ -250,15 +256,15 @@ _SETTINGS: Final = (
 
 
 def _names_for_jax(call: Call) -> list[str]:
-    """Of each leaf what JAX calls it: `model['off']`."""
+    """The name of each leaf in JAX's words: `model['off']`."""
     numbered = jax.tree.unflatten(call.tree, range(len(call.leaves)))
     pairs = jax.tree_util.tree_flatten_with_path(numbered)[0]
     return [_entry(path[0]) + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
 
 
 def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """Traces with the mesh that the user has set, its axes automatic; as they are, if the function wants them so: it
-    names shardings of results, or closes over arrays whose types have shardings."""
+    """Traces with automatic axes of the mesh that the user has set. If the function needs the axes as they are, because
+    it names shardings of results or closes over arrays whose types have shardings, they stay."""
     if explicit_axes():
         with suppress(ValueError), automatic():
             return make(*avals)
@@ -268,7 +274,7 @@ def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any
 def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
-    `replicate` names primitives without a rule for which no signatures are looked for (`canonicalize`).
+    `replicate` names primitives without a rule that get no signatures (`canonicalize`).
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]

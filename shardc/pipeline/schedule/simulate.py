@@ -20,9 +20,19 @@ from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.runtime.actor import Actor, Channel, Network, Span, Step
-from shardc.runtime.deadlock import Deadlock, Wait, find_deadlock
+from shardc.runtime.deadlock import ActorWait, Deadlock, find_deadlock
 
-__all__ = ["Cost", "Deadlock", "LinkCost", "Span", "Timeline", "Wait", "find_deadlock", "peak_activations", "simulate"]
+__all__ = [
+    "ActorWait",
+    "Cost",
+    "Deadlock",
+    "LinkCost",
+    "Span",
+    "Timeline",
+    "find_deadlock",
+    "peak_activations",
+    "simulate",
+]
 
 Cost: TypeAlias = Callable[[Any], float]
 """A function from a step's label to its seconds."""

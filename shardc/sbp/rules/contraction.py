@@ -15,7 +15,7 @@ from shardc.sbp.signature import Operation, Partials, Rule, Site, Terms, bind_sa
 
 
 def bilinear(op: Operation) -> tuple[Partials, ...]:
-    """Linear in each operand, if sums wrap in the operand as they do in the result."""
+    """The partials of a product: linear in each operand whose sums wrap as those of the result do."""
     result = op.results[0].dtype
     wraps = [jnp.issubdtype(a.dtype, np.integer) and a.dtype != result for a in op.operands]
     return linear(len(op.operands), *((i,) for i in (0, 1) if not wraps[i]))
@@ -49,7 +49,7 @@ def dot_general(op: Operation) -> Rule:
 
 
 def _terms(op: Operation) -> Terms:
-    """Parts of the sums are not rounded to a narrow type before they are added up."""
+    """The terms of a product. Those of narrow floats are float32: they are not rounded before they are added up."""
     said, dtype = op.params.get("precision"), op.results[0].dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     if not narrow or isinstance(said, lax.DotAlgorithm | lax.DotAlgorithmPreset):
@@ -60,8 +60,8 @@ def _terms(op: Operation) -> Terms:
 
 @rule("scaled_dot")
 def scaled_dot(op: Operation) -> Rule:
-    """A contraction in blocks that have a scale each: contracted dimensions are cut between blocks alone. The operands
-    are rounded before they are multiplied, so it is linear in none."""
+    """A contraction in blocks with one scale each: contracted dimensions are cut only between blocks. The operands are
+    rounded before they are multiplied, so it is linear in none."""
     contract, batch = op.params["dimension_numbers"]
     names = [tuple(side) for side in _names(op, contract, batch)]
     free = [f for side, kind in zip(names, "mn", strict=True) for f in side if f[0] == kind]
@@ -78,9 +78,9 @@ def scaled_dot(op: Operation) -> Rule:
 
 @rule("ragged_dot_general")
 def ragged_dot_general(op: Operation) -> Rule | None:
-    """A contraction of which each group of rows has its own right operand (the rows are of `m`), or its own result (of
-    `k`). Rows may be split, as every device can tell from the sizes which groups its rows are of. A device that holds
-    some groups only gives zeros for the rows of others, or has their results alone."""
+    """A contraction in which each group of rows has its own right operand (rows along `m`) or its own result (rows
+    along `k`). Rows may be split: every device knows from the sizes which groups its rows belong to. A device that
+    holds only some groups gives zeros for the rows of the others, or only the results of its own."""
     numbers, sizes = op.params["ragged_dot_dimension_numbers"], op.operands[2]
     if op.params["group_offset"] is not None:
         return None
@@ -88,7 +88,7 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     plain = _names(op, contract, batch)
     for d in numbers.rhs_group_dimensions:
         plain[1][d] = "g"
-    # Where the groups are of a batch, all is whole; sizes of a narrow type wrap when they are added up.
+    # Rows that are a batch dimension stay whole; so do rows whose sizes have a narrow type, as their sums wrap.
     whole = plain[0][ragged] if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4 else None
     names = [[None if f == whole else f for f in side] for side in plain]
     free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
@@ -112,7 +112,7 @@ def ragged_dot_general(op: Operation) -> Rule | None:
 
 
 def _before(ragged: int, contract: Sequence[int], batch: Sequence[int], rank: int) -> list[int]:
-    """Dimensions of the left operand for which there are sizes of their own."""
+    """Dimensions of the left operand that have group sizes of their own."""
     if ragged in batch:
         return list(batch[: batch.index(ragged)])
     outer = contract if ragged in contract else [d for d in range(rank) if d not in (*contract, *batch)]
@@ -134,7 +134,7 @@ def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     offset, _ = site.operand_extent(1, group[0]) if group else site.result_extent(0, 0)
     count = w.shape[group[0]] if group else site.result_shape()[0]
     earlier = lax.broadcasted_iota(np.int32, sizes.shape, sizes.ndim - 1) < offset
-    skipped = jnp.where(earlier, sizes, 0).sum(-1, keepdims=True, dtype=sizes.dtype)  # a group before ours
+    skipped = jnp.where(earlier, sizes, 0).sum(-1, keepdims=True, dtype=sizes.dtype)  # one group before the own ones
     padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, count)])
     own = lax.dynamic_slice_in_dim(padded, jnp.asarray(offset, np.int32), count, padded.ndim - 1)
     if group:
@@ -144,7 +144,7 @@ def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
         return [y[1:]]
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
     row = len(batch) + sum(d not in (*contract, *batch) for d in range(ragged))
-    if skipped.ndim > 1:  # of its own for each batch and each dimension before the rows, as the result has them
+    if skipped.ndim > 1:  # one number for each batch and each dimension before the rows, as in the result
         skipped = lax.expand_dims(skipped, range(skipped.ndim, y.ndim))
     others = lax.broadcasted_iota(skipped.dtype, y.shape, row) < skipped
-    return [jnp.where(others, jnp.zeros((), y.dtype), y)]  # infinities times no weight would be NaN
+    return [jnp.where(others, jnp.zeros((), y.dtype), y)]  # infinity times zero would be NaN

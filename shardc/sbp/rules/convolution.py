@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from shardc.sbp.rules.contraction import bilinear
-from shardc.sbp.signature import Operation, Rule, Site, Window, rule
+from shardc.sbp.signature import OperandWindow, Operation, Rule, Site, rule
 
 
 @rule("conv_general_dilated")
 def convolution(op: Operation) -> Rule:
-    """Batch `n`, output features `o`, input features `c` (summed), and whole groups `g` of features or of the batch.
-    Along space either positions of the result `x`, each of which reads a window; or, where the kernel is the larger, as
-    in a gradient of weights, its positions `k` (summed)."""
+    """Factors: batch `n`, output features `o`, input features `c` (summed), whole groups `g` of features or of the
+    batch. Along space the positions of the result `x`, each of which reads a window; or, if the kernel is larger than
+    the result, as in a gradient of weights, the positions of the kernel `k` (summed)."""
     spec = op.params["dimension_numbers"]
     features, batches = op.params["feature_group_count"], op.params["batch_group_count"]
     lhs, rhs, out = ("n", "c"), ("o", "c"), ("n", "o")
@@ -41,11 +41,11 @@ def convolution(op: Operation) -> Rule:
 
 
 class _Space(NamedTuple):
-    """Factors of a spatial dimension: of the image, and of the kernel if that is what is split and not the result."""
+    """Factors of a spatial dimension: of the image, and of the kernel if it is split in place of the result."""
 
     factor: str | None = None
     kernel: str | None = None
-    window: Window | None = None
+    window: OperandWindow | None = None
 
 
 def _space(op: Operation, i: int) -> _Space:
@@ -63,10 +63,12 @@ def _space(op: Operation, i: int) -> _Space:
         if whole and dilation == 1 and out == 1:
             return _Space(f"k{i}", f"k{i}")
         width = (out - 1) * stride + 1
-        return _Space(f"k{i}", f"k{i}", Window(0, f"k{i}", 1, -padding[0], dilation, width, between))
+        return _Space(f"k{i}", f"k{i}", OperandWindow(0, f"k{i}", 1, -padding[0], dilation, width, between))
     if whole and stride == 1 and kernel == 1:
         return _Space(f"x{i}")
-    return _Space(f"x{i}", None, Window(0, f"x{i}", 2, -padding[0], stride, (kernel - 1) * dilation + 1, between))
+    return _Space(
+        f"x{i}", None, OperandWindow(0, f"x{i}", 2, -padding[0], stride, (kernel - 1) * dilation + 1, between)
+    )
 
 
 def _place(dimensions: Sequence[int], names: Sequence[str | None]) -> tuple[str | None, ...]:
@@ -75,7 +77,7 @@ def _place(dimensions: Sequence[int], names: Sequence[str | None]) -> tuple[str 
 
 
 def _convolve(site: Site, x: Any, kernel: Any) -> Sequence[Any]:
-    """With the groups that are here; a window has its padding and its dilation already."""
+    """The convolution of the local groups. A window already has its padding and dilation."""
     p, spec = site.op.params, site.op.params["dimension_numbers"]
     out_features = spec.rhs_spec[0]
     whole, here = site.op.operands[1].shape[out_features], kernel.shape[out_features]

@@ -1,8 +1,8 @@
 """Operations that work element by element.
 
-`P(max)` and `P(min)` pass a map only if it is monotone on everything that a device may hold: the parts of a P(max) lie
-anywhere below the value, down to the lowest of the dtype, so `sqrt` and `log` pass P(min) alone, and wrapping integer
-negation neither.
+`P(max)` and `P(min)` pass a map only if it is monotone on everything that a device may hold. The parts of a P(max) are
+any numbers up to the value, down to the lowest of the dtype: so `sqrt` and `log` pass only P(min), and integer
+negation, which wraps, passes neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLIPPED: Final[tuple[Partials, ...]] = ((("max",), "min"), (("min",), "max"))
 
 
 def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
-    """Every dimension is a factor; scalars and dimensions of size 1 beside arrays are read whole."""
+    """The rule of an elementwise operation: every dimension is a factor; scalars and sizes of 1 are read whole."""
     shape = op.results[0].shape
     names = dims(len(shape))
     return Rule(
@@ -52,7 +52,7 @@ def elementwise(op: Operation) -> Rule:
 
 @rule("copy", "layout_constraint", "name", "stop_gradient")
 def identity(op: Operation) -> Rule:
-    """Identities pass everything."""
+    """An identity: passes every partial value."""
     return pointwise(op, passes(1, (0,)))
 
 
@@ -82,7 +82,7 @@ def quotient(op: Operation) -> Rule:
 
 @rule("neg")
 def negation(op: Operation) -> Rule:
-    """Linear; max(-x) = -min(x) but where the lowest integer is its own negative."""
+    """Linear; max(-x) = -min(x), except that the lowest integer is its own negative."""
     return pointwise(op, (*linear(1, (0,)), *(FLIPPED if _is_a(op.results[0].dtype, np.floating) else ())))
 
 
@@ -150,7 +150,7 @@ def select(op: Operation) -> Rule:
 
 @rule("convert_element_type")
 def conversion(op: Operation) -> Rule:
-    """Passes the reductions with which rounding commutes."""
+    """Passes the reductions that commute with the rounding."""
     return pointwise(op, passes(1, (0,), ops=conversion_ops(op.operands[0].dtype, op.results[0].dtype)))
 
 
@@ -165,9 +165,9 @@ def bitcast(op: Operation) -> Rule:
 def conversion_ops(old: Any, new: Any) -> tuple[ReduceOp, ...]:
     """The reductions that commute with a conversion from dtype `old` to `new`.
 
-    Sums do where every value of `old` is one of `new` (floats), or where both wrap alike (integers of one width: the
-    parts of an int8 sum may wrap where a wider sum would not). Maxima do where the conversion is monotone to the very
-    ends: not where integers wrap, not to a float without infinities, not from a float to an integer.
+    Sums do if every value of `old` is one of `new` (floats), or if both wrap alike (integers of one width: the parts of
+    an int8 sum may wrap where a wider sum would not). Maxima do if the conversion is monotone over the whole range: not
+    if integers wrap, not to a float without infinities, not from a float to an integer.
     """
     if old == new:
         return ("sum", *EXTREMA)

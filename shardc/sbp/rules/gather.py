@@ -1,8 +1,8 @@
 """Gather: result[batch, offset] = operand[indices[batch] + offset].
 
-Factors: `i*` dimensions of the indices (shared with the operand where it is batched), `o*` dimensions of which every
-slice takes all, `v*` dimensions of which every slice takes one element, and `w*` those of which it takes some: split
-tables, to which each device answers for what it holds and with zero for the rest.
+Factors: `i*` dimensions of the indices (shared with the operand where it is batched), `o*` dimensions that every slice
+takes whole, `v*` dimensions of which every slice takes one element, and `w*` those of which it takes several. If a `v`
+or `w` is split, each device gives the elements that it holds, and zero for the others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _windowed(op: Operation) -> tuple[int, ...]:
 
 
 def as_int32(indices: Any) -> Any:
-    """Indices in one signed type; what is out of bounds stays so, on its side."""
+    """Indices in one signed type; an index out of bounds stays out of bounds, on the same side."""
     if np.dtype(indices.dtype).itemsize >= 4 and indices.dtype != np.int32:
         low = -_LARGEST if jnp.issubdtype(indices.dtype, np.signedinteger) else 0
         indices = jnp.clip(indices, low, _LARGEST)
@@ -67,7 +67,7 @@ def as_int32(indices: Any) -> Any:
 
 
 def is_first(site: Site, axes: Sequence[str]) -> Any:
-    """Whether this device is the first along all of `axes`: the one that answers for what must count once."""
+    """Whether this device is the first along all `axes`: it contributes values that must count once."""
     first: Any = True
     for axis in axes:
         first = jnp.logical_and(first, site.index(axis) == 0)
@@ -75,7 +75,7 @@ def is_first(site: Site, axes: Sequence[str]) -> Any:
 
 
 def ranges_here(site: Site, mapped: Sequence[int], split: Sequence[int], limits: Any) -> tuple[Any, Any]:
-    """For each index component the first position that this device answers for, and how many follow."""
+    """For each index component the first position of this device, and the number of its positions."""
     extents = {d: site.operand_extent(0, d) for d in split}
     starts = [jnp.asarray(extents[d][0] if d in split else 0, np.int32) for d in mapped]
     whole = [jnp.asarray(n + 1, np.int32) for n in limits]
@@ -91,8 +91,8 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     windows = [d for d in _windowed(site.op) if site.operands[0].axes_of(d)]
     fills = p["mode"] == GatherScatterMode.FILL_OR_DROP
     if not mapped or not (split or windows or (fills and site.results[0].partial_op == "sum")):
-        in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding is in no order
-        if mapped and not fills and np.prod(indices.shape[:-1]) == 1:  # XLA makes a slice of it: see _dynamic_piece
+        in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding has no order
+        if mapped and not fills and np.prod(indices.shape[:-1]) == 1:  # XLA turns it into a slice: see _dynamic_piece
             indices = jnp.clip(as_int32(indices), 0, np.asarray([x.shape[d] - sizes[d] for d in mapped], np.int32))
         return site.bind(x, indices, slice_sizes=sizes, indices_are_sorted=in_order, unique_indices=False)
 
@@ -100,7 +100,7 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     asked = as_int32(indices)
     within = jnp.all((asked >= 0) & (asked <= limits), axis=-1)
     if not fills:
-        asked = jnp.clip(asked, 0, limits)  # what XLA does with indices that are promised to be in bounds, too
+        asked = jnp.clip(asked, 0, limits)  # XLA does this also with indices promised to be in bounds
     starts, counts = ranges_here(site, mapped, split, limits)
     here = asked - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1)
@@ -125,8 +125,8 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
 def with_margins(
     site: Site, x: Any, starts: Any, mapped: Sequence[int], windows: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Any, Any]:
-    """Operand 0 with zeros around `windows`, as many as they take, and where they start in it: of what a window takes
-    that is not in this piece falls into the zeros."""
+    """Operand 0 with zeros around its `windows` dimensions, as many as a window takes, and the starts of the windows in
+    it. Elements of a window that are not in this piece fall into the zeros."""
     if not windows:
         return x, starts
     margins = [(sizes[d] if d in windows else 0,) * 2 for d in range(x.ndim)]

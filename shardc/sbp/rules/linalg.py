@@ -1,4 +1,4 @@
-"""Factorizations, solves and Fourier transforms: each matrix of a batch for itself."""
+"""Factorizations, solves and Fourier transforms, one for each matrix of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shardc.sbp.signature import Aval, Operation, Partials, Rule, Site, dims, li
 
 
 def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Rule:
-    """All but the last `core` dimensions of the first operand are factors of everything."""
+    """A rule whose factors, in all operands and results, are all but the last `core` dimensions of the first
+    operand."""
     batch = dims(len(op.operands[0].shape) - core)
 
     def names(rank: int) -> tuple[str | None, ...]:
@@ -25,7 +26,7 @@ def batched(op: Operation, core: int, partials: tuple[Partials, ...] = ()) -> Ru
 
 
 def _matrices(aval: Aval) -> tuple[int, int, int]:
-    """How many matrices, and the longer and the shorter of their sides."""
+    """Number of matrices, and their longer and shorter side."""
     *batch, rows, columns = aval.shape
     return math.prod(batch), max(rows, columns), min(rows, columns)
 
@@ -41,7 +42,7 @@ _FLOPS: Final[Mapping[str, Callable[[int, int], float]]] = {
     "svd": lambda m, n: 20 * m * n**2,
     "tridiagonal": lambda m, n: 4 * n**3 / 3,
 }  # fmt: skip
-"""Operations for a matrix with sides m >= n (Golub and Van Loan, "Matrix Computations"); of those that iterate a rough
+"""Operations for a matrix with sides m >= n (Golub and Van Loan, "Matrix Computations"); for iterative ones a rough
 number."""
 
 
@@ -50,39 +51,39 @@ number."""
     "tridiagonal",
 )  # fmt: skip
 def factorization(op: Operation) -> Rule:
-    """Of the last two dimensions: each step needs all that is left of the matrix."""
+    """Split over the batch only: each step of a factorization needs the whole rest of the matrix."""
     count, m, n = _matrices(op.operands[0])
     return replace(batched(op, 2), flops=float(count * _FLOPS[op.name](m, n)))
 
 
 @rule("lu_pivots_to_permutation")
 def pivots(op: Operation) -> Rule:
-    """Of the last dimension."""
+    """Split over the batch only: the last dimension stays whole."""
     return replace(batched(op, 1), passes=1.0)
 
 
 @rule("triangular_solve")
 def triangular_solve(op: Operation) -> Rule:
-    """x of a x = b is linear in b, and each column of b (row, of x a = b) is solved for itself."""
+    """Solves a x = b or x a = b: linear in b, whose columns (or rows) are independent."""
     found = _each_column(batched(op, 2, linear(2, (1,))), -1 if op.params["left_side"] else -2)
     return replace(found, flops=float(math.prod(op.operands[1].shape) * op.operands[0].shape[-1]))
 
 
 @rule("tridiagonal_solve")
 def tridiagonal_solve(op: Operation) -> Rule:
-    """As with a triangular matrix."""
+    """Solves a x = b: linear in b, whose columns are independent."""
     return replace(_each_column(batched(op, 1, linear(4, (3,))), -1), passes=1.0)
 
 
 @rule("ormqr")
 def product_with_q(op: Operation) -> Rule:
-    """q c or c q: linear in c, whose columns or rows are multiplied each for itself."""
+    """q c or c q: linear in c, whose columns (or rows) are independent."""
     found = _each_column(batched(op, 2, linear(3, (2,))), -1 if op.params["left"] else -2)
     return replace(found, flops=4.0 * math.prod(op.operands[2].shape) * op.operands[1].shape[-1])
 
 
 def _each_column(found: Rule, dim: int) -> Rule:
-    """The rule with a factor more: dimension `dim` of the last operand, and of the result."""
+    """The rule with one more factor: dimension `dim` of the last operand and of the result."""
     *others, last = found.operands
     split = list(last)
     split[dim] = "c"
@@ -119,7 +120,7 @@ def fft(op: Operation) -> Rule:
 
 
 def _fft_piece(site: Site, x: Any) -> Sequence[Any]:
-    """Row by row: XLA:CPU hands a collective's layout on to the transform, whose kernel then fails."""
+    """Row-major in and out: XLA:CPU passes a collective's layout on to the transform, whose kernel then fails."""
     return [_in_rows(y) for y in site.bind(_in_rows(x))]
 
 

@@ -1,4 +1,4 @@
-"""Operations that compare along a dimension: each device tells its best candidates; what sorts it keeps it whole."""
+"""Operations that compare along a dimension. Each device sends its best candidates; a sorted dimension stays whole."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardc.sbp.signature import Aval, Operation, Rule, Setting, Site, dims, neu
 
 @rule("argmax", "argmin")
 def arg_extremum(op: Operation) -> Rule:
-    """An index of each row. Along a split dimension each device tells its extremum and where it is; ties and NaN fall
-    to the first device, as they fall to the first element."""
+    """The index of the extremum of each row. Along a split dimension each device sends its extremum and the index; ties
+    and NaN go to the first device, as they go to the first element."""
     (x,), (axis,), index = op.operands, op.params["axes"], op.params["index_dtype"]
-    if np.dtype(x.dtype).kind == "c" or jnp.iinfo(index).max < x.shape[axis] - 1:  # no extremum; indices that wrap
+    if np.dtype(x.dtype).kind == "c" or jnp.iinfo(index).max < x.shape[axis] - 1:  # no order, or indices that wrap
         return kept_only(op)
     names = dims(len(x.shape))
     return Rule(
         (names,), (tuple(f for i, f in enumerate(names) if i != axis),),
         reduced={names[axis]: None},
         neutral={0: "lowest" if op.name == "argmax" else "highest"},
-        told={names[axis]: _extremum_here},
+        exchanged={names[axis]: _extremum_here},
         across=_arg_across,
     )  # fmt: skip
 
@@ -53,8 +53,8 @@ def _arg_across(site: Site, x: Any) -> Sequence[Any]:
 
 @rule("sort")
 def sort(op: Operation) -> Rule:
-    """Each row is sorted for itself, all operands alike. Along the sorted dimension every device may need any element
-    of any other, and finds out only by comparing: gathering is the least that one collective can do."""
+    """Each row is sorted by itself, all operands alike. The sorted dimension stays whole: a device may need any element
+    of any other device, and a gather is the least that one collective can do."""
     dim, shape = op.params["dimension"], op.operands[0].shape
     names = without(dims(len(shape)), [dim])
     return Rule((names,) * len(op.operands), (names,) * len(op.results), passes=_merges(shape[dim]))
@@ -71,8 +71,8 @@ ORDERED = ("bfloat16", "float16", "float32", "float64")
 
 @rule("top_k")
 def top_k(op: Operation) -> Rule:
-    """Values and indices of the k largest of each row. Along the dimension each device tells the k largest that it has,
-    in their order, and ties keep the order of the devices."""
+    """Values and indices of the k largest of each row. Along a split dimension each device sends the k largest that it
+    holds, in order; ties keep the order of the devices."""
     x, k = op.operands[0], op.params["k"]
     names, axis = dims(len(x.shape)), op.params["axis"] % len(x.shape)
     kept = without(names, [axis])
@@ -81,7 +81,7 @@ def top_k(op: Operation) -> Rule:
     return Rule(
         (names,), (kept, kept),
         reduced={names[axis]: None},
-        told={names[axis]: _candidates},
+        exchanged={names[axis]: _candidates},
         across=_top_across,
         passes=1.0 + _merges(k),
     )  # fmt: skip
@@ -100,20 +100,20 @@ def _top_across(site: Site, x: Any) -> Sequence[Any]:
     values, places = site.bind(_with_last(site, axis, x), k=few)
     places = places + jnp.asarray(site.operand_extent(0, axis)[0], places.dtype)
     count = [min(few, valid) for _, valid in site.extents(0, axis)]
-    real = np.concatenate([few * j + np.arange(n) for j, n in enumerate(count)])  # the others are of padding
+    real = np.concatenate([few * j + np.arange(n) for j, n in enumerate(count)])  # the others are padding
 
-    def told(y: Any) -> Any:
+    def from_all(y: Any) -> Any:
         together = jnp.moveaxis(site.wire.all_gather(y, axes), 0, axis)
         return lax.collapse(together, axis, axis + 2).take(real, axis)
 
-    values, places = told(values), told(places)
+    values, places = from_all(values), from_all(places)
     values, which = site.bind(values)
     return [values, jnp.take_along_axis(places, which, axis)]
 
 
 def _with_last(site: Site, axis: int, x: Any) -> Any:
-    """The piece with what top_k takes last in its padding: -inf, and if there is a NaN with a sign, which is less, the
-    least of these. Not always that one: a kernel that is in no order with NaN is in order without."""
+    """The piece with a padding that top_k takes last: -inf, or the least negative-signed NaN if the piece has a NaN
+    with a sign, which is less than -inf. That NaN is not always used: a kernel may order only data without NaN."""
     x = masked(site, 0, axis, x, neutral_value("lowest", x.dtype))
     if jnp.issubdtype(x.dtype, np.integer):
         return x
@@ -125,7 +125,7 @@ def _with_last(site: Site, axis: int, x: Any) -> Any:
 
 @rule("approx_top_k")
 def approx_top_k(op: Operation) -> Rule:
-    """Of each row. Which elements it misses depends on how many it looks at, so the dimension stays whole."""
+    """The dimension stays whole: which elements are missed depends on how many are looked at."""
     rank = len(op.operands[0].shape)
     names = without(dims(rank), [op.params["reduction_dimension"] % rank])
     return Rule((names,), (names, names), passes=1.0)

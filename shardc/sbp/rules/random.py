@@ -1,7 +1,7 @@
-"""Random numbers: a device makes the bits of its own piece, and they are those that one device would make.
+"""Random numbers: each device makes the bits of its own piece, equal to those that one device would make.
 
-Threefry hashes a counter: element i of what a key makes is `threefry(key, i)`, whatever else is made. The other
-generators make what they make as a whole; where each key of an array of keys does so for itself, the keys are split.
+Threefry hashes a counter: element i of a key's block is `threefry(key, i)`, whatever else is made. Other generators
+make a block as a whole; if they make it for each key of an array independently, the keys may be split.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardc.sbp.rules.elementwise import pointwise
 from shardc.sbp.signature import Operation, Rule, Site, dims, rule
 
 HASHES: Final = frozenset(("threefry2x32", "threefry4x32", "philox2x32", "philox4x32"))
-"""Generators that do with each key of an array what they would do with it alone. `rbg` does not: the bits of an array
+"""Generators that treat each key of an array as they treat it alone. `rbg` does not: the bits of an array
 of keys are other bits, and those of a key depend on its neighbours."""
 KEYS_OF_THREEFRY: Final = frozenset(("threefry2x32", "rbg"))
-"""Generators whose keys are pairs of words, each split and folded into by threefry."""
+"""Generators whose keys are pairs of words, which threefry splits and folds into."""
 
 
 def _generator(op: Operation) -> str:
@@ -32,13 +32,13 @@ def _generator(op: Operation) -> str:
 
 
 def _counts() -> bool:
-    """Whether threefry numbers elements by their index in the whole, so that each may be made alone."""
+    """Whether threefry numbers elements by their index in the whole block, so that each can be made alone."""
     return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @rule("random_bits")
 def random_bits(op: Operation) -> Rule | None:
-    """A block of bits for each key; its dimensions are split where they are counted."""
+    """A block of bits for each key; its dimensions are split if the generator counts elements."""
     name = _generator(op)
     return _block_for_each(op, _bits_piece, name == "threefry2x32" and _counts()) if name in HASHES else None
 
@@ -91,8 +91,8 @@ def _hash(site: Site, lead: int, words: Any) -> Sequence[Any]:
 
 
 def counters(site: Site, lead: int) -> tuple[Any, Any]:
-    """The number of each element of a piece of the result's block, behind the first `lead` dimensions, in row-major
-    order of the whole block: the high and the low word."""
+    """The high and the low word of the number of each element of this device's piece of a block, in row-major order of
+    the whole block. The block is the result without its first `lead` dimensions."""
     whole, piece = site.op.results[0].shape[lead:], site.result_shape()[lead:]
     with jax.enable_x64(True):
         number = jnp.zeros(piece, np.uint64)
@@ -111,13 +111,13 @@ def random_fold_in(op: Operation) -> Rule | None:
 
 @rule("random_seed")
 def random_seed(op: Operation) -> Rule:
-    """A number makes a key; of all generators each for itself."""
+    """A number makes a key; all generators make each key independently."""
     return pointwise(op)
 
 
 @rule("random_clone")
 def random_clone(op: Operation) -> Rule:
-    """The same keys."""
+    """An identity on keys."""
     return pointwise(op)
 
 
@@ -137,7 +137,7 @@ def random_unwrap(op: Operation) -> Rule:
 
 @rule("random_gamma")
 def random_gamma(op: Operation) -> Rule | None:
-    """A sample for each element; each key is split into keys for the elements behind it."""
+    """A sample for each element; each key is split into one key for each element of its block."""
     if _generator(op) not in HASHES | KEYS_OF_THREEFRY:
         return None
     keys = dims(len(op.operands[0].shape))

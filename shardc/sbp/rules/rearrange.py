@@ -1,4 +1,4 @@
-"""Operations that move whole dimensions about: what they do to one element they do to every part of it."""
+"""Operations that move elements without computing: reshapes, transposes, broadcasts and the like."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardc.sbp.signature import Factors, Operation, Rule, Site, Window, dims, is_extended, passes, rule
+from shardc.sbp.signature import Factors, OperandWindow, Operation, Rule, Site, dims, is_extended, passes, rule
 
 
 def local_shape_param(name: str) -> Any:
@@ -24,7 +24,7 @@ def local_shape_param(name: str) -> Any:
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(op: Operation) -> Rule:
-    """Old dimensions keep their factors; a new or stretched one is split by building less of it."""
+    """Old dimensions keep their factors; a new or stretched one is split: each device builds a part of it."""
     shape = op.results[0].shape
     names = dims(len(shape))
     taken = zip(op.operands[0].shape, op.params["broadcast_dimensions"], strict=True)
@@ -81,18 +81,18 @@ def transpose(op: Operation) -> Rule:
 
 @rule("squeeze")
 def squeeze(op: Operation) -> Rule:
-    """Dimensions of size 1 go, the others stay."""
+    """Dimensions of size 1 are removed, the others keep their factors."""
     names = without(dims(len(op.operands[0].shape)), op.params["dimensions"])
     return Rule((names,), (tuple(n for n in names if n),), partials=passes(1, (0,)))
 
 
 @rule("rev")
 def rev(op: Operation) -> Rule:
-    """Every dimension; of a reversed one a device reads the range that mirrors its part of the result."""
+    """Every dimension. Along a reversed one a device reads the range that mirrors its part of the result."""
     shape, names, turned = op.operands[0].shape, dims(len(op.operands[0].shape)), op.params["dimensions"]
     if is_extended(op.operands[0].dtype):
         names = without(names, turned)
-    windows = tuple(Window(0, f, 1, shape[d] - 1, step=-1) for d in turned if (f := names[d]))
+    windows = tuple(OperandWindow(0, f, 1, shape[d] - 1, step=-1) for d in turned if (f := names[d]))
     return Rule((names,), (names,), partials=passes(1, (0,)), windows=windows)
 
 
@@ -119,7 +119,7 @@ def unstack(op: Operation) -> Rule:
 
 @rule("empty")
 def empty(op: Operation) -> Rule:
-    """An array that nobody has written yet: each device makes its own piece."""
+    """An uninitialized array: each device makes its own piece."""
     return Rule((), (dims(len(op.results[0].shape)),), local=local_shape_param("shape"))
 
 

@@ -31,14 +31,14 @@ NEUTRAL: Mapping[ReduceOp, Neutral] = {"sum": "zero", "max": "lowest", "min": "h
 
 
 def kept_only(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
-    """The dimensions that stay are factors; those in `axes` are never split."""
+    """A rule whose factors are the dimensions that stay; those in `axes` are never split."""
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["axes"])
     return Rule((names,), (kept,) * len(op.results), partials=partials)
 
 
 def reduction(op: Operation, to: ReduceOp) -> Rule:
-    """A split of a reduced dimension leaves P(to), and P(to) passes."""
+    """A rule in which a split of a reduced dimension leaves P(to), and P(to) passes."""
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["axes"])
     return Rule(
@@ -69,26 +69,26 @@ def reduce_min(op: Operation) -> Rule:
 
 @rule("reduce_or", "reduce_and")
 def reduce_logical(op: Operation) -> Rule:
-    """On booleans max and min; bitwise on integers each device tells what it has."""
+    """On booleans max and min; on integers (bitwise) each device sends its result."""
     if not jnp.issubdtype(op.operands[0].dtype, np.bool_):
-        return _told_reduction(op)
+        return _exchanged_reduction(op)
     return reduction(op, "max" if op.name == "reduce_or" else "min")
 
 
 @rule("reduce_prod", "reduce_xor")
-def reduce_told(op: Operation) -> Rule:
-    """Products and xors leave no partial value that a placement could name: each device tells what it has."""
-    return _told_reduction(op)
+def reduce_exchanged(op: Operation) -> Rule:
+    """Products and xors leave no partial value that a placement can express: each device sends its result."""
+    return _exchanged_reduction(op)
 
 
-def _told_reduction(op: Operation) -> Rule:
+def _exchanged_reduction(op: Operation) -> Rule:
     names, axes = dims(len(op.operands[0].shape)), op.params["axes"]
     kept = tuple(f for i, f in enumerate(names) if i not in axes)
     gone = [names[a] for a in axes]
     return Rule(
         (names,), (kept,),
         reduced=dict.fromkeys(gone),
-        told=dict.fromkeys(gone, _reduced_here),
+        exchanged=dict.fromkeys(gone, _reduced_here),
         across=_reduce_across,
     )  # fmt: skip
 
@@ -113,9 +113,9 @@ def _reduce_across(site: Site, x: Any) -> Sequence[Any]:
 
 @rule("reduce")
 def reduce_any(op: Operation) -> Rule:
-    """Any monoid: only the dimensions that stay. Initial values are scalars; they need not be neutral, and parts would
-    count them more than once. So would XLA, which reduces the parts of a concatenation each by itself: a barrier hides
-    where the operands come from."""
+    """Any monoid: only the dimensions that stay are split. Initial values are scalars and need not be neutral: parts
+    would count them more than once. XLA would do so too, because it reduces the parts of a concatenation separately: a
+    barrier hides the origin of the operands."""
     n = len(op.results)
     names = dims(len(op.operands[0].shape))
     kept = tuple(f for i, f in enumerate(names) if i not in op.params["dimensions"])
@@ -134,8 +134,8 @@ _RUNNING: Final[Mapping[str, tuple[Neutral, Callable[[Any, Any], Any]]]] = {
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(op: Operation) -> Rule:
-    """Every dimension. Along the running one each device tells the total of its piece, and goes on from those of the
-    pieces before. A running sum is linear, a running max passes P(max)."""
+    """Every dimension. Along the running one each device sends the total of its piece, and continues from the totals of
+    the pieces before it. A running sum is linear, a running max passes P(max)."""
     names, axis = dims(len(op.operands[0].shape)), op.params["axis"]
     ops: Mapping[str, tuple[Partials, ...]] = {
         "cumsum": linear(1, (0,)),
@@ -145,11 +145,11 @@ def cumulative(op: Operation) -> Rule:
     unordered = op.name in ("cummax", "cummin", "cumlogsumexp") and np.dtype(op.operands[0].dtype).kind == "c"
     if unordered:  # no element is neutral
         names = tuple(None if i == axis else f for i, f in enumerate(names))
-    told = names[axis] if op.operands[0].shape[axis] else None
+    running = names[axis] if op.operands[0].shape[axis] else None
     return Rule(
         (names,), (names,),
         partials=ops.get(op.name, ()),
-        told={told: _running_total} if told else {},
+        exchanged={running: _running_total} if running else {},
         across=_run_on,
         passes=2.0,
     )  # fmt: skip

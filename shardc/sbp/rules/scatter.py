@@ -1,9 +1,9 @@
 """Scatter: operand with operand[indices[batch] + window] combined with updates[batch, window].
 
 Factors: `o*` dimensions that every window covers, `i*` dimensions of indices and updates (shared with the operand where
-it is batched, else reduced where updates may come in any number of parts), `v*` dimensions of which every window
-touches one element, and `w*` those of which it touches some: split tables, of which each device takes the updates of
-its own elements. Overwriting and products have no parts: no device knows which elements others have changed.
+it is batched, else reduced if updates may come in any number of parts), `v*` dimensions of which every window touches
+one element, and `w*` those of which it touches several. If a `v` or `w` is split, each device applies the updates of
+its own elements. Overwriting and products cannot come in parts: no device knows which elements others have changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMBINES: Mapping[str, ReduceOp] = {
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min")
 def scatter(op: Operation) -> Rule | None:
-    """Batched, covered and looked-up dimensions; parts of the updates where the combination is a sum, max or min."""
+    """Batched, covered and looked-up dimensions; parts of the updates if the combination is a sum, max or min."""
     if op.params["mode"] == GatherScatterMode.ONE_HOT:
         return None
     operand, batch, updates = _factors(op)
@@ -44,7 +44,7 @@ def scatter(op: Operation) -> Rule | None:
 
 
 def _partials(op: Operation, combine: ReduceOp | None) -> tuple[Partials, ...]:
-    """Sums are linear in operand and updates together, max and min in each; overwriting is, if no two updates meet."""
+    """Sums pass operand and updates together; max and min also either one; overwriting both, if no updates meet."""
     if combine == "sum":
         return linear(3, (0, 2))
     if combine:
@@ -110,7 +110,7 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
         x = lax.optimization_barrier(x)  # else XLA slices a slice, and wrongly (openxla/xla#49121)
     windows = [d for d in _windowed(op) if site.operands[0].axes_of(d)]
     if not split and not windows:
-        ordered = not site.operands[1].splits  # padding is in no order and not unique
+        ordered = not site.operands[1].splits  # padding has no order and is not unique
         return site.bind(
             x, indices, updates,
             indices_are_sorted=p["indices_are_sorted"] and ordered, unique_indices=p["unique_indices"] and ordered,

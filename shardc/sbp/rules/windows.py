@@ -8,11 +8,23 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import primitives
 
-from shardc.sbp.signature import Factors, Neutral, Operation, Partials, Rule, Site, Window, dims, linear, passes, rule
+from shardc.sbp.signature import (
+    Factors,
+    Neutral,
+    OperandWindow,
+    Operation,
+    Partials,
+    Rule,
+    Site,
+    dims,
+    linear,
+    passes,
+    rule,
+)
 
 
 class Pool(NamedTuple):
-    """How the windows lie along one dimension; no window: each element of the result is one of the operand."""
+    """The windows along one dimension. `untouched`: each element of the result is one of the operand."""
 
     size: int
     stride: int
@@ -35,7 +47,8 @@ def pools(op: Operation) -> tuple[Pool, ...]:
 
 
 def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Partials, ...]) -> Rule:
-    """`fills` has for each windowed operand what lies outside; None: windows with anything outside are not split."""
+    """A rule of windows. `fills`: the value outside of each windowed operand; None: windows that reach outside stay
+    whole."""
     found, result = pools(op), len(op.operands)
     splits = None not in fills or all(p.low <= 0 and p.high <= 0 and p.base == 1 for p in found)
     names: Factors = tuple(
@@ -43,7 +56,9 @@ def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Pa
         for f, p, x, y in zip(dims(len(found)), found, op.operands[0].shape, op.results[0].shape, strict=True)
     )
     windows = tuple(
-        Window(i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero")
+        OperandWindow(
+            i, f, result, -pool.low, pool.stride, (pool.size - 1) * pool.dilation + 1, pool.base, fill or "zero"
+        )
         for i, fill in enumerate(fills)
         for f, pool in zip(names, found, strict=True)
         if f and not pool.untouched
@@ -56,7 +71,7 @@ def _windowed(op: Operation, fills: Sequence[Neutral | None], partials: tuple[Pa
 
 
 def _pool_window(site: Site, *operands: Any) -> Sequence[Any]:
-    """A window has its padding and its dilation already."""
+    """The local pooling. A window already has its padding and dilation."""
     p, split = site.op.params, site.operands[0].splits
     return site.bind(
         *operands,
@@ -86,19 +101,19 @@ def min_window(op: Operation) -> Rule:
 @rule("reduce_window")
 def any_window(op: Operation) -> Rule:
     """Any monoid; initial values are scalars. Windows with padding stay whole: an initial value need not be neutral,
-    and XLA skips what lies outside; and in what order it goes through such a window hangs on the shapes."""
+    XLA skips positions outside, and its order within such a window depends on the shapes."""
     return _windowed(op, [None] * (len(op.operands) // 2), ())
 
 
 @rule("select_and_gather_add")
 def gather_window(op: Operation) -> Rule:
     """The first operand where the second is largest, or smallest, in each window: linear in the first. Windows with
-    padding stay whole, as XLA breaks ties there in an order of its own."""
+    padding stay whole, because XLA breaks ties there in an order of its own."""
     return _windowed(op, [None, None], linear(2, (0,)))
 
 
 def _last_choice(op: Operation) -> Neutral:
-    """What the selection takes only where there is nothing else."""
+    """The value that the selection takes only if there is no other."""
     assert op.params["select_prim"] in (primitives.ge_p, primitives.le_p)
     return "lowest" if op.params["select_prim"] is primitives.ge_p else "highest"
 
@@ -107,7 +122,7 @@ def _last_choice(op: Operation) -> Neutral:
 def scatter_window(op: Operation) -> Rule:
     """Adds the source to the element that is selected in each window of the operand: linear in the source. A device
     looks at all windows that touch its part."""
-    (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[Window]()
+    (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[OperandWindow]()
     names: Factors = tuple(
         f if p.untouched or (x and y) else None
         for f, p, x, y in zip(dims(len(found)), found, source, operand, strict=True)
@@ -115,16 +130,16 @@ def scatter_window(op: Operation) -> Rule:
     for f, p in zip(names, found, strict=True):
         if f and not p.untouched:
             reach = p.size - 1
-            windows.append(Window(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
-            windows.append(Window(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
+            windows.append(OperandWindow(0, f, 2, p.low - reach, width=p.size, dilation=p.stride))
+            windows.append(OperandWindow(1, f, 2, -reach, width=2 * reach + 1, fill=_last_choice(op)))
     return Rule(
         (names, names), (names,), partials=linear(2, (0,)), windows=tuple(windows), across=_scatter_piece, passes=1.0,
     )  # fmt: skip
 
 
 def _scatter_piece(site: Site, source: Any, operand: Any) -> Sequence[Any]:
-    """Windows at every position, with zeros for those that are not. If they lie alike on all devices, only those
-    that are."""
+    """The local scatter. It has windows at every position, with zeros for those that do not exist; if windows lie alike
+    on all devices, only the existing ones."""
     strides, padding = list(site.op.params["window_strides"]), [tuple(pair) for pair in site.op.params["padding"]]
     cut: list[tuple[int, int, int]] = [(0, 0, 0)] * len(strides)
     for d in site.results[0].splits:

@@ -14,12 +14,11 @@ from jax import lax
 
 import shardc
 from shardc import B, P, S, make_mesh
-from shardc.ir.collective import KINDS
 from shardc.machine.mesh import view
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.plan_cost import instructions
 from shardc.sbp.boxing import find_boxing
-from shardc.sbp.cost import FEMTO, group_of
+from shardc.sbp.cost import COLLECTIVES, FEMTO, group_of
 from shardc.sbp.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("as_users_plan", "compiled_fast")
@@ -101,7 +100,7 @@ def test_what_waits_for_another_starts_alone_and_no_more_is_combined_than_fits()
     assert together(1, 8, [*range(6)]) == [[n] for n in range(6)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_shared_start_is_a_part_of_one(kind: str) -> None:
     mesh = view(make_mesh(data=8))
     one, shared = (group_of(m, ["data"]).latency[kind] for m in (mesh, mesh.where_start_is_shared(10)))

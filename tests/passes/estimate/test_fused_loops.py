@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardc.passes.estimate.backend import GPU, TPU
-from shardc.passes.estimate.live_ranges import lifetimes
+from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.estimate.memory import profile_memory
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import B, Placement, S
@@ -46,28 +46,28 @@ def traced(f):
 
 def test_the_earlier_loop_waits_for_the_later():
     jaxpr, first = traced(backward)
-    found = lifetimes(jaxpr, {}, TPU)
-    (wait,) = found.waits
+    found = live_ranges(jaxpr, {}, TPU)
+    (wait,) = found.extended
     assert wait.value is first["max"] and list(wait.ends) == [first["dot_general"]]
     begins = dict(zip(found.values, found.begin.tolist(), strict=True))
     assert wait.begin <= begins[first["select_n"]] < wait.ends[first["dot_general"]]
-    assert not lifetimes(jaxpr, {}, GPU).waits
+    assert not live_ranges(jaxpr, {}, GPU).extended
 
 
 def test_not_if_the_later_follows_from_it():
-    assert not lifetimes(traced(one_after_the_other)[0], {}, TPU).waits
+    assert not live_ranges(traced(one_after_the_other)[0], {}, TPU).extended
 
 
 def test_what_a_ring_has_made_stays_and_so_does_what_is_computed_from_it():
     """XLA:TPU has the operand and the result of both loops at one time: T5-11B for v5p, `broadcast_maximum_fusion`."""
     jaxpr, first = traced(backward)
 
-    def peak(split, habits):
+    def peak(split, backend):
         whole = Placement({"model": B})
         placements = dict.fromkeys([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)], whole)
         for v, dim in split.items():
             placements[v] = Placement({"model": S(dim)})
-        return profile_memory(jaxpr, placements, {"model": 4}, habits=habits).peak
+        return profile_memory(jaxpr, placements, {"model": 4}, backend=backend).peak
 
     made = first["dot_general"]
     ring, plain = {jaxpr.invars[0]: 0, jaxpr.invars[1]: 1, made: 1}, {jaxpr.invars[1]: 1, made: 1}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from shardc import compat
 from shardc.compat import bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
-from shardc.passes.estimate.backend import CPU, GPU, TPU, Kind, habits_of, kind_of
-from shardc.passes.estimate.live_ranges import lifetimes
-from shardc.passes.estimate.sizes import tiled_bytes
+from shardc.passes.estimate.backend import CPU, GPU, TPU
+from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.trace.canonicalize import canonicalize
 
 ROWS, COLS = 4, 8
@@ -23,10 +21,10 @@ def traced(f, *args):
     return canonicalize(jax.make_jaxpr(f)(*args))[0]
 
 
-def spans(f, *args, habits=CPU, ties=None):
+def spans(f, *args, backend=CPU, ties=None):
     """(primitive that makes it, begin, end) of all that is not an argument."""
     jaxpr = traced(f, *args)
-    found = lifetimes(jaxpr, ties or {}, habits)
+    found = live_ranges(jaxpr, ties or {}, backend)
     makers = {v: e.primitive.name for e in jaxpr.eqns for v in e.outvars}
     rows = list(zip(found.values, found.begin.tolist(), found.end.tolist(), strict=True))
     assert all((b, e) == (0, found.points) for _, b, e in rows[: found.arguments])
@@ -87,7 +85,7 @@ def test_a_result_that_takes_an_arguments_place_in_the_end_is_not_there_before_i
         return y, (y @ g) @ w
 
     def begin(ties):
-        return {name: b for name, b, _ in spans(f, W, W, habits=TPU, ties=ties)}["sub"]
+        return {name: b for name, b, _ in spans(f, W, W, backend=TPU, ties=ties)}["sub"]
 
     assert begin(None) == 0 < begin({0: 0})
 
@@ -97,8 +95,8 @@ def test_a_result_that_is_computed_late_takes_the_place_of_an_argument():
         m = 0.9 * m + 0.1 * (x.T @ jnp.tanh(x @ p))
         return p - m, m
 
-    assert {"sub", "add"}.isdisjoint(r[0] for r in spans(step, W, W, X, habits=TPU, ties={0: 0, 1: 1}))
-    assert {"sub", "add"} < {r[0] for r in spans(step, W, W, X, habits=TPU)}
+    assert {"sub", "add"}.isdisjoint(r[0] for r in spans(step, W, W, X, backend=TPU, ties={0: 0, 1: 1}))
+    assert {"sub", "add"} < {r[0] for r in spans(step, W, W, X, backend=TPU)}
 
 
 def test_a_loop_does_not_write_over_an_update():
@@ -107,8 +105,8 @@ def test_a_loop_does_not_write_over_an_update():
 
     row = jax.ShapeDtypeStruct((1, COLS), X.dtype)
 
-    def ends(habits):  # of the update, and when the loop behind it begins
-        found = {name: (b, e) for name, b, e in spans(f, X, row, W, habits=habits)}
+    def ends(backend):  # of the update, and when the loop behind it begins
+        found = {name: (b, e) for name, b, e in spans(f, X, row, W, backend=backend)}
         return found["dynamic_update_slice"][1], found["tanh"][0]
 
     end, begin = ends(GPU)
@@ -123,9 +121,9 @@ def test_a_quotient_by_a_number_is_computed_in_each_loop():
         return (scaled + m) @ w, (scaled * m) @ w
 
     of = jax.ShapeDtypeStruct((), X.dtype)
-    assert "div" not in [r[0] for r in spans(f, X, W, X, of, habits=TPU)]
-    assert "div" in [r[0] for r in spans(f, X, W, X, of, habits=GPU)]
-    assert "div" in [r[0] for r in spans(f, X, W, X, X, habits=TPU)]
+    assert "div" not in [r[0] for r in spans(f, X, W, X, of, backend=TPU)]
+    assert "div" in [r[0] for r in spans(f, X, W, X, of, backend=GPU)]
+    assert "div" in [r[0] for r in spans(f, X, W, X, X, backend=TPU)]
 
 
 def test_loops_have_their_carries_and_stacks_from_the_beginning():
@@ -137,7 +135,7 @@ def test_loops_have_their_carries_and_stacks_from_the_beginning():
         return jax.lax.scan(body, x, ws)
 
     jaxpr = traced(f, X, jax.ShapeDtypeStruct((3, COLS, COLS), jnp.float32))
-    found = lifetimes(jaxpr, {}, CPU)
+    found = live_ranges(jaxpr, {}, CPU)
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
     span = {v: (b, e) for v, b, e in zip(found.values, found.begin, found.end, strict=True)}
     assert all(span[v] == (0, found.points) for v in scan.outvars)
@@ -150,7 +148,7 @@ def test_a_carry_that_is_still_read_has_two_buffers():
         start = (X, jax.ShapeDtypeStruct((), jnp.float32))
         jaxpr = traced(lambda x, s, w: jax.lax.scan(lambda c, _: (step(*c, w), None), (x, s), length=3)[0], *start, W)
         (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-        return lifetimes(jaxpr, {}, CPU).values.count(bodies_of(scan)[0].outvars[0])
+        return live_ranges(jaxpr, {}, CPU).values.count(bodies_of(scan)[0].outvars[0])
 
     def late(x, s, w):
         y = x @ w
@@ -168,8 +166,8 @@ def test_branches_come_one_after_the_other():
         return jax.lax.cond(i, lambda x: jnp.tanh(x @ w) @ w, lambda x: jnp.tanh(x @ w) @ w @ w @ w, x)
 
     one = traced(lambda x, w: jnp.tanh(x @ w) @ w @ w @ w, X, W)
-    both = lifetimes(traced(f, jax.ShapeDtypeStruct((), bool), X, W), {}, CPU)
-    alone = lifetimes(one, {}, CPU)
+    both = live_ranges(traced(f, jax.ShapeDtypeStruct((), bool), X, W), {}, CPU)
+    alone = live_ranges(one, {}, CPU)
     assert both.live(bytes_of).max() <= alone.live(bytes_of).max() + 4 * ROWS * COLS + 8
 
 
@@ -180,36 +178,9 @@ def test_what_is_recomputed_is_not_kept():
                 x = wrap(lambda x, w: jnp.sin(jnp.sin(jnp.sin(x @ w) @ w) @ w))(x, w)
             return jnp.sum(x)
 
-        return lifetimes(traced(jax.grad(loss), X, W), {}, TPU).live(bytes_of).max()
+        return live_ranges(traced(jax.grad(loss), X, W), {}, TPU).live(bytes_of).max()
 
     assert peak(jax.checkpoint) < 0.8 * peak(lambda f: f)
-
-
-def test_kinds():
-    (eqn,) = jax.make_jaxpr(lambda x: x.reshape(-1))(X).jaxpr.eqns
-    assert kind_of(eqn) is Kind.VIEW
-    (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
-    assert kind_of(eqn) is Kind.COSTLY
-    (eqn,) = jax.make_jaxpr(jax.lax.cumsum)(X).jaxpr.eqns
-    assert kind_of(eqn) is Kind.MADE
-    assert habits_of("cpu") is CPU and habits_of("v5p") is TPU and not habits_of("h200").tiles
-
-
-@pytest.mark.parametrize(
-    ("shape", "itemsize", "want"),
-    [
-        ((), 4, 4),
-        ((10,), 4, 128 * 4),
-        ((16, 128), 4, 16 * 128 * 4),
-        ((3, 128), 4, 4 * 128 * 4),  # rows up to a power of two
-        ((512, 16), 4, 512 * 16 * 4),  # the first dimension along the lanes
-        ((256, 130), 4, 256 * 136 * 4),
-        ((128, 9), 2, 128 * 16 * 2),
-        ((0, 5), 4, 0),
-    ],
-)
-def test_tiles(shape, itemsize, want):
-    assert tiled_bytes(shape, itemsize) == want
 
 
 def test_what_follows_from_what_a_step_begins_with_begins_with_it():
@@ -232,8 +203,8 @@ def test_what_follows_from_what_a_step_begins_with_begins_with_it():
     moved = scan.replace(params=with_bodies(scan, [late]))
     jaxpr = compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, [moved if e is scan else e for e in jaxpr.eqns], jaxpr)
 
-    def begin(habits):
-        found = lifetimes(jaxpr, {}, habits)
+    def begin(backend):
+        found = live_ranges(jaxpr, {}, backend)
         return int(found.begin[found.values.index(first.outvars[0])])
 
     assert begin(CPU) == begin(TPU) - 3

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardc.passes.estimate.backend import GPU, TPU
-from shardc.passes.estimate.live_ranges import lifetimes
+from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.estimate.memory import profile_memory
 from shardc.passes.estimate.sizes import filled_bytes, tiled_bytes
 from shardc.passes.trace.canonicalize import canonicalize
@@ -47,13 +47,13 @@ def test_never_below_what_xla_takes(rows, columns, many, mib, above):
     """`peak_memory_in_bytes` for one chip of v5p, libtpu 0.0.42; table and mean are donated."""
     jaxpr = traced(update, rows, columns, many)
     placements = defaultdict(lambda: REPLICATED)
-    found = profile_memory(jaxpr, placements, {}, ties={0: 0, 1: 1}, habits=TPU)
+    found = profile_memory(jaxpr, placements, {}, ties={0: 0, 1: 1}, backend=TPU)
     assert 1.0 <= found.peak / (mib * 2**20) <= above
 
 
 def test_what_is_a_table():
     jaxpr = traced(update, 100, 64, 10)
-    found = lifetimes(jaxpr, {0: 0, 1: 1}, TPU)
+    found = live_ranges(jaxpr, {0: 0, 1: 1}, TPU)
     made = {e.primitive.name: e.outvars[0] for e in jaxpr.eqns}
     grad = made["scatter-add"]
     tables = {t.value: t for t in found.tables}
@@ -62,14 +62,14 @@ def test_what_is_a_table():
     assert tables[table].gathered and tables[table].copied and not tables[grad].copied
     assert tables[mean].copied and tables[grad].begin < tables[mean].begin < tables[grad].end
     assert tables[table].begin < tables[grad].begin <= tables[mean].end <= tables[table].end
-    assert not lifetimes(jaxpr, {}, GPU).tables
+    assert not live_ranges(jaxpr, {}, GPU).tables
 
 
 def test_not_where_columns_are_taken():
     def f(x, *_):
         return jnp.take(x, jnp.arange(3), axis=1), x[:, 2]
 
-    assert not lifetimes(traced(f, 100, 64, 10), {}, TPU).tables
+    assert not live_ranges(traced(f, 100, 64, 10), {}, TPU).tables
 
 
 @pytest.mark.parametrize(

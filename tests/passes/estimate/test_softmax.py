@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from shardc import compat
-from shardc.passes.estimate.backend import CPU, GPU, TPU, Step, kind_of
-from shardc.passes.estimate.live_ranges import lifetimes
+from shardc.passes.estimate.backend import CPU, GPU, TPU, ScheduledEqn, kind_of
+from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.estimate.memory import profile_memory
 from shardc.passes.estimate.softmax import find_scores
 from shardc.passes.recompute.sink_constants import sink_constants
@@ -116,7 +116,7 @@ def softmax(scores, bias=None):
 def found(f, *args):
     jaxpr = traced(f, *args)
     steps = [
-        Step(e, kind_of(e), [a for a in e.invars if not compat.is_literal(a)], i, i, id(jaxpr))
+        ScheduledEqn(e, kind_of(e), [a for a in e.invars if not compat.is_literal(a)], i, i, id(jaxpr))
         for i, e in enumerate(jaxpr.eqns)
     ]
     (exp,) = (s for s in steps if s.eqn.primitive.name == "exp")
@@ -184,15 +184,15 @@ def test_the_product_is_kept_instead_of_exponentials():
     """But not where its pieces go around, and not elsewhere."""
     jaxpr = traced(shared_keys, array(1024, 128), array(1024, 4, 128), array(1024, 128))
     keys, queries, _ = jaxpr.invars
-    (again,) = lifetimes(jaxpr, {}, TPU).again
-    assert not any(lifetimes(jaxpr, {}, habits).again for habits in (CPU, GPU))
+    (again,) = live_ranges(jaxpr, {}, TPU).recomputed
+    assert not any(live_ranges(jaxpr, {}, backend).recomputed for backend in (CPU, GPU))
 
-    def peak(split, habits):
+    def peak(split, backend):
         placements = dict.fromkeys([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)], Placement({"m": B}))
         placements |= {v: Placement({"m": S(dim)}) for v, dim in split.items()}
-        return profile_memory(jaxpr, placements, {"m": 4}, habits=habits).peak
+        return profile_memory(jaxpr, placements, {"m": 4}, backend=backend).peak
 
-    before = replace(TPU, writes_scores=False)
+    before = replace(TPU, materializes_scores=False)
     ring, whole = {keys: 0, queries: 0, again.scores.kept: 1}, {queries: 0, again.scores.kept: 1}
     assert peak(ring, TPU) == pytest.approx(peak(ring, before), rel=1e-3)
     assert peak(whole, TPU) < peak(whole, before)

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardc.machine.mesh import make_mesh, view
 from shardc.passes.lower.lower_boxing import emit_step, permute_pairs
-from shardc.sbp.boxing import Step, all_placements, find_boxing
+from shardc.sbp.boxing import all_placements, find_boxing
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.placement import Placement, ReduceOp
 from shardc.sbp.signature import neutral_value
 from tests.sbp.simulate import Pieces, devices, place, read
@@ -229,5 +230,5 @@ def test_neutral_elements() -> None:
 def test_a_permute_leaves_alone_what_is_in_place() -> None:
     sizes = {"a": 2, "b": 2}
     src, dst = Placement.parse("{a: S(0), b: S(0)}"), Placement.parse("{b: S(0), a: S(0)}")
-    pairs = permute_pairs(Step("permute", ("a", "b"), src, dst), (8,), sizes)
+    pairs = permute_pairs(BoxingStep("permute", ("a", "b"), src, dst), (8,), sizes)
     assert pairs == [(0, 0), (2, 1), (1, 2), (3, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +17,23 @@ from shardc import S
 from shardc.ir.box import box_p
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import view
-from shardc.passes.estimate.backend import habits_of
-from shardc.passes.estimate.live_ranges import lifetimes
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.estimate.memory import profile_memory
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import Fit
+from shardc.passes.place.memory_limit import LimitSearch
 from shardc.passes.place.memory_prices import points_without_boxings
 from shardc.passes.place.place import Placer
-from shardc.plans import Plan
 from tests.passes.place.test_optimal import random_problem
 
-ENOUGH = 1000
+BOUND_TOLERANCE = 1000
 """Combinations of choices that are tried for one program, at most; programs of more are left out."""
 
 
 def every_plan(problem, fit):
     """(cost, peak) of all assignments, holds included; None if they are too many."""
     sizes = [len(fit.placer.domains.of[n.number].seconds) for n in problem.nodes]
-    if np.prod(sizes, dtype=float) > ENOUGH:
+    if np.prod(sizes, dtype=float) > BOUND_TOLERANCE:
         return None
     trials = map(fit.try_, np.ndindex(*sizes))
     return [(t.found.cost, t.peak) for t in trials]
@@ -46,19 +46,19 @@ def test_against_trying_everything():
     for seed in range(250):
         rng = random.Random(seed)
         problem, mesh, steps = random_problem(rng)
-        placer, habits = Placer(problem, mesh), habits_of(mesh.topology.kind)
-        unlimited = Fit(placer, {}, habits, 1e18)
+        placer, backend = Placer(problem, mesh), backend_of(mesh.topology.kind)
+        unlimited = LimitSearch(placer, {}, backend, 1e18)
         everything = every_plan(problem, unlimited)
         if everything is None:
             continue
         cheapest = placer.tables.best()
         least, most = min(peak for _, peak in everything), unlimited.try_(cheapest.values).peak
-        assert unlimited.charges.least() <= least, "everything where it takes least"
+        assert unlimited.memory.least() <= least, "everything where it takes least"
         if least >= most:
             continue
         limit = rng.randint(least, most - 1)
         truth = min(cost for cost, peak in everything if peak <= limit)
-        found = Fit(placer, {}, habits, limit).run(cheapest).best
+        found = LimitSearch(placer, {}, backend, limit).run(cheapest).best
         where = seed, steps, dict(mesh.axes), mesh.topology.kind
         assert found is not None, where
         assert found.peak <= limit, where
@@ -242,15 +242,12 @@ def test_copies_are_parted(tmp_path):
         got = jax.core.eval_jaxpr(boxed.jaxpr, (), x, *ws)
         np.testing.assert_allclose(got[0], two_readers(x, ws), rtol=1e-4, atol=1e-5)
         points = points_without_boxings(boxed.jaxpr)
-        assert points.size == lifetimes(boxed.jaxpr).points
-        assert points[-1] + 1 == lifetimes(problem.scope.jaxpr).points
-        taken = profile_memory(boxed.jaxpr, boxed.placements, {"data": 8}, habits=habits_of("v5p")).bytes
+        assert points.size == live_ranges(boxed.jaxpr).points
+        assert points[-1] + 1 == live_ranges(problem.scope.jaxpr).points
+        taken = profile_memory(boxed.jaxpr, boxed.placements, {"data": 8}, backend=backend_of("v5p")).bytes
         between.append(taken[points == 4].min())
     assert between[0] - between[1] >= x.size * 4
-    parted = Plan(
-        plan.program, plan.mesh, apart, None, plan.inputs, [apart.placements[v] for v in apart.jaxpr.outvars],
-        plan.ties, plan.arguments, plan.results, (),
-    )  # fmt: skip
+    parted = replace(plan, boxed=apart, outputs=tuple(apart.placements[v] for v in apart.jaxpr.outvars))
     parted.save(tmp_path / "plan.json")
     saved = shardc.function(two_readers, mesh=mesh, plan=tmp_path / "plan.json")
     assert [len(e.invars) for e in boxes(saved.plan(x, ws).boxed)] == [1, 2]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardc.machine.mesh import make_mesh, view
-from shardc.passes.estimate.plan_cost import tally
+from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.passes.place.domain import Domains
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import place
-from shardc.passes.place.problem import Border, build_problem
+from shardc.passes.place.problem import Requirement, build_problem
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import B, Pin, Placement, S
 from tests.passes.place.brute_force import assignments, least
@@ -60,8 +60,8 @@ def f32(shape):
 
 def random_border(rng, shape, axes):
     if rng.random() < 0.4:
-        return Border()
-    return Border(Pin(Placement({a: rng.choice([B, *map(S, range(len(shape)))]) for a in axes})))
+        return Requirement()
+    return Requirement(Pin(Placement({a: rng.choice([B, *map(S, range(len(shape)))]) for a in axes})))
 
 
 def random_problem(rng):
@@ -91,5 +91,5 @@ def test_no_assignment_of_placements_costs_less(first):
         where = seed, steps, dict(mesh.axes)
         assert placed.seconds == pytest.approx(truth, rel=1e-6, abs=0), where
         assert placed.gap is not None and placed.seconds <= (1 + placed.gap) * truth * (1 + 1e-6), where
-        assert tally(insert_boxing(problem, placed, mesh), mesh).added <= truth * (1 + 1e-6), where
+        assert plan_cost(insert_boxing(problem, placed, mesh), mesh).added <= truth * (1 + 1e-6), where
     assert tried > 200  # in each of ten parts

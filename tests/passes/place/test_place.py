@@ -15,7 +15,7 @@ from shardc import S
 from shardc.machine.mesh import make_mesh, view
 from shardc.passes.place.domain import Domains
 from shardc.passes.place.place import Tables, place
-from shardc.passes.place.problem import Border, build_problem, first_of_alike
+from shardc.passes.place.problem import Requirement, build_problem, first_of_alike
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import Pin, Placement
 
@@ -30,9 +30,9 @@ FUNCTIONS = {
 def problem_of(name, pin):
     fn, shapes = FUNCTIONS[name]
     jaxpr, _ = canonicalize(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)))
-    inputs = [Border(Pin(pin)), *(Border() for _ in shapes[1:])]
+    inputs = [Requirement(Pin(pin)), *(Requirement() for _ in shapes[1:])]
     paths = [f"x{i}" for i in range(len(shapes))]
-    return build_problem(jaxpr, inputs, [Border(Pin(Placement()))], paths, ["out"])
+    return build_problem(jaxpr, inputs, [Requirement(Pin(Placement()))], paths, ["out"])
 
 
 @pytest.mark.parametrize("pin", [Placement(), Placement({"a": S(0)}), Placement({"a": S(1)})], ids=str)

@@ -15,9 +15,9 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView, view
 from shardc.machine.topology import TOPOLOGIES
 from shardc.passes.estimate.backend import IN_LOOPS, kind_of
-from shardc.passes.estimate.plan_cost import tally
+from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Choice, compute_again
+from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.passes.recompute.recompute_residuals import Slices, find_residuals
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import REPLICATED
@@ -41,10 +41,10 @@ def test_the_same_numbers(fn, shape):
     with jax.enable_x64(True):
         args = arguments(shape)
         jaxpr = canonical(fn, *args)
-        choice = Choice(*choose_residuals(jaxpr, ONE))
+        choice = RecomputeChoice(*choose_residuals(jaxpr, ONE))
         assert choice.stacks
-        fewer, repeated = compute_again(jaxpr, choice)
-        same_program(jaxpr, fewer, repeated.again, choice, args)
+        fewer, recomputation = recompute(jaxpr, choice)
+        same_program(jaxpr, fewer, recomputation.variables, choice, args)
 
 
 def gelu(h, w):
@@ -78,7 +78,7 @@ def seconds(jaxpr):
     """Of one device."""
     values = {*jaxpr.invars, *(v for e in all_eqns(jaxpr) for v in e.outvars)}
     values |= {v for e in all_eqns(jaxpr) for b in bodies(e) for v in b.invars}
-    return tally(Boxed(jaxpr, dict.fromkeys(values, REPLICATED)), ONE).time.total
+    return plan_cost(Boxed(jaxpr, dict.fromkeys(values, REPLICATED)), ONE).time.total
 
 
 def bodies(eqn):
@@ -94,8 +94,8 @@ def test_no_other_choice_takes_less(layer):
     """Of all that keep up to two other values of a step in the place of any residuals and reduce nothing twice, by what
     the plan says."""
     jaxpr = step_of(layer)
-    choice = Choice(*choose_residuals(jaxpr, ONE))
-    least, now = seconds(jaxpr), seconds(compute_again(jaxpr, choice)[0])
+    choice = RecomputeChoice(*choose_residuals(jaxpr, ONE))
+    least, now = seconds(jaxpr), seconds(recompute(jaxpr, choice)[0])
     assert now < least
     residuals = list(find_residuals(jaxpr))
     maker = residuals[0].maker
@@ -108,7 +108,7 @@ def test_no_other_choice_takes_less(layer):
             slices.keep(instead)
             eqns = [slices.of(v) for v in stacks]
             if stacks and None not in eqns and all(kind_of(e) in IN_LOOPS for e in chain.from_iterable(eqns)):
-                least = min(least, seconds(compute_again(jaxpr, Choice(stacks, instead))[0]))
+                least = min(least, seconds(recompute(jaxpr, RecomputeChoice(stacks, instead))[0]))
     assert now <= least * (1 + 1e-6)
 
 
@@ -123,7 +123,9 @@ def test_parameters_are_not_gathered_twice():
 
     args = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
     jaxpr = canonical(jax.value_and_grad(loss, argnums=(0, 1)), *args)
-    alone, split = (Choice(*choose_residuals(jaxpr, m)) for m in (ONE, view(shardc.make_mesh(topology="v5p", data=8))))
+    alone, split = (
+        RecomputeChoice(*choose_residuals(jaxpr, m)) for m in (ONE, view(shardc.make_mesh(topology="v5p", data=8)))
+    )
     assert [v.aval.shape[1:] for v in alone.stacks if v not in split.stacks] == [(WIDTH, WIDTH)]  # cos w
     assert set(split.stacks) < set(alone.stacks)
 
@@ -143,9 +145,9 @@ def test_what_is_pinned_is_not_done_twice():
         args = jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
         step = jax.value_and_grad(lambda x, params: loss(x, params, twice), argnums=(0, 1))
         jaxpr, _ = canonicalize(jax.make_jaxpr(step)(*args), marks=True)
-        choice = Choice(*choose_residuals(jaxpr, view(mesh)))
+        choice = RecomputeChoice(*choose_residuals(jaxpr, view(mesh)))
         assert choice.stacks
-        (*_, backward) = (e for e in compute_again(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
+        (*_, backward) = (e for e in recompute(jaxpr, choice)[0].eqns if e.primitive.name == "scan")
         return [e.primitive.name for e in bodies_of(backward)[0].eqns]
 
     plain = names(lambda h: h)

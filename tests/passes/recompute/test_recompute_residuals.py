@@ -14,10 +14,11 @@ from examples import gpt2
 from shardc import compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.estimate.memory import GAPS
-from shardc.passes.recompute.recompute import Choice, choice_named, names_of
-from shardc.passes.recompute.recompute_residuals import Slices, drop_residuals, find_residuals
+from shardc.passes.recompute.recompute import RecomputeChoice, choice_named, names_of
+from shardc.passes.recompute.recompute_residuals import Slices, find_residuals, recompute_residuals
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.plan.counterfactual import ports_in
+from tests.passes.programs import before_after
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
 
@@ -97,6 +98,16 @@ def same_program(jaxpr, other, again, choice, args):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+def test_the_text(golden):
+    def fn(x, c):
+        c, r = lax.scan(lambda c, x: (lax.mul(c, lax.tanh(x)), lax.tanh(x)), c, x)
+        return lax.scan(lambda d, r: (lax.add(d, r), None), c, r)[0]
+
+    before = canonical(fn, jax.ShapeDtypeStruct((3, 4), np.float32), jax.ShapeDtypeStruct((4,), np.float32))
+    after, _ = recompute_residuals(before, [r.stack for r in find_residuals(before)])
+    golden("recompute_residuals", before_after(before, after))
+
+
 @pytest.mark.parametrize(
     ("fn", "shape", "least"), [(both_ways, (), 6), (in_steps, (2,), 8), (normed, (2,), 8), (twice, (), 2)]
 )
@@ -106,12 +117,12 @@ def test_the_same_numbers(fn, shape, least):
         jaxpr = canonical(fn, *args)
         stacks = what_follows(jaxpr)
         assert len(stacks) >= least
-        fewer, again = drop_residuals(jaxpr, stacks)
+        fewer, again = recompute_residuals(jaxpr, stacks)
         assert not {v for e in all_eqns(fewer) for v in e.outvars} & set(stacks)
         carried = [Slices(r.maker, stacks).carries(r.stack) for r in find_residuals(jaxpr) if r.stack in stacks]
         assert any(carried) == (fn is normed)
         assert set(filter(None, again.values())) == set(stacks)
-        same_program(jaxpr, fewer, again, Choice(tuple(stacks)), args)
+        same_program(jaxpr, fewer, again, RecomputeChoice(tuple(stacks)), args)
 
 
 def test_what_is_carried_is_not_there_again():

@@ -15,10 +15,10 @@ from examples import gpt2
 from examples.zoo import MODELS
 from shardc import compat
 from shardc.compat import bodies_of
-from shardc.passes.estimate.backend import habits_of
-from shardc.passes.recompute.recompute import Choice, Offers, compute_again
-from shardc.passes.recompute.recompute_residuals import KEPT
-from shardc.passes.recompute.recompute_values import drop_values
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute
+from shardc.passes.recompute.recompute_residuals import NOT_RECOMPUTED
+from shardc.passes.recompute.recompute_values import recompute_values
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.plan.make import Placing, _Within
 from tests.passes.recompute.test_recompute_residuals import same_program
@@ -74,11 +74,11 @@ def test_any_choice_gives_the_same_numbers(fn, data):
         for scope in scopes(jaxpr):
             now = data.draw(st.integers(1, len(scope.eqns) - 1))
             since = scope.eqns[now].outvars[0]
-            made = [v for e in scope.eqns[:now] if e.primitive.name not in KEPT for v in e.outvars]
+            made = [v for e in scope.eqns[:now] if e.primitive.name not in NOT_RECOMPUTED for v in e.outvars]
             chosen |= {v: since for v in made if data.draw(st.booleans())}
-        again_too, repeated = compute_again(jaxpr, Choice(values=chosen))
-        assert set(filter(None, repeated.again.values())) <= chosen.keys()
-        same_program(jaxpr, again_too, repeated.again, Choice(values=chosen), args)
+        again_too, recomputation = recompute(jaxpr, RecomputeChoice(values=chosen))
+        assert set(filter(None, recomputation.variables.values())) <= chosen.keys()
+        same_program(jaxpr, again_too, recomputation.variables, RecomputeChoice(values=chosen), args)
 
 
 def test_what_is_computed_again_waits():
@@ -93,7 +93,7 @@ def test_what_is_computed_again_waits():
     jaxpr = canonicalize(jax.make_jaxpr(fn)(np.ones((ROWS, WIDTH)), np.ones((WIDTH, WIDTH))))[0]
     product, tanh, cos, _, sin, mul, _ = jaxpr.eqns
     since = mul.outvars[0]
-    fewer, again = drop_values(jaxpr, {tanh.outvars[0]: since, cos.outvars[0]: since})
+    fewer, again = recompute_values(jaxpr, {tanh.outvars[0]: since, cos.outvars[0]: since})
     names = [e.primitive.name for e in fewer.eqns]
     assert names == ["dot_general", "tanh", "exp", "sin", "optimization_barrier", "tanh", "cos", "mul", "add"]
     barrier, *_ = (e for e in fewer.eqns if e.primitive.name == "optimization_barrier")
@@ -139,8 +139,8 @@ def test_not_where_xla_joins_both_again():
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, None, topology="cpu").plan(*state, batch)
     assert plan.mesh.topology.kind == "cpu"
-    assert not Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("cpu")).crossings
-    assert Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("v5p")).crossings
+    assert not RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("cpu")).crossings
+    assert RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p")).crossings
 
 
 def test_prices_of_a_crossing():
@@ -148,16 +148,16 @@ def test_prices_of_a_crossing():
     init, step, batch = step_of(layers=3)
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, "95GB").plan(*state, batch)
-    offers = Offers(plan.boxed, plan.profile(), plan.mesh, habits_of("v5p"))
-    (crossing,) = offers.crossings
+    options = RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p"))
+    (crossing,) = options.crossings
     assert crossing.bytes <= plan.memory.peak
-    freed = [crossing.choose(offers.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
+    freed = [crossing.choose(options.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
     assert abs(freed[0]) < 1e-3 * crossing.bytes
     assert freed == sorted(freed)
-    assert 0 < offers.worth <= offers.most < crossing.bytes
-    values, _ = crossing.choose(offers.typical)
+    assert 0 < options.worth <= options.most < crossing.bytes
+    values, _ = crossing.choose(options.typical)
     dropped = {v for v in values if crossing.there.get(v)}
-    assert sum(map(crossing.size, dropped)) >= 0.85 * offers.worth
+    assert sum(map(crossing.size, dropped)) >= 0.85 * options.worth
     computed_anyway = {v for v in crossing.in_loops - crossing.wanted if v in values}
     for v in computed_anyway:
         operands = crossing.early[crossing.maker[v]].invars
@@ -171,13 +171,13 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     state = jax.eval_shape(init, jax.random.key(0))
     free = function(step, "95GB").plan(*state, batch)
     placing = Placing.of(free.program, free.mesh, free.arguments, free.results)
-    offers = Offers(placing.plan.boxed, placing.plan.profile(), free.mesh, habits_of("v5p"))
-    choice, _ = offers.choose(offers.worth)
-    (crossing,) = offers.crossings
+    options = RecomputeOptions(placing.plan.boxed, placing.plan.profile(), free.mesh, backend_of("v5p"))
+    choice, _ = options.choose(options.worth)
+    (crossing,) = options.crossings
     assert set(choice.values.values()) == {crossing.since}
     said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice.values})
-    plan = placing.search.computing_again(choice, placing.traced).plan
-    assert 0.7 * offers.worth < plan.recomputed.bytes < 1.4 * offers.worth
+    plan = placing.search.recomputing(choice, placing.traced).plan
+    assert 0.7 * options.worth < plan.recomputed.bytes < 1.4 * options.worth
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 
 

@@ -16,6 +16,7 @@ from shardc.compat import bodies_of
 from shardc.ir.walk import all_eqns, bytes_of
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import canonicalize
+from tests.passes.programs import before_after
 from tests.pipeline.pipelines import on_host
 
 STEPS, ROWS = 3, 16
@@ -74,6 +75,15 @@ def sunk(fn, *args):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert sink_constants(found) is found, "nothing is left to sink"
     return found
+
+
+def test_the_text(golden):
+    def fn(x, little):
+        wide = lax.broadcast_in_dim(little, (3, 4), (1,))
+        return lax.scan(lambda c, row: (lax.add(c, lax.mul(wide, row)), None), x[0], x)[0]
+
+    before = canonical(fn, jax.ShapeDtypeStruct((2, 3, 4), np.float32), jax.ShapeDtypeStruct((4,), np.float32))
+    golden("sink_constants", before_after(before, sink_constants(before)))
 
 
 def test_a_mask_is_computed_in_every_step():

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import shardc
-from shardc import S
+from shardc import S, compat
+from shardc.passes.trace.batch_lookups import batch_lookups
+from tests.passes.programs import before_after
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -70,6 +73,20 @@ LOOKUPS: dict[str, Callable[[Any, Any], Any]] = {
 def operands() -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     return rng.normal(size=(ROWS, TIMES, WIDE)), rng.integers(0, TIMES, (ROWS, 4)).astype(np.int32)
+
+
+def test_the_text(golden: Callable[[str, str], None]) -> None:
+    numbers = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+
+    def fn(x: Any, i: Any) -> Any:
+        rows = lax.broadcasted_iota(np.int32, (4, 1), 0)
+        at = lax.concatenate([rows, lax.reshape(i, (4, 1))], 1)
+        return lax.gather(x, at, numbers, (1, 1), mode="clip")
+
+    shapes = jax.ShapeDtypeStruct((4, 3), np.float32), jax.ShapeDtypeStruct((4,), np.int32)
+    before = jax.make_jaxpr(fn)(*shapes).jaxpr
+    after = batch_lookups(before, {})
+    golden("batch_lookups", before_after(before, compat.remove_dead(after, [True])))
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

@@ -13,6 +13,7 @@ import shardc
 from shardc import compat
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
+from tests.passes.programs import before_after
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)
 Y = np.full((4, 3), 2.0, np.float32)
@@ -31,6 +32,15 @@ def check(fn, *args):
     for g, want in zip(got, jax.tree.leaves(fn(*args)), strict=True):
         np.testing.assert_array_equal(g, want)
     return carries(before), carries(after)
+
+
+def test_the_text(golden):
+    def fn(total, x):
+        zeros = lax.full((3,), 0.0, jnp.float32)
+        return lax.scan(lambda c, row: ((lax.add(c[0], zeros), lax.add(c[1], row)), None), (total, total), x)[0]
+
+    before = canonicalize(jax.make_jaxpr(fn)(X[0], X))[0]
+    golden("drop_zero_sums", before_after(before, drop_zero_sums(before)))
 
 
 def test_the_gradient_of_what_is_frozen():

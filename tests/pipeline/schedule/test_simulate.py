@@ -266,7 +266,7 @@ def test_a_deadlock_is_told_with_its_cycle():
         "The pipeline deadlocks: actor 1 waits for itself; 3 of 3 actors never end.\n"
         '  actor 1 is at 1F1 and waits for a register of "stash 1": its only one holds message 0; '
         "actor 1 takes the first in 1B0, 1 step after 1F1.\n"
-        "Order of the actions, the [stuck] ones in brackets, before them what is done:\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
         "  actor 0 |  0F0   0F1   0F2  [0B0]  0F3   0B1   0B2   0B3\n"
         "  actor 1 |              1F0  [1F1]  1B0   1F2   1B1   1F3   1B2   1B3\n"
         "  actor 2 |        2F0   2B0  [2F1]  2B1   2F2   2B2   2F3   2B3\n"

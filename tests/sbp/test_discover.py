@@ -1,4 +1,4 @@
-"""What experiment finds, the rules have, or there is a reason."""
+"""`discover`: the rules have every signature that it finds, or a reason is given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (r"reduce_prod_all_int|reduce_(and|or)_(bool|uint)", ".*", DATA),
     (r"cumsum_empty|top_none", ".*", SHAPE),
 )
-"""Cases, what is found of them, and why no rule has it."""
+"""Cases, the signatures found for them, and the reason why no rule has these."""
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_it_prints_what_to_paste(fn, args, said) -> None:
 def test_what_one_line_cannot_say_stands_below() -> None:
     found = shardc.discover(lambda x: (x.sum(1), x.max(1)), _floats(4, 6))
     assert [str(s) for s in found.left_out] == ["S(1) -> P(sum), P(max)"]
-    assert str(found).endswith("S(1) -> P(sum), P(max)    not said by the line above")
+    assert str(found).endswith("S(1) -> P(sum), P(max)    not expressed by the line above")
 
 
 def test_one_draw_may_deceive() -> None:

@@ -1,4 +1,4 @@
-"""Which signatures are offered, and which must not be: those that other systems got wrong among them."""
+"""Signatures that must be offered, and those that must not be, such as errors known from other systems."""
 
 from __future__ import annotations
 

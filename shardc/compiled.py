@@ -1,0 +1,155 @@
+"""The result of `Function.compile`: the executable of one plan, called like the function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Generic, NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.arrays.placed import as_jax, leaf_aval
+from shardc.errors import PipelineError
+from shardc.execute.call_cache import CallCache
+from shardc.execute.executable import Executable
+from shardc.execute.pipeline_executable import PipelineExecutable
+from shardc.machine.mesh import without_mesh
+from shardc.passes.trace.trace import Arguments, Call, is_array
+from shardc.plan.check_found import check_found
+from shardc.plans import PipelinePlan, Plan
+from shardc.sbp.signature import is_extended
+
+ExecutableT = TypeVar("ExecutableT", Executable, PipelineExecutable)
+PlanT = TypeVar("PlanT", Plan, PipelinePlan)
+
+
+class CompiledCall(Generic[ExecutableT, PlanT]):
+    """The executable of one plan, called like the function.
+
+    Attributes:
+      executable: what runs.
+      plan: its plan.
+    """
+
+    def __init__(self, arguments: Arguments, executable: ExecutableT, plan: PlanT) -> None:
+        self._arguments = arguments
+        self._cached_calls = CallCache(arguments)
+        self.executable = executable
+        self.plan = plan
+        self.audit = executable.audit
+        self.hlo = executable.hlo
+        self.memory_stats = executable.memory_stats
+
+    @compat.face
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if (again := self._cached_calls.run(tree, leaves)) is not None:
+            return again[0]
+        call = self._taken_apart(args, kwargs)
+        out = run(self.executable, call)
+        self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
+        return out
+
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call, if it is one that the plan is for."""
+        call = self._arguments.take_apart(args, kwargs)
+        self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
+        return call
+
+
+class Compiled(CompiledCall[Executable, Plan]):
+    """A compiled plan of one program."""
+
+    @compat.face
+    def check(self, *args: Any, **kwargs: Any) -> int:
+        """Holds the signatures that were found for operations without a rule against the values of a call.
+
+        The program runs on one device, callbacks too, and each such operation on the pieces that the plan gives to the
+        devices.
+
+        Returns:
+          The number of operations that were compared.
+
+        Raises:
+          SignatureError: pieces differ from the whole; it names the primitives, and how to refuse what was found.
+        """
+        call = self._taken_apart(args, kwargs)
+        leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in call.leaves if is_array(x)]
+        with without_mesh():
+            return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _OF_PIPELINES:
+            raise PipelineError(
+                f"{self.plan.program.name} is one program, no pipeline: there are no actors to show; "
+                "jax.profiler.trace(...) shows what is in it."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan]):
+    """A compiled plan of a pipeline."""
+
+    def check(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Signatures are checked on one program.
+
+        Raises:
+          PipelineError: always; check the function without `pipeline=`.
+        """
+        raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
+
+    @compat.face
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
+
+        It is slower than a plain call: nothing is launched ahead. Gives what the call gives.
+        """
+        leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
+        return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
+
+    def timeline(self, width: int = 120) -> str:
+        """The last call of a pipeline as text, planned above measured for each rank.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        return self.executable.timeline(width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the last call of a pipeline into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: nothing was called yet, or matplotlib is missing.
+        """
+        self.executable.draw(path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last call of a pipeline, planned beside measured, as JSON for https://ui.perfetto.dev.
+
+        Raises:
+          PipelineError: nothing was called yet.
+        """
+        self.executable.trace(path)
+
+    def with_schedule(self, schedule: Any) -> CompiledPipeline:
+        """This pipeline under another schedule. Nothing is placed or compiled again.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this one's does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, or deadlocks.
+        """
+        made = self.executable.with_schedule(schedule)
+        return CompiledPipeline(self._arguments, made, PipelinePlan.of(made.plan))
+
+
+_OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_schedule"))
+
+
+def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
+    """Runs a call, and gives the result in its structure."""
+    out = executable([x for x in call.leaves if is_array(x)])
+    return jax.tree.unflatten(executable.plan.program.out_tree, out)
