@@ -162,8 +162,8 @@ def test_too_many_boundaries():
 
     lines = ", ".join(f"{line_of(three, f'# {n}')} (three)" for n in ("first", "second", "third"))
     assert refused(step_of(three)) == (
-        f"{STEP}: 2 stages need 1 stage boundary, the loop has 3 ({lines}). Remove 2, or use more stages: a longer pipe "
-        "axis, or more chunks. (One further boundary is allowed after the loss.)"
+        f"{STEP}: 2 stages need 1 stage boundary, the loop has 3 ({lines}). Remove 2, or use more stages: a longer "
+        "pipe axis, or more chunks. (One further boundary is allowed after the loss.)"
     )
 
 

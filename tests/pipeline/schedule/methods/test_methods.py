@@ -81,8 +81,8 @@ def test_a_schedule_of_ones_own():
         ),
         (
             ("dualpipe-v", 4, 7),
-            'Schedule "dualpipe-v" does not support 4 ranks and 7 microbatches: it needs at least 2·ranks = 8 microbatches, '
-            "to fill the V from both ends; zb-v needs fewer.",
+            'Schedule "dualpipe-v" does not support 4 ranks and 7 microbatches: it needs at least 2·ranks = 8 '
+            "microbatches, to fill the V from both ends; zb-v needs fewer.",
         ),
         (
             ("1f1b", 4, 8, 2),
