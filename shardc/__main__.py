@@ -52,7 +52,7 @@ makespan."""
 
 
 @dataclass(frozen=True)
-class _Result:
+class _Outcome:
     schedule: Schedule
     timeline: Timeline | None
     deadlock: str | None
@@ -211,7 +211,7 @@ def _costs(text: str) -> StageCosts:
     return StageCosts.read(rows)
 
 
-def _plan(args: argparse.Namespace) -> _Result:
+def _plan(args: argparse.Namespace) -> _Outcome:
     """The schedule that the options ask for, and its simulation."""
     schedule, found = _schedule(args)
     costs = StageCosts.read(args.costs, schedule.stages)
@@ -225,7 +225,7 @@ def _plan(args: argparse.Namespace) -> _Result:
     if deadlock is None and args.credits == "auto":
         net = net.with_registers(auto_credits(net, costs, link))
     timeline = None if deadlock else simulate(net, costs, link)
-    return _Result(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
+    return _Outcome(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]:
@@ -259,7 +259,7 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]
     return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
 
 
-def _write(result: _Result, picture: str | None, trace: str | None) -> None:
+def _write(result: _Outcome, picture: str | None, trace: str | None) -> None:
     """Write the picture and the trace, if asked for; nothing for a schedule that deadlocks."""
     if result.timeline is None:
         return
@@ -271,7 +271,7 @@ def _write(result: _Result, picture: str | None, trace: str | None) -> None:
         write_trace(chart, trace)
 
 
-def _figures(result: _Result) -> dict[str, Any]:
+def _figures(result: _Outcome) -> dict[str, Any]:
     schedule, timeline, found = result.schedule, result.timeline, result.found
     figures: dict[str, Any] = {
         "schedule": schedule.name,
@@ -297,7 +297,7 @@ def _rounded(time: float) -> float:
     return round(time, 9) + 0.0
 
 
-def _show(result: _Result) -> None:
+def _show(result: _Outcome) -> None:
     schedule, timeline = result.schedule, result.timeline
     print(_headline(schedule))
     if timeline is None:
@@ -327,7 +327,7 @@ def _headline(schedule: Schedule) -> str:
     return text if v == 1 else f"{text}, {v} stages on each rank"
 
 
-def _table(result: _Result, timeline: Timeline) -> str:
+def _table(result: _Outcome, timeline: Timeline) -> str:
     """The figures as text: those of each rank, then those of the whole schedule."""
     peaks = peak_activations(result.schedule, timeline)
     ranks = [

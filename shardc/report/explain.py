@@ -81,12 +81,12 @@ def optimality_text(gap: float | None) -> str:
 
 def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
     """Lines to append that say how many rounds are counted for loops of unknown length; empty if there are none."""
-    once, said = dict[str, None](), dict[str, None]()
+    once, counted = dict[str, None](), dict[str, None]()
     for eqn in (e for jaxpr in jaxprs for e in all_eqns(jaxpr)):
         if eqn.primitive.name == "while":
             n, line = compat.rounds_of(eqn), compat.source_line(eqn) or "a line of a library"
-            (once if n is None else said)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
-    text = f"\nLoops of unknown length, counted as shardc.trips says: {', '.join(said)}." if said else ""
+            (once if n is None else counted)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
+    text = f"\nLoops of unknown length, counted as shardc.trips says: {', '.join(counted)}." if counted else ""
     if once:
         text += (
             f"\nLoops of unknown length, counted as one round in bytes and in time: {', '.join(once)}. "

@@ -138,11 +138,11 @@ def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
             axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
             if runs > 1:
                 axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=_PALE, va="center", ha="right")
-            _draw_row(_Row(chart, track, rank, chart.spans_of_time[i], plot), axes, y)
+            _draw_row(_TrackRow(chart, track, rank, chart.spans_of_time[i], plot), axes, y)
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TrackRow:
     """One rank in one run.
 
     Attributes:
@@ -158,7 +158,7 @@ class _Row:
     width: float
 
 
-def _draw_row(row: _Row, axes: Axes, y: float) -> None:
+def _draw_row(row: _TrackRow, axes: Axes, y: float) -> None:
     """Draw a bar for each task of one rank in one run, with its name if that fits."""
     chart, track = row.chart, row.track
     bars: dict[str, list[tuple[float, float]]] = {}

@@ -274,14 +274,14 @@ def _coordinates(mesh: AnyMesh, device: Any, wrong: list[str]) -> dict[str, int]
     """
     sizes = dict(mesh.shape)
     if isinstance(device, Mapping):
-        said: dict[str, Any] = {str(a): i for a, i in device.items()}
-        bad = [f"{a}={i}" for a, i in said.items() if a not in sizes or not 0 <= i < sizes[a]]
-        bad += [f"nothing for {a}" for a, n in sizes.items() if a not in said and n > 1]
+        given: dict[str, Any] = {str(a): i for a, i in device.items()}
+        bad = [f"{a}={i}" for a, i in given.items() if a not in sizes or not 0 <= i < sizes[a]]
+        bad += [f"nothing for {a}" for a, n in sizes.items() if a not in given and n > 1]
         if bad:
-            near = "".join(did_you_mean(a, sizes) for a in said if a not in sizes)
-            wrong.append(f"device={said} says {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
+            near = "".join(did_you_mean(a, sizes) for a in given if a not in sizes)
+            wrong.append(f"device={given} has {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
             return None
-        return {a: int(said.get(a, 0)) for a in sizes}
+        return {a: int(given.get(a, 0)) for a in sizes}
     if not isinstance(mesh, Mesh):
         wrong.append(
             f"device={device!r}: the mesh {mesh_text(mesh)} is for planning and has no devices; give coordinates."

@@ -131,20 +131,20 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
                 f"{_costs(plan, best.plan)}."
             )
         return f"No cheaper placement was found: the next best, {there}, {_costs(plan, best.plan)}."
-    by_user = _says(value.node, pin)
-    how = f"It is pinned by {_said(value.node, pin)}" if by_user else "The argument is passed with this placement"
+    by_user = _is_from_user(value.node, pin)
+    how = f"It is pinned by {_source_of(value.node, pin)}" if by_user else "The argument is passed with this placement"
     if gains:
         return f"{how}. If it were AUTO, the best placement found is {there}, which {_costs(plan, best.plan)}."
     return f"{how}. This costs nothing: no better placement was found; {there} {_costs(plan, best.plan)}."
 
 
-def _says(node: Node, pin: Pin) -> bool:
+def _is_from_user(node: Node, pin: Pin) -> bool:
     """Whether a pin is the user's: not the placement of a passed array, nor a pin that planning of a stage adds."""
     constrained = node.kind == "carrier" and node.path == "constrain"
     return pin.fixed != frozenset() and (bool(pin.said) or constrained)
 
 
-def _said(node: Node, pin: Pin) -> str:
+def _source_of(node: Node, pin: Pin) -> str:
     return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
 
 
@@ -225,11 +225,11 @@ def pins_section(asked: Counterfactual) -> str:
     """A table of the user's pins with the cost of each, compared with AUTO."""
     plan = asked.plan
     title = "Pins: cost of each per call, compared with AUTO for its values while the other pins are kept"
-    said = [((), _said(n, pin), n) for n, pin in asked.pins.items() if _says(n, pin)]
-    if not said:
+    by_user = [((), _source_of(n, pin), n) for n, pin in asked.pins.items() if _is_from_user(n, pin)]
+    if not by_user:
         return "Pins: none"
     table = make_table("pinned by", "at", ">values", ">time", ">sent", ">peak memory", "with AUTO")
-    for _, names, nodes in fold_rows(said):
+    for _, names, nodes in fold_rows(by_user):
         at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
         other = asked.without(nodes)
         gains = faster(other.plan, plan)

@@ -146,7 +146,7 @@ def roles_of(names: Iterable[str], program: Program, pins: Iterable[Pin | None])
     eqns = list(all_eqns(program.jaxpr))
     if any(map(is_unit, eqns)):  # its body names axes
         return {a: a for a in names}
-    said: dict[str, list[Hashable]] = {a: [] for a in names}
+    found: dict[str, list[Hashable]] = {a: [] for a in names}
     for pin in (*pins, *map(pin_of, eqns)):
         if pin is None:
             continue
@@ -154,5 +154,5 @@ def roles_of(names: Iterable[str], program: Program, pins: Iterable[Pin | None])
             sbp = pin.placement[axis]
             along = pin.placement.splits.get(sbp.dim, ()) if isinstance(sbp, S) else ()
             free = pin.fixed is not None and axis not in pin.fixed
-            said[axis].append((str(sbp), along.index(axis) if along else 0, free))
-    return {a: tuple(words) for a, words in said.items()}
+            found[axis].append((str(sbp), along.index(axis) if along else 0, free))
+    return {a: tuple(words) for a, words in found.items()}

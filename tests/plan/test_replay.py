@@ -17,7 +17,7 @@ from shardc.plan.saved_json import from_json, numbers_of, ranges_text, to_json
 from shardc.plan.saved_plan import record
 from tests.report import programs
 from tests.report.test_explain import MEGATRON, f32, mlp_params
-from tests.report.test_pipeline import MESH, i32, tied, tied_args
+from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
 
 
 @pytest.fixture(scope="module")

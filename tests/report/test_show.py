@@ -143,7 +143,7 @@ def test_what_is_on_no_mesh_says_so():
     [
         (8, "device=8: the mesh data=4, model=2 has devices 0 to 7."),
         ({"dta": 0, "model": 0}, 'dta=0, nothing for data, but the mesh is data=4, model=2. Did you mean "data"?'),
-        ({"data": 4, "model": 0}, "says data=4, but the mesh is data=4, model=2."),
+        ({"data": 4, "model": 0}, "has data=4, but the mesh is data=4, model=2."),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(mesh, device, message):

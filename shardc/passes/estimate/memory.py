@@ -189,7 +189,7 @@ def _besides(
 
 
 def _of_softmax(
-    again: RecomputedExp, blocks: Collection[Var], placements: Mapping[Var, Placement], sizes: AxisSizes,
+    again: RecomputedExp, blocks: set[Var], placements: Mapping[Var, Placement], sizes: AxisSizes,
     size: Callable[[Var], int],
 ) -> Iterator[tuple[int, int, int]]:  # fmt: skip
     """Memory of a softmax that XLA recomputes, as (begin, end, bytes)."""

@@ -102,7 +102,7 @@ class _Ends:
 
 @dataclass
 class _LoopPart:
-    """What one task of the loop computes and exchanges, while it is collected.
+    """The equations and exchanged values of one task of the loop, while they are collected.
 
     Attributes:
       eqns: its equations, without receives.

@@ -166,10 +166,10 @@ def _no_link(channel: Channel) -> tuple[float, float]:
 
 def run_timed(net: Network, cost: Cost, link: LinkCost | None) -> Timeline | None:
     """`simulate` without its checks; None if the network deadlocks."""
-    return _Run(net, cost, link or _no_link).timeline()
+    return _SimulatedRun(net, cost, link or _no_link).timeline()
 
 
-class _Run:
+class _SimulatedRun:
     """One run of the simulator."""
 
     def __init__(self, net: Network, cost: Cost, link: LinkCost) -> None:
