@@ -31,7 +31,7 @@ COVERED: Final[Mapping[str, str]] = {
     "ir/transfer.py": "pipeline/test_transfers.py",
     "plan/plan.py": "report/test_explain.py",
     "plan/request.py": "whole/test_function.py",
-    "pipeline/plan.py": "report/test_pipeline.py",
+    "pipeline/plan.py": "report/test_explain_pipeline.py",
     "pipeline/rank_memory.py": "pipeline/test_memory.py",
     # parts of one thing, tested together
     "passes/audit/hlo_*.py": "passes/audit/test_hlo.py",
