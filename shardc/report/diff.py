@@ -52,7 +52,7 @@ def _numbers(plan: SpmdPlan | MpmdPlan) -> tuple[float, float, float, float]:
 
 def _order(plan: SpmdPlan | MpmdPlan) -> str:
     """The schedule of a pipeline."""
-    return str(plan.schedule) if isinstance(plan, MpmdPlan) else ""
+    return "" if plan.staging is None else plan.staging.order
 
 
 def _totals(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
@@ -67,11 +67,11 @@ def _totals(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
     for title, text, a, b in rows:
         table.add_row(title, text(a), text(b), signed_text(b - a, text))
     table.add_row("optimality gap", _gap_text(one.gap), _gap_text(other.gap), "")
-    if isinstance(one, MpmdPlan) and isinstance(other, MpmdPlan):
-        a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
-        table.add_row("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text))
-        table.add_row("stages", str(len(one.stages)), str(len(other.stages)), "")
-        table.add_row("schedule", one.schedule.name, other.schedule.name, "")
+    if (a := one.staging) is not None and (b := other.staging) is not None:
+        sent = bytes_text(a.bytes), bytes_text(b.bytes), signed_text(b.bytes - a.bytes, bytes_text)
+        table.add_row("sent from stage to stage", *sent)
+        table.add_row("stages", str(a.count), str(b.count), "")
+        table.add_row("schedule", a.schedule, b.schedule, "")
     return section(head, table)
 
 
@@ -115,9 +115,9 @@ def _leaves(title: str, one: _Leaves, other: _Leaves) -> str:
 
 def _operations(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
     """A line with the number of operations whose operands or results have another placement."""
-    if isinstance(one, MpmdPlan) or isinstance(other, MpmdPlan):
+    if one.staging is not None or other.staging is not None:
         return ""
-    a, b = record(one), record(other)
+    a, b = record(one.programs[0]), record(other.programs[0])
     if a.digests != b.digests:
         return "The programs differ; arguments and results are compared by path."
     assert a.operations is not None

@@ -33,7 +33,7 @@ def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str
 
 
 def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str]) -> Iterator[str]:
-    parts = [s.plan for s in plan.stages] if isinstance(plan, MpmdPlan) else [plan]
+    parts = plan.programs
     largest: dict[str, tuple[int, Eqn]] = {}
     for eqn in (e for p in parts if p.mesh.size > 1 for e in p.without_rule):
         size = max(sum(map(_bytes, side)) for side in (eqn.invars, eqn.outvars))

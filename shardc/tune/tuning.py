@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
-from shardc.pipeline.plan import MpmdPlan, Pipeline
+from shardc.pipeline.plan import Pipeline
 from shardc.report.tables import (
     bytes_text,
     fold_rows,
@@ -147,8 +147,9 @@ def pipeline_text(c: Candidate) -> str:
     """Stages and schedule of a pipeline, `4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    name = c.plan.schedule.name if isinstance(c.plan, MpmdPlan) else c.pipeline.schedule
-    stages = f"{number_text(len(c.plan.stages), 'stage')}, " if isinstance(c.plan, MpmdPlan) else ""
+    staging = None if c.plan is None else c.plan.staging
+    name = c.pipeline.schedule if staging is None else staging.schedule
+    stages = "" if staging is None else f"{number_text(staging.count, 'stage')}, "
     return f"{stages}{name}"
 
 
