@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick sample oldest parity every harnesses without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline test quick sample oldest parity every everything harnesses without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -30,6 +30,7 @@ help:
 	@echo "make newest the quick tests on the newest releases of everything, whatever the locks say"
 	@echo "make parity every plan, schedule, model and mesh of the parity with one device, of which the suite runs a sample"
 	@echo "make every  the suite with every case of its slow tests, of which it else runs one of three"
+	@echo "make everything  lint, docs, make every on the newest and on the oldest Python, harnesses, without-rules: hours"
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
@@ -80,6 +81,9 @@ parity: $(VENV)/.has-dev
 
 every: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) --every-case $(ARGS)
+
+everything: lint docs every harnesses without-rules
+	$(MAKE) every PY="$(call python_of,$(lastword $(TESTED)))" VENV=.venv-oldest
 
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)

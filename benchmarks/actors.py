@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.simulate import simulate
@@ -23,7 +23,7 @@ from shardc.runtime.mailbox import Mailbox
 
 
 def one_f1b(ranks: int, microbatches: int) -> Network:
-    schedule = METHODS["1f1b"].orders(ranks, microbatches, 1, Costs())
+    schedule = METHODS["1f1b"].orders(ranks, microbatches, 1, StageCosts())
     stash = [ranks - i for i in range(ranks)]
     return network(schedule, registers={"stash": stash, "activation": 2, "gradient": 2})
 
@@ -73,7 +73,7 @@ def main() -> None:
     start = time.perf_counter(), time.process_time()
     big = one_f1b(8, options.actions // 16)
     built = time.perf_counter(), time.process_time()
-    timeline = simulate(big, Costs(), lambda _: (0.5, 0.1))
+    timeline = simulate(big, StageCosts(), lambda _: (0.5, 0.1))
     ran = time.perf_counter(), time.process_time()
     assert timeline.makespan
     assert find_deadlock(big) is None

@@ -1,5 +1,5 @@
-"""The command line: `python -m shardc schedule ...` looks at a pipeline's schedule, without devices;
-`python -m shardc calibrate ...` measures those that are there; `python -m shardc passes` lists the passes."""
+"""The command line: `python -m shardc schedule ...` shows a pipeline's schedule, without devices;
+`python -m shardc calibrate ...` measures the devices of this machine; `python -m shardc passes` lists the passes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shardc.errors import MeshError, PipelineError
 from shardc.machine.mesh import make_mesh
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.check import checked
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
-from shardc.pipeline.schedule.methods import METHODS, Found, find_schedule, make_schedule
+from shardc.pipeline.schedule.methods import METHODS, FoundSchedule, SearchLimits, find_schedule, make_schedule
 from shardc.pipeline.schedule.network import CHANNELS, network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
@@ -47,22 +47,22 @@ example: python -m shardc schedule --stages 4 --microbatches 8 --schedule zb-h1
 """
 _NO_REGISTERS: Final = """\
 The pipeline deadlocks: rank {0} waits for itself. It is at 0F0, its first action, and waits for a register of its own
-stash, of which there are none. A stash and an edge need 1 register at least; --credits auto finds the fewest that keep
-the time."""
+stash, which has none. Each stash and each edge needs at least 1 register; --credits auto finds the fewest that keep the
+makespan."""
 
 
 @dataclass(frozen=True)
-class _Result:
+class _Outcome:
     schedule: Schedule
     timeline: Timeline | None
     deadlock: str | None
-    found: Found | None
+    found: FoundSchedule | None
     net: Network
     registers_shown: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0 if all is well, 1 for a schedule that deadlocks, 2 for options that cannot be."""
+    """Run the command line. Returns 0 on success, 1 for a schedule that deadlocks, 2 for invalid options."""
     args = _parser().parse_args(argv)
     return args.run(args)
 
@@ -110,72 +110,71 @@ def _bad(command: str, message: str) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage in front of it."""
+        """Exit with one line, without the usage text."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m shardc", description="shardc without devices.")
+    parser = _Parser(prog="python -m shardc", description="Tools of shardc that need no program.")
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
     schedule = commands.add_parser(
         "schedule",
-        help="a pipeline schedule: its grid over time, bubble, activations and messages",
-        description="Draws a pipeline schedule over time and says what it costs.",
+        help="show a pipeline schedule: its grid over time, bubble, activations and messages",
+        description="Draws a pipeline schedule over time and prints its cost.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = schedule.add_argument
-    add("--stages", type=_positive, metavar="N", help="how many ranks the pipeline has")
-    add("--microbatches", type=_positive, metavar="M", help="how many microbatches a step has")
+    add("--stages", type=_positive, metavar="N", help="number of ranks of the pipeline")
+    add("--microbatches", type=_positive, metavar="M", help="number of microbatches of a step")
     add("--schedule", metavar="NAME", help=f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)")
-    add("--chunks", type=_positive, metavar="V", help="stages of each rank (default: what the schedule has)")
+    add("--chunks", type=_positive, metavar="V", help="stages on each rank (default: given by the schedule)")
     costs = (
-        "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); for each stage: 1,1,1;2,1,1;..."
+        "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); of each stage: 1,1,1;2,1,1;..."
     )
-    add("--costs", type=_costs, default=Costs(), metavar="F,B,W", help=costs)
+    add("--costs", type=_costs, default=StageCosts(), metavar="F,B,W", help=costs)
     add("--latency", type=_time, default=0.0, metavar="T", help="time of a message between two ranks (default: 0)")
-    add("--memory", type=_positive, metavar="K", help="for auto: activations that a rank may hold, in chunks")
+    add("--memory", type=_positive, metavar="K", help="for auto: the most activations that a rank may hold, in chunks")
     registers = (
-        "registers of every stash and edge: a number, or auto, the fewest that keep the time (default: no bound)"
+        "registers of every stash and edge: a number, or auto, the fewest that keep the makespan (default: unbounded)"
     )
     add("--credits", type=_credits, metavar="C", help=registers)
-    file = (
-        "reads the schedule instead: torch's compute-only CSV if the name ends in .csv, else a grid as str() prints it"
-    )
+    file = "read the schedule from a file: torch's compute-only CSV (.csv), or a grid as str() prints it"
     add("--file", metavar="FILE", help=file)
-    add("--save", metavar="FILE", help="writes the schedule as CSV")
-    add("--svg", metavar="FILE", help="draws the schedule over time into an .svg or .png file")
-    add("--trace", metavar="FILE", help="writes it as a trace for https://ui.perfetto.dev; a unit of time is 1 us")
-    add("--json", action="store_true", help="prints one JSON object")
+    add("--save", metavar="FILE", help="write the schedule as CSV")
+    add("--svg", metavar="FILE", help="draw the schedule over time into an .svg or .png file")
+    add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev; a unit of time is 1 us")
+    add("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule_command)
     _add_calibrate(commands)
     return parser
 
 
 def _add_calibrate(commands: Any) -> None:
-    passes = commands.add_parser("passes", help="lists the passes in their order: what each takes, gives and does")
+    passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
     passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     calibrate = commands.add_parser(
         "calibrate",
-        help="measures this machine: operations, memory, collectives along each axis of a mesh",
-        description="Measures the devices that JAX finds here and writes what make_mesh reads.",
+        help="measure this machine: matrix products, memory, collectives along each axis of a mesh",
+        description="Measures the devices that JAX finds, and writes a topology that make_mesh reads.",
         epilog='then: shardc.make_mesh(data=4, model=2, calibration="here.json")\n',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = calibrate.add_argument
     add("--mesh", type=_mesh, required=True, metavar="AXES", help="axes and their sizes: data=4,model=2")
-    add("--save", metavar="FILE", help="writes the topology, as JSON; a name that ends in .json")
-    add("--turns", type=_positive, default=5, metavar="N", help="of each measurement; the median counts (default: 5)")
+    add("--save", metavar="FILE", help="write the topology to a .json file")
+    turns = "repetitions of each measurement; the median is used (default: 5)"
+    add("--turns", type=_positive, default=5, metavar="N", help=turns)
     sizes = "bytes that a device holds before a collective (default: 4096,65536,1048576)"
     add("--sizes", type=_sizes, metavar="BYTES", help=sizes)
-    add("--json", action="store_true", help="prints the topology instead of the table")
+    add("--json", action="store_true", help="print the topology instead of the table")
     calibrate.set_defaults(run=_calibrate_command)
 
 
 def _mesh(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.isidentifier() and n.isdecimal() and int(n) for axis, _, n in pairs):
-        raise argparse.ArgumentTypeError(f'"{text}" is no mesh; write data=4,model=2')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a mesh; write data=4,model=2')
     return {axis: int(n) for axis, _, n in pairs}
 
 
@@ -183,39 +182,39 @@ def _sizes(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
-def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
+def _number(text: str, kind: type[int] | type[float], least: float, wanted: str) -> Any:
     try:
         number = kind(text)
     except ValueError:
         number = kind(-1)
     if not least <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f'"{text}" is no {what}')
+        raise argparse.ArgumentTypeError(f'"{text}" is not {wanted}')
     return number
 
 
 def _positive(text: str) -> int:
-    return _number(text, int, 1, "whole number, 1 or more")
+    return _number(text, int, 1, "a whole number of 1 or more")
 
 
 def _time(text: str) -> float:
-    return _number(text, float, 0, "time, 0 or more")
+    return _number(text, float, 0, "a time of 0 or more")
 
 
 def _credits(text: str) -> int | str:
-    return text if text == "auto" else _number(text, int, 0, 'whole number, 0 or more, nor "auto"')
+    return text if text == "auto" else _number(text, int, 0, 'a whole number of 0 or more, or "auto"')
 
 
-def _costs(text: str) -> Costs:
-    rows = [[_number(c, float, 0, "cost, a number, 0 or more") for c in row.split(",")] for row in text.split(";")]
+def _costs(text: str) -> StageCosts:
+    rows = [[_number(c, float, 0, "a cost of 0 or more") for c in row.split(",")] for row in text.split(";")]
     if any(len(row) != 3 for row in rows):
-        raise argparse.ArgumentTypeError(f'"{text}" is not three numbers F,B,W')
-    return Costs.read(rows)
+        raise argparse.ArgumentTypeError(f'"{text}" has to be three numbers F,B,W')
+    return StageCosts.read(rows)
 
 
-def _plan(args: argparse.Namespace) -> _Result:
+def _plan(args: argparse.Namespace) -> _Outcome:
     """The schedule that the options ask for, and its simulation."""
     schedule, found = _schedule(args)
-    costs = Costs.read(args.costs, schedule.stages)
+    costs = StageCosts.read(args.costs, schedule.stages)
 
     def link(channel: Channel) -> tuple[float, float]:
         return args.latency, 0.0
@@ -226,13 +225,13 @@ def _plan(args: argparse.Namespace) -> _Result:
     if deadlock is None and args.credits == "auto":
         net = net.with_registers(auto_credits(net, costs, link))
     timeline = None if deadlock else simulate(net, costs, link)
-    return _Result(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
+    return _Outcome(schedule, timeline, str(deadlock) if deadlock else None, found, net, args.credits is not None)
 
 
-def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
+def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]:
     if args.file:
         if args.schedule:
-            raise PipelineError("--schedule and --file both say what the schedule is; give one of them.")
+            raise PipelineError("--schedule and --file exclude each other: both name a schedule; give one of them.")
         text = Path(args.file).read_text(encoding="utf-8-sig")
         is_csv = Path(args.file).suffix.lower() == ".csv"
         schedule = Schedule.from_csv(text, Path(args.file).stem) if is_csv else Schedule.parse(text)
@@ -241,13 +240,17 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
         return make_schedule(schedule, ranks, microbatches, args.chunks), None
     missing = [o for o, n in (("--stages", args.stages), ("--microbatches", args.microbatches)) if n is None]
     if missing:
-        raise PipelineError(f"{' and '.join(missing)} missing; say how many, or read a schedule with --file.")
+        many = len(missing) > 1
+        raise PipelineError(
+            f"{' and '.join(missing)} {'are' if many else 'is'} missing; give {'them' if many else 'it'}, or read a "
+            "schedule with --file."
+        )
     if args.memory and args.schedule != "auto":
-        raise PipelineError("--memory is for --schedule auto; other schedules hold what they hold.")
+        raise PipelineError("--memory is for --schedule auto; the memory of other schedules is fixed.")
     if args.schedule == "auto":
         found = find_schedule(
             args.stages, args.microbatches, args.chunks or 1,
-            costs=args.costs, latency=args.latency, memory=args.memory,
+            costs=args.costs, latency=args.latency, limits=SearchLimits(args.memory),
         )  # fmt: skip
         return found.schedule, found
     name = args.schedule or "1f1b"
@@ -256,8 +259,8 @@ def _schedule(args: argparse.Namespace) -> tuple[Schedule, Found | None]:
     return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
 
 
-def _write(result: _Result, picture: str | None, trace: str | None) -> None:
-    """The files that were asked for; none for a schedule that deadlocks."""
+def _write(result: _Outcome, picture: str | None, trace: str | None) -> None:
+    """Write the picture and the trace, if asked for; nothing for a schedule that deadlocks."""
     if result.timeline is None:
         return
     schedule = result.schedule
@@ -268,7 +271,7 @@ def _write(result: _Result, picture: str | None, trace: str | None) -> None:
         write_trace(chart, trace)
 
 
-def _figures(result: _Result) -> dict[str, Any]:
+def _figures(result: _Outcome) -> dict[str, Any]:
     schedule, timeline, found = result.schedule, result.timeline, result.found
     figures: dict[str, Any] = {
         "schedule": schedule.name,
@@ -290,11 +293,11 @@ def _figures(result: _Result) -> dict[str, Any]:
 
 
 def _rounded(time: float) -> float:
-    """Without the last bits of sums of floats."""
+    """The time without rounding errors of float sums."""
     return round(time, 9) + 0.0
 
 
-def _show(result: _Result) -> None:
+def _show(result: _Outcome) -> None:
     schedule, timeline = result.schedule, result.timeline
     print(_headline(schedule))
     if timeline is None:
@@ -312,7 +315,8 @@ def _show(result: _Result) -> None:
         grid = Text(draw_timeline(timeline.spans, width=width, label=label))
         for pattern, colour in _COLOURS:
             grid.highlight_regex(pattern, colour)
-        console.print("", grid, f"A dot is {unit:g} of idle time.", sep="\n", soft_wrap=True)
+        dot = f"A dot is {unit:g} unit{'s' * (unit != 1)} of idle time."
+        console.print("", grid, dot, sep="\n", soft_wrap=True)
     print()
     print(_table(result, timeline))
 
@@ -323,8 +327,8 @@ def _headline(schedule: Schedule) -> str:
     return text if v == 1 else f"{text}, {v} stages on each rank"
 
 
-def _table(result: _Result, timeline: Timeline) -> str:
-    """The figures: by rank, then of the whole."""
+def _table(result: _Outcome, timeline: Timeline) -> str:
+    """The figures as text: those of each rank, then those of the whole schedule."""
     peaks = peak_activations(result.schedule, timeline)
     ranks = [
         ("", [f"rank {r}" for r in range(result.schedule.ranks)]),
@@ -335,13 +339,13 @@ def _table(result: _Result, timeline: Timeline) -> str:
     share = timeline.bubble / timeline.makespan if timeline.makespan else 0.0
     whole = [
         ("makespan", f"{_rounded(timeline.makespan):.9g}"),
-        ("bubble, makespan less busy", f"{_rounded(timeline.bubble):.9g} ({share:.1%})"),
+        ("bubble, makespan minus busy", f"{_rounded(timeline.bubble):.9g} ({share:.1%})"),
         ("messages between ranks", str(timeline.messages)),
     ]
     if result.found:
         found = result.found
-        best = "none is faster" if found.gap < 1e-9 else f"the best is at most {found.gap:.1%} faster"
-        whole.append(("no schedule is under", f"{_rounded(found.bound):.9g}: {best} ({found.tried} tried)"))
+        gap = "proved optimal" if found.gap < 1e-9 else f"an optimal schedule is at most {found.gap:.1%} faster"
+        whole.append(("lower bound of makespan", f"{_rounded(found.bound):.9g}: {gap} ({found.tried} tried)"))
     for kind in CHANNELS if result.registers_shown else ():
         counts = [str(c.registers) for c in result.net.channels if re.match(rf"{kind}\b", c.name)]
         if counts:

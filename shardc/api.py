@@ -31,7 +31,7 @@ from shardc.errors import (
     did_you_mean,
 )
 from shardc.execute import gc_pause
-from shardc.execute.call_cache import Routes, has_tracers
+from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.ir.program import Program
@@ -127,7 +127,7 @@ class Function:
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
-        self._routes = Routes(self._arguments)
+        self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
 
     def _refuse_wrong_names(self) -> None:
@@ -153,13 +153,13 @@ class Function:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._routes.run(tree, leaves)) is not None:
+        if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._arguments.take_apart(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
         executable = self._executable(self._plan(call))
-        self._routes.add(tree, leaves, executable)
+        self._cached_calls.add(tree, leaves, executable)
         return run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -316,7 +316,7 @@ class Function:
 
 
 @compat.face
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

@@ -11,7 +11,7 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.errors import PipelineError
-from shardc.execute.call_cache import Routes
+from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.machine.mesh import without_mesh
@@ -34,7 +34,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
     def __init__(self, arguments: Arguments, executable: ExecutableT, plan: PlanT) -> None:
         self._arguments = arguments
-        self._routes = Routes(arguments)
+        self._cached_calls = CallCache(arguments)
         self.executable = executable
         self.plan = plan
         self.audit = executable.audit
@@ -44,11 +44,11 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._routes.run(tree, leaves)) is not None:
+        if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
         out = run(self.executable, call)
-        self._routes.add(tree, leaves, self.executable)  # the call has shown that it fits
+        self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

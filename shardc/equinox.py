@@ -1,7 +1,7 @@
 """Functions of equinox modules on a mesh, as `equinox.filter_jit` makes them for one device.
 
-Imported by hand, `import shardc.equinox`; shardc itself does without equinox, and so does this module: what it does is
-right for every pytree with leaves that are no arrays.
+Import it explicitly, `import shardc.equinox`. Neither shardc nor this module needs equinox: it works for every pytree
+with leaves that are not arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AnyPlanT = TypeVar("AnyPlanT", bound=Plan | PipelinePlan)
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _Fixed:
-    """A leaf that is no array, as a part of the structure of a pytree: another value is another structure."""
+    """A leaf that is not an array, as a part of a pytree's structure: another value is another structure."""
 
     value: Any
 
@@ -49,7 +49,7 @@ def _is_fixed(x: object) -> bool:
 
 
 def _is_traced(x: object) -> bool:
-    """As in `filter_jit`: arrays of JAX and NumPy are traced, Python's numbers are not."""
+    """Whether a leaf is traced. As in `filter_jit`, arrays of JAX and NumPy are, Python's numbers are not."""
     return is_array(x) and (not isinstance(x, int | float | complex) or isinstance(x, np.generic))
 
 
@@ -61,7 +61,7 @@ def _open(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if _is_fixed(x) else x, tree, is_leaf=_is_fixed)
 
 
-class Function:
+class EquinoxFunction:
     """A function of equinox modules that runs on a mesh. Made by `function`."""
 
     def __init__(self, fn: Callable[..., Any], keywords: dict[str, Any]) -> None:
@@ -87,10 +87,10 @@ class Function:
         args, kwargs = self._closed(args, kwargs)
         return _without_constants(self._function.plan(*args, **kwargs))
 
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Plans and compiles a call without running it."""
+    def compile(self, *args: Any, **kwargs: Any) -> EquinoxCompiled:
+        """Plan and compile a call without running it."""
         args, kwargs = self._closed(args, kwargs)
-        return Compiled(self, self._function.compile(*args, **kwargs))
+        return EquinoxCompiled(self, self._function.compile(*args, **kwargs))
 
     def _closed(self, args: Any, kwargs: Any) -> Any:
         closed = _close((args, kwargs))
@@ -105,10 +105,10 @@ class Function:
         return closed
 
 
-class Compiled:
-    """The result of `Function.compile`: it is called like the function, and has all that `shardc.function`'s has."""
+class EquinoxCompiled:
+    """The result of `EquinoxFunction.compile`: is called like the function, with all methods of `shardc.function`'s."""
 
-    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
+    def __init__(self, function: EquinoxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Compiled:
         return getattr(self._compiled, name)
 
 
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,
@@ -133,21 +133,21 @@ def function(
 ) -> Any:
     """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
 
-    Arrays of JAX and NumPy are traced; all other leaves of arguments (activations, names, Python's numbers and flags)
-    are constants: another value is another plan. Results may have such leaves too. In a plan, and to `shardc.rules`, a
-    module is the tree of its fields: `layers/0/weight`.
+    Arrays of JAX and NumPy are traced. All other leaves of arguments (activations, names, Python's numbers and flags)
+    are constants: another value needs another plan. Results may have such leaves too. In a plan, and for
+    `shardc.rules`, a module is the tree of its fields: `layers/0/weight`.
 
     Args:
       fn: the function.
-      mesh: as for `shardc.function`. Without one, `fn` itself comes back.
+      mesh: as for `shardc.function`. Without a mesh the result is `fn` itself.
       in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
         `shardc.function`.
 
     Returns:
-      A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
+      A `EquinoxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
 
     Raises:
-      ArgumentError: a name is no argument of `fn`; in a call, a leaf that is no array has no hash.
+      ArgumentError: a name is not an argument of `fn`; in a call, a leaf that is not an array is not hashable.
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -158,13 +158,13 @@ def function(
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
             "plan": plan, "replicate": replicate,
         }  # fmt: skip
-        return Function(fn, keywords)
+        return EquinoxFunction(fn, keywords)
 
     return decorate if fn is None else decorate(fn)
 
 
 def _without_constants(plan: AnyPlanT) -> AnyPlanT:
-    """The plan, with no placement where a leaf is no array."""
+    """The plan without placements for leaves that are not arrays."""
     tree = plan.request.tree
     assert tree is not None
     shown = replace(tree, shown=lambda x: jax.tree.map(lambda y: None if _is_fixed(y) else y, x, is_leaf=_is_fixed))

@@ -1,7 +1,7 @@
 """Flax on a mesh: placements from the partitioning metadata of linen and nnx, and functions that write to nnx modules.
 
-Imported by hand, `import shardc.flax`; shardc itself does without flax. Once it is imported, `shardc.accumulate` takes
-modules: what a microbatch writes to them is carried to the next.
+Import it explicitly, `import shardc.flax`: shardc itself does not need flax. After the import `shardc.accumulate` takes
+modules, and passes the values that a microbatch writes to them on to the next microbatch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
 
 LogicalRules: TypeAlias = Sequence[tuple[str, str | tuple[str, ...] | None]]
-"""Where the logical axes of arrays lie, as flax takes it: the name, and the axis of the mesh, or several, or None."""
+"""Rules in flax's form: the name of a logical axis, and the mesh axis, or several, or None, that it is split over."""
 
 
 def placements(tree: Any, rules: LogicalRules | None = None) -> Any:
     """Placements from the metadata of flax's variables, for `in_placements`, `out_placements` and `shardc.put`.
 
     Args:
-      tree: of linen: variables, or a training state, as `model.init` or `jax.eval_shape` of it gives them, with the
-        boxes of `nn.with_partitioning` or `nn.with_logical_partitioning` in them. Of nnx: a module, an optimizer or a
-        state. An optimizer's state that was made from such parameters has their metadata, too.
-      rules: for logical names, as `nn.logical_axis_rules` takes them; without it those of a box itself or of that
-        context hold. As in flax: a linen name without a rule splits nothing, an nnx one is an axis of the mesh.
+      tree: for linen, variables or a training state as from `model.init` or `jax.eval_shape` of it, with the boxes of
+        `nn.with_partitioning` or `nn.with_logical_partitioning`. For nnx, a module, an optimizer or a state. The state
+        of an optimizer that was made from such parameters has their metadata too.
+      rules: rules for logical names, as for `nn.logical_axis_rules`; by default those of the box or of that context. As
+        in flax, a linen name without a rule splits nothing, and an nnx name without a rule is an axis of the mesh.
 
     Returns:
-      A pytree like `tree` with a Placement for each box or variable, and AUTO where there is no metadata. It fits the
-      tree with its boxes and, unboxed, without.
+      A pytree like `tree` with a Placement for each box or variable, and AUTO for values without metadata. It fits the
+      tree with its boxes and also the unboxed tree.
 
     Raises:
       ArgumentError: one array is split twice over the same axis.
@@ -81,7 +81,7 @@ def _placement(path: str, x: Any, rules: LogicalRules | None) -> Placement | Aut
 
 
 def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
-    """What a box or a variable says; None: nothing."""
+    """The partition spec of a box or a variable; None if it has none."""
     if isinstance(x, linen.Partitioned):
         own = x.rules if isinstance(x, linen.LogicallyPartitioned) else None
         known = rules if rules is not None else own
@@ -94,8 +94,8 @@ def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
     return None
 
 
-class Function:
-    """A function with nnx modules as arguments that runs on a mesh and may write to them. Made by `function`."""
+class FlaxFunction:
+    """A function with nnx modules as arguments, which runs on a mesh and may write to them. Made by `function`."""
 
     def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, keywords: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
@@ -108,7 +108,7 @@ class Function:
                 "a name."
             )
         self._made: dict[Any, api.Function] = {}
-        api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # names that do not fit
+        api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # refuses wrong names
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,21 +124,21 @@ class Function:
             return self._open(lambda function, values: function.plan(**values), args, kwargs)
 
     @compat.face
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Plans and compiles a call without running it."""
+    def compile(self, *args: Any, **kwargs: Any) -> FlaxCompiled:
+        """Plan and compile a call without running it."""
         with nnx.update_context(_TAG):
-            return Compiled(self, self._open(lambda function, values: function.compile(**values), args, kwargs))
+            return FlaxCompiled(self, self._open(lambda function, values: function.compile(**values), args, kwargs))
 
-    def _run(self, use: Use, args: Any, kwargs: Any) -> Any:
-        """Runs, and writes what the modules then hold back into them."""
+    def _run(self, use: RunFunction, args: Any, kwargs: Any) -> Any:
+        """Run a call, and write the new values back into the modules."""
         with nnx.update_context(_TAG):
             states, graph, out = self._open(use, args, kwargs)
             with nnx.merge_context(_TAG, inner=False) as context:
                 nodes: Any = context.merge(graph, nnx.State(states))
         return nodes.get(_RESULT, out)
 
-    def _open(self, use: Use, args: Any, kwargs: Any) -> Any:
-        """Uses the function of arrays, with the modules among its arguments taken apart."""
+    def _open(self, use: RunFunction, args: Any, kwargs: Any) -> Any:
+        """Call `use` with the function of arrays and its arguments, in which modules are split into arrays."""
         bound = self._signature.bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
@@ -146,13 +146,13 @@ class Function:
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
         with nnx.split_context(_TAG) as context:
             graph, state = context.split(nodes)
-        # what several arguments hold stands under the first of them; nothing may be left for another
+        # a variable of several arguments is listed under the first one, so another may have none
         states: dict[str, Any] = {n: state.get(n, {}) for n in nodes}
         function = self._function(graph, states)
         return use(function, {**values, **{n: nnx.as_pure(part) for n, part in states.items()}, _GRAPH: graph})
 
     def _function(self, graph: Any, states: Mapping[str, Any]) -> api.Function:
-        """The function of arrays for modules that are connected, and annotated, as these are."""
+        """The function of arrays for modules with this structure and these annotations."""
         key = (graph, tuple(spmd.get_logical_axis_rules()))
         if key not in self._made:
             self._made[key] = api.function(
@@ -161,21 +161,21 @@ class Function:
         return self._made[key]
 
     def _places(self, states: Mapping[str, Any]) -> Any:
-        """`in_placements`, and for modules of which it says nothing what their variables say."""
-        said, names = self._in_placements, list(self._signature.parameters)
-        if isinstance(said, tuple | list) and not is_leaf_spec(said):
-            if len(said) > len(names):
-                raise ArgumentError(f"in_placements: {len(said)} for {len(names)} arguments ({', '.join(names)}).")
-            said = dict(zip(names, said, strict=False))
-        elif said is None or isinstance(said, Auto):
-            said = {}
-        elif not (isinstance(said, dict) and set(said) & set(names)):
-            return said  # one for all arguments, or names that do not fit
-        silent = [n for n in states if said.get(n) is None or isinstance(said[n], Auto)]
-        return {**said, **{n: placements(states[n]) for n in silent}}
+        """`in_placements`, completed with the metadata of modules that it does not place."""
+        given, names = self._in_placements, list(self._signature.parameters)
+        if isinstance(given, tuple | list) and not is_leaf_spec(given):
+            if len(given) > len(names):
+                raise ArgumentError(f"in_placements: {len(given)} for {len(names)} arguments ({', '.join(names)}).")
+            given = dict(zip(names, given, strict=False))
+        elif given is None or isinstance(given, Auto):
+            given = {}
+        elif not (isinstance(given, dict) and set(given) & set(names)):
+            return given  # one for all arguments, or wrong names
+        silent = [n for n in states if given.get(n) is None or isinstance(given[n], Auto)]
+        return {**given, **{n: placements(states[n]) for n in silent}}
 
     def _of_arrays(self, names: Sequence[str]) -> Callable[..., Any]:
-        """The function of arrays: what its modules then hold, how they are connected, and the result."""
+        """The function of arrays. It returns the new values of its modules, their structure, and the result."""
         fn, signature = self._fn, self._signature
 
         def of_arrays(**values: Any) -> Any:
@@ -196,7 +196,7 @@ class Function:
         return of_arrays
 
 
-Use: TypeAlias = Callable[[Any, dict[str, Any]], Any]
+RunFunction: TypeAlias = Callable[[Any, dict[str, Any]], Any]
 _TAG: Final = "shardc"
 _GRAPH: Final = "nnx_graph"
 _RESULT: Final = "nnx_result"
@@ -206,10 +206,10 @@ def _has_nnx(tree: Any) -> bool:
     return any(map(is_nnx, jax.tree.leaves(tree, is_leaf=is_nnx)))
 
 
-class Compiled:
-    """What `Function.compile` gives: called like the function, and besides what `shardc.function`'s gives."""
+class FlaxCompiled:
+    """The result of `FlaxFunction.compile`: is called like the function, with all methods of `shardc.function`'s."""
 
-    def __init__(self, function: Function, compiled: api.AnyCompiled) -> None:
+    def __init__(self, function: FlaxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
 
     @compat.face
@@ -221,7 +221,7 @@ class Compiled:
 
 
 @compat.face
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,
@@ -236,24 +236,24 @@ def function(
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
 
-    Modules, optimizers, random streams and variables among the arguments are taken apart before the call, and what the
-    function writes to them is written back after it. In a plan, and to `shardc.rules`, a module is the tree of its
-    variables: `layers/0/kernel`.
+    Modules, optimizers, random streams and variables among the arguments are split into arrays before the call, and the
+    values that the function writes to them are written back after it. In a plan, and for `shardc.rules`, a module is
+    the tree of its variables: `layers/0/kernel`.
 
     Args:
-      fn: the function; its arguments have names of their own.
-      mesh: as for `shardc.function`. Without one, `fn` itself comes back.
-      in_placements: as for `shardc.function`. A module of which it says nothing lies where its variables' metadata say,
-        as `placements` reads it; variables without metadata are AUTO.
-      out_placements: of the result. What is written to a module lies where the compiler chooses, that of a donated one
-        where it was.
+      fn: the function. Each of its arguments has a name.
+      mesh: as for `shardc.function`. Without a mesh the result is `fn` itself.
+      in_placements: as for `shardc.function`. A module that it does not place gets the placements of its variables'
+        metadata, as `placements` reads them; variables without metadata are AUTO.
+      out_placements: placements of the result. The compiler chooses the placements of values that are written to a
+        module; those of a donated module stay.
       donate_argnames, static_argnames, pipeline, plan, replicate: as for `shardc.function`.
 
     Returns:
-      A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
+      A `FlaxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
 
     Raises:
-      ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is no argument of it.
+      ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is not one of its arguments.
     """
 
     api.refuse_unknown("shardc.flax.function", fn, unknown, function)
@@ -270,13 +270,13 @@ def function(
             "plan": plan,
             "replicate": replicate,
         }
-        return Function(fn, cast(AnyMesh, mesh), in_placements, keywords)
+        return FlaxFunction(fn, cast(AnyMesh, mesh), in_placements, keywords)
 
     return decorate if fn is None else decorate(fn)
 
 
 class _OpenedModules:
-    """The nnx modules among the arguments of a function over microbatches, taken apart into the arrays they hold."""
+    """The nnx modules among the arguments of a function over microbatches, split into their arrays."""
 
     def __init__(self, where: str, nodes: dict[str, Any]) -> None:
         self._where, self._nodes = where, nodes
@@ -301,11 +301,12 @@ class _OpenedModules:
 
     def _why_other(self, state: Any) -> str:
         paths = [path_text(path) for path, _ in leaves_by_path(state)]
-        changes = [f"{p} is new; make it before the loop." for p in paths if p not in self.paths]
-        changes += [f"{p} is gone; take it away before the loop." for p in self.paths if p not in paths]
+        changes = [f"{p} is new; create it before the loop." for p in paths if p not in self.paths]
+        changes += [f"{p} is gone; remove it before the loop." for p in self.paths if p not in paths]
         return all_offenders(
-            f"accumulate: {self._where} changes its modules in a microbatch, and the next one would begin with others",
-            changes or ["an attribute that is no array, as .train() and .eval() set them: set it before the loop."],
+            f"accumulate: {self._where} changes the structure of its modules in a microbatch, so the next microbatch "
+            "would begin with other modules",
+            changes or ["an attribute that is not an array, as .train() and .eval() set: set it before the loop."],
         )
 
 

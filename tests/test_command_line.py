@@ -79,7 +79,7 @@ def test_auto_says_how_far_it_can_be_from_the_best(capsys):
     assert (code, got["makespan"], got["bound"], got["gap"]) == (0, 27, 27, 0)
     assert got["tried"] > 0
     _, out, _ = run(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "auto", "--memory", "3")
-    assert "no schedule is under          28: the best is at most 10.7% faster (" in out
+    assert "lower bound of makespan       28: an optimal schedule is at most 10.7% faster (" in out
 
 
 def test_credits(capsys):
@@ -136,7 +136,7 @@ def test_a_picture_and_a_trace(capsys, tmp_path):
     slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(slices) == 16 and max(e["ts"] + e["dur"] for e in slices) == json.loads(out)["makespan"]
     code, _, err = run(capsys, "--stages", "2", "--microbatches", "4", "--svg", str(tmp_path / "grid.jpg"))
-    assert code == 2 and "a picture is written as .svg or .png" in err
+    assert code == 2 and "a picture has to be a .svg or .png file" in err
 
 
 def test_a_file_that_deadlocks(capsys, tmp_path):
@@ -156,8 +156,8 @@ def test_a_file_that_is_no_schedule(capsys, tmp_path):
     code, out, err = run(capsys, "--file", str(file), "--json")
     assert (code, out) == (2, "")
     assert err == (
-        'python -m shardc schedule: Schedule "bad" cannot be:\n'
-        "  rank 1, column 1: 1B1 stands before 1F1 (column 2), which it needs.\n"
+        'python -m shardc schedule: Schedule "bad" is not valid:\n'
+        "  rank 1, column 1: 1B1 comes before 1F1 (column 2), which it needs.\n"
         "    rank 1 | 1F0 [1B1] 1F1 1B0\n"
     )
 
@@ -165,26 +165,26 @@ def test_a_file_that_is_no_schedule(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("", "--stages and --microbatches missing; say how many, or read a schedule with --file."),
-        ("--stages 4", "--microbatches missing; say how many, or read a schedule with --file."),
-        ("--stages 0 --microbatches 8", 'argument --stages: "0" is no whole number, 1 or more'),
-        ("--stages 4 --microbatches x", 'argument --microbatches: "x" is no whole number, 1 or more'),
+        ("", "--stages and --microbatches are missing; give them, or read a schedule with --file."),
+        ("--stages 4", "--microbatches is missing; give it, or read a schedule with --file."),
+        ("--stages 0 --microbatches 8", 'argument --stages: "0" is not a whole number of 1 or more'),
+        ("--stages 4 --microbatches x", 'argument --microbatches: "x" is not a whole number of 1 or more'),
         ("--stages 4 --microbatches 8 --schedule zbh1", 'Did you mean "zb-h1"?'),
-        ("--stages 4 --microbatches 7 --schedule dualpipe-v", "it wants at least 2·ranks = 8 microbatches"),
+        ("--stages 4 --microbatches 7 --schedule dualpipe-v", "it needs at least 2·ranks = 8 microbatches"),
         ("--stages 4 --microbatches 8 --chunks 2", 'Schedule "1f1b" has 1 stage on each rank, not 2'),
-        ("--stages 4 --microbatches 8 --costs 1,2", 'argument --costs: "1,2" is not three numbers F,B,W'),
-        ("--stages 4 --microbatches 8 --costs 1,2,-1", 'argument --costs: "-1" is no cost, a number, 0 or more'),
-        ("--stages 4 --microbatches 8 --costs 1,2,nan", 'argument --costs: "nan" is no cost, a number, 0 or more'),
+        ("--stages 4 --microbatches 8 --costs 1,2", 'argument --costs: "1,2" has to be three numbers F,B,W'),
+        ("--stages 4 --microbatches 8 --costs 1,2,-1", 'argument --costs: "-1" is not a cost of 0 or more'),
+        ("--stages 4 --microbatches 8 --costs 1,2,nan", 'argument --costs: "nan" is not a cost of 0 or more'),
         ("--stages 4 --microbatches 8 --costs 1,2,3;1,2,3", "costs has 2 triples for 4 stages"),
-        ("--stages 4 --microbatches 8 --latency -1", 'argument --latency: "-1" is no time, 0 or more'),
+        ("--stages 4 --microbatches 8 --latency -1", 'argument --latency: "-1" is not a time of 0 or more'),
         (
             "--stages 4 --microbatches 8 --credits -1",
-            'argument --credits: "-1" is no whole number, 0 or more, nor "auto"',
+            'argument --credits: "-1" is not a whole number of 0 or more, or "auto"',
         ),
         ("--stages 4 --microbatches 8 --memory 3", "--memory is for --schedule auto"),
         ("--stages 4 --microbatches 8 --chunks 2 --schedule auto --memory 1", "one microbatch alone needs 2"),
         ("--file /nowhere/x.csv", "/nowhere/x.csv: No such file or directory."),
-        ("--file x.csv --schedule 1f1b", "--schedule and --file both say what the schedule is"),
+        ("--file x.csv --schedule 1f1b", "--schedule and --file exclude each other"),
         ("--stages 4 --microbatches 8 --frobnicate", "unrecognized arguments: --frobnicate"),
     ],
 )

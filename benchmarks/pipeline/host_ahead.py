@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from benchmarks.measure import report
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.network import network
@@ -24,7 +24,7 @@ HOST, MICROBATCHES = 0.2, 16
 
 
 def one_f1b(stages: int) -> Network:
-    net = network(METHODS["1f1b"].orders(stages, MICROBATCHES, 1, Costs()))
+    net = network(METHODS["1f1b"].orders(stages, MICROBATCHES, 1, StageCosts()))
     return net.with_registers(auto_credits(net, lambda _: 1.0, lambda _: (0.0, 0.0)))
 
 

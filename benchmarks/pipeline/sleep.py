@@ -18,7 +18,7 @@ import numpy as np
 
 import shardc
 from benchmarks.measure import report
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.network import network
@@ -47,7 +47,7 @@ def best(call: Callable[[], Any], turns: int) -> list[float]:
 def by_executor(name: str, turns: int) -> None:
     """Registers are the fewest that keep the best time."""
     method = METHODS[name]
-    schedule = method.orders(RANKS, MICROBATCHES, method.chunks, Costs())
+    schedule = method.orders(RANKS, MICROBATCHES, method.chunks, StageCosts())
     net = network(schedule)
     net = net.with_registers(auto_credits(net, lambda _: NAP, lambda _: (0.0, 0.0)))
     planned = simulate(net, lambda _: NAP).makespan

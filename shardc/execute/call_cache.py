@@ -1,11 +1,11 @@
-"""The short way of a call that was made before: no paths, no lookups, JAX's own dispatch checks the arguments.
+"""A cache of calls: a repeated call needs no paths and no lookups, and JAX's own dispatch checks its arguments.
 
-    f(*args)  --first-->  take apart, plan, compile, run; leaves a Route
-    f(*args)  --again-->  flatten, pick in the executable's order, run
+    f(*args)  --first time-->  take apart, plan, compile, run; add a CachedCall
+    f(*args)  --next times-->  flatten, pick in the executable's order, run
 
-JAX's compiled program holds shapes, dtypes and shardings against those that it was compiled for, and refuses others
-before anything runs; what it does not look at, weak types and JAX's settings, is compared here. A call that is not the
-same goes the long way.
+JAX's compiled program compares shapes, dtypes and shardings with those that it was compiled for, and refuses others
+before anything runs. Weak types and JAX's settings, which it does not check, are compared here. Any other call is made
+without the cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardc.execute.executable import looks_for_nans
 from shardc.passes.trace.trace import Arguments, is_array, settings
 
 
-class Runs(Protocol):
-    """What a route ends in: an executable of a plan."""
+class Runnable(Protocol):
+    """The part of an executable that a cached call uses."""
 
     plan: Any
     settings: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Runs(Protocol):
 
 
 class _Slot:
-    """Stands for leaf `index` of a flattened call."""
+    """A placeholder for leaf `index` of a flattened call."""
 
     __slots__ = ("index",)
 
@@ -42,22 +42,22 @@ class _Slot:
         self.index = index
 
 
-class Route:
-    """From the leaves of `jax.tree.flatten((args, kwargs))` to a result.
+class CachedCall:
+    """The way from the leaves of `jax.tree.flatten((args, kwargs))` to a result.
 
     Args:
-      tree, leaves: of the call that went the long way.
-      arguments: how the function's arguments are named.
-      executable: what that call ran.
+      tree, leaves: the tree and the leaves of the first call.
+      arguments: the names of the function's arguments.
+      executable: the executable that the first call ran.
     """
 
-    def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runs) -> None:
+    def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runnable) -> None:
         self.executable = executable
         args, kwargs = jax.tree.unflatten(tree, [_Slot(i) for i in range(len(leaves))])
         slots = arguments.take_apart(args, kwargs).leaves
-        self._order: list[int] = []  # in the leaves, then in the defaults
+        self._order: list[int] = []  # numbers of leaves, then of defaults
         self._defaults: list[Any] = []
-        self._unlike: list[int] = []  # places in the order of what JAX cannot say
+        self._unlike: list[int] = []  # places in the order whose placement JAX cannot express
         traced: set[int] = set()
         for slot in slots:
             if not isinstance(slot, _Slot):  # an argument that the call did not give
@@ -74,7 +74,7 @@ class Route:
         self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
-        """The result, in a tuple; None if the call has to go the long way."""
+        """The result in a tuple; None if this is another call."""
         for i, x in self._constants:
             if type(leaves[i]) is not type(x) or leaves[i] != x:
                 return None
@@ -93,26 +93,26 @@ class Route:
         return (self.executable.plan.program.out_tree.unflatten(out),)
 
 
-class Routes:
-    """The routes of one function, by the structure of its arguments and the mesh in context."""
+class CallCache:
+    """The cached calls of one function, by the structure of its arguments and the mesh in context."""
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
-        self._by_tree: dict[tuple[Any, Any], list[Route]] = {}
+        self._by_tree: dict[tuple[Any, Any], list[CachedCall]] = {}
 
     def run(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any] | None:
         known = self._by_tree.get((tree, jax.sharding.get_abstract_mesh()), ())
         if known and not has_tracers(leaves):
-            for route in known:
-                if (out := route.run(leaves)) is not None:
+            for call in known:
+                if (out := call.run(leaves)) is not None:
                     return out
         return None
 
-    def add(self, tree: Any, leaves: Sequence[Any], executable: Runs) -> None:
-        route = Route(tree, leaves, self._arguments, executable)
+    def add(self, tree: Any, leaves: Sequence[Any], executable: Runnable) -> None:
+        call = CachedCall(tree, leaves, self._arguments, executable)
         known = self._by_tree.setdefault((tree, jax.sharding.get_abstract_mesh()), [])
-        if all(other.executable is not executable or other.kinds != route.kinds for other in known):
-            known.insert(0, route)  # a loop's second call, with what the first gave, is as all that follow
+        if all(other.executable is not executable or other.kinds != call.kinds for other in known):
+            known.insert(0, call)  # a loop's second call takes the first one's results, as all later calls do
 
 
 def has_tracers(leaves: Iterable[Any]) -> bool:
@@ -125,7 +125,7 @@ def _is_tracer_type(kind: type) -> bool:
 
 
 def _kind(x: Any) -> tuple[bool, bool]:
-    """Whether a leaf's type gives way to that of what it meets, as a Python number's does; whether it is placed."""
+    """Whether a leaf is weakly typed, as a Python number is; and whether it is placed."""
     if isinstance(x, jax.Array):
         return getattr(x, "weak_type", False), is_placed(x)
     return isinstance(x, int | float | complex), False

@@ -28,24 +28,31 @@ from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, 
 
 
 def looks_for_nans() -> bool:
-    """Whether JAX is set to look for NaN and infinity in what comes out of a program."""
+    """Whether JAX is set to look for NaN or infinity in the results of a program."""
     return any(_looked_for())
 
 
 def _looked_for() -> tuple[bool, bool]:
-    """Whether JAX looks for NaN, and for infinity."""
+    """Whether JAX looks for NaN, and whether it looks for infinity."""
     return bool(getattr(jax.config, "jax_debug_nans", False)), bool(getattr(jax.config, "jax_debug_infs", False))
 
 
 class OtherCallError(ArgumentError):
-    """The arguments are not those that the plan is for."""
+    """The arguments do not fit the plan."""
 
 
 class Executable:
-    """A compiled plan. Calling it takes the flat arguments that are arrays and gives the flat results."""
+    """A compiled plan. A call takes the flat arguments that are arrays, and returns the flat results."""
 
     def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
-        """`token`: whether `run` gives one result more, of no bytes, which nobody donates: it is there when all is."""
+        """Compile a plan.
+
+        Args:
+          plan: the plan.
+          mesh: the mesh, with devices.
+          token: append a zero-byte result to those of `run`. It is never donated, and becomes ready when the program
+            has finished.
+        """
         if not isinstance(mesh, Mesh):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -61,8 +68,8 @@ class Executable:
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
         self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
         self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
-        # JAX gives each result the first donated buffer of its shape; a result that gets another's is copied. So these
-        # inputs and results are the first of the jitted function, in one order.
+        # JAX gives each result the first donated buffer of its shape, and copies a result that gets another one's. So
+        # the donated inputs and their results come first in the jitted function, in the same order.
         taken = plan.donations
         self._donated = sorted(taken.values())
         self._in_order = _first(taken.values(), len(plan.inputs))
@@ -70,7 +77,7 @@ class Executable:
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
         self._token = token
-        # JAX 0.10 has another layout for these when they are arguments of a compiled object than when they are results
+        # JAX 0.10 uses another layout for these as arguments of a compiled object than as results
         self._below_a_byte = any(bits_of(a.dtype) < 8 for a in plan.program.in_avals)
         self.settings = settings()
         self._low = Lowering(plan.boxed, plan.mesh)
@@ -119,7 +126,7 @@ class Executable:
         return ordered
 
     def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
         wanted = self.plan.program.given_avals
         wrong = [
             f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
@@ -134,42 +141,42 @@ class Executable:
             raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
 
     def is_plain_input(self, i: int) -> bool:
-        """Whether JAX can say the placement of input `i`."""
+        """Whether JAX can express the placement of input `i`."""
         return self._plain_in[i]
 
     def enter(self, i: int, x: Any) -> Any:
         """The physical array of argument `i`."""
         if is_placed(x):
             if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
-                raise OtherCallError(f"{x!r} is not what the plan has.")
+                raise OtherCallError(f"{x!r} does not fit the plan.")
             return x.physical
         if self._plain_in[i]:
             return x
         if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
-            raise TypeError("not the call that was compiled")  # the caller takes the long way
+            raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
         assert is_placed(placed)
         return placed.physical
 
     def lives_as_planned(self, i: int, x: Any) -> bool:
-        """Whether array `i`, if it lives somewhere, lives where the plan has it."""
+        """Whether array `i` has the plan's placement, or none yet."""
         if is_placed(x):
             return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
         if not self._plain_in[i] or not getattr(x, "committed", False):
-            return True  # it is put there
+            return True  # the call puts it there
         return x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the plan.
+        """Run the plan.
 
         Raises:
-          OtherCallError: the arguments are of other types, or live elsewhere, than the plan has it.
+          OtherCallError: the arguments have other types or placements than in the plan.
           StepFailedError: it failed after donated buffers were taken.
         """
         plan = self.plan
         wrong = [
-            f"{path}: planned at {p or 'B'}, arrives as {x.placement if is_placed(x) else x.sharding}; put it there "
-            "with shardc.put"
+            f"{path}: planned at {p or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
+            "shardc.put"
             for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
@@ -178,7 +185,7 @@ class Executable:
         return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
-        """The same, of physical arrays."""
+        """Run the plan on physical arrays."""
         if self._donated:
             args = self._with_own_buffers(args)
         try:
@@ -196,11 +203,11 @@ class Executable:
         ]
 
     def _with_own_buffers(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments; what is donated and passed a second time is copied. JAX would end the process."""
+        """The arguments, with copies of donated arrays that are passed twice: JAX would end the process."""
         paths, given = self.plan.program.in_paths, [i for i in self._donated if i < len(args)]
         gone = [paths[i] for i in given if isinstance(args[i], jax.Array) and args[i].is_deleted()]
         if gone:
-            lines = [f"{path}: an earlier call took its buffer; pass what that call gave." for path in gone]
+            lines = [f"{path}: an earlier call took its buffer; pass that call's result instead." for path in gone]
             raise OtherCallError(all_offenders(f"{self.plan.program.name}: donated arguments that are gone", lines))
         if len(set(map(id, args))) == len(args):
             return args
@@ -213,7 +220,7 @@ class Executable:
         return own
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """Physical results of physical arguments, captured ones included."""
+        """The physical results of physical arguments, including captured ones."""
         ordered = [args[i] for i in self._in_order] if self._reordered else args
         if looks_for_nans():
             out = self._looking_for_nans(ordered)
@@ -230,7 +237,7 @@ class Executable:
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def _refuse_unlike(self, args: Sequence[Any]) -> None:
-        """Raises TypeError, as JAX's compiled object does, if physical arguments are of other shapes or types."""
+        """Raise TypeError, as JAX's compiled object does, if physical arguments have other shapes or types."""
         if [(np.shape(x), getattr(x, "dtype", None)) for x in args] != self._physical_types:
             raise TypeError(f"{self.plan.program.name}: not the call that was compiled")
 
@@ -239,10 +246,11 @@ class Executable:
         return [(a.shape, a.dtype) for a in self._physical_avals()]
 
     def _looking_for_nans(self, args: Sequence[Any]) -> list[Any]:
-        """The results of physical arguments, none of which is taken.
+        """The results of physical arguments, without donation.
 
         Raises:
-          FloatingPointError: there is a NaN, or an infinity, in them; it names the operation that makes the first.
+          FloatingPointError: a result contains a NaN or an infinity; the error names the operation that makes the
+            first one.
         """
         at = [self.in_shardings[i] for i in self._in_order]
         with without_mesh():
@@ -256,7 +264,7 @@ class Executable:
         raise FloatingPointError(named or text)
 
     def _logical(self, i: int, x: jax.Array) -> Any:
-        """The value of physical argument `i`, on one device."""
+        """The logical value of physical argument `i`."""
         shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
         if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return to_logical(np.asarray(x), shape, placement, self._sizes)
@@ -264,7 +272,7 @@ class Executable:
         return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
-        """An empty result in pieces: a jitted function gives each device all of its rows, and then cannot read them."""
+        """An empty split result. A jitted function returns it with all rows on each device, which cannot be read."""
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         with without_mesh():
@@ -279,7 +287,7 @@ class Executable:
         if gone:
             raise StepFailedError(
                 f"{self.plan.program.name} failed while it ran: {error}\n"
-                f"  gone (donated): {', '.join(gone)}\n  all other arguments are as they were."
+                f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
             ) from error
 
     def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
@@ -295,7 +303,7 @@ class Executable:
 
     @cached_property
     def lowered(self) -> Any:
-        """JAX's lowered object. JAX's settings are those of the thread that asks for it first."""
+        """JAX's lowered object, with JAX's settings of the thread that first reads this."""
         avals = self._physical_avals()
         with without_mesh():
             return self._jitted.lower(*[avals[i] for i in self._in_order])
@@ -315,13 +323,13 @@ class Executable:
         return self.compiled.memory_analysis()
 
     def audit(self) -> Audit:
-        """Compares the collectives in the compiled HLO with the plan's."""
+        """Compare the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
 
 
 def _first(chosen: Iterable[int], count: int) -> list[int]:
-    """The numbers below `count`, the chosen ones first."""
+    """The numbers below `count`, `chosen` first."""
     head = list(chosen)
     return [*head, *sorted(set(range(count)) - set(head))]
 

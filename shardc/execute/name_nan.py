@@ -1,4 +1,4 @@
-"""Which operation makes the first value that is no number, for `jax_debug_nans` and `jax_debug_infs`."""
+"""Finds the operation that makes the first NaN or infinity, for `jax_debug_nans` and `jax_debug_infs`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shardc.plan.plan import PlacedProgram
 
 
 def name_first(plan: PlacedProgram, args: Sequence[Any], nans: bool, infs: bool) -> str | None:
-    """Runs a plan's program operation by operation on one device, up to the first NaN or infinity.
+    """Run a plan's program operation by operation on one device, up to the first NaN or infinity.
 
-    Callbacks run again, as where JAX does so for a jitted function. With a shard_map of the user's, which runs on all
-    devices alone, nothing is found.
+    Callbacks run a second time, as in JAX's own search in a jitted function. In a program with a user's shard_map,
+    which needs all devices, nothing is found.
 
     Args:
       plan: the plan.
-      args: its flat arguments, logical values on the host, captured ones included.
-      nans, infs: what is looked for.
+      args: its flat arguments, logical values on the host, including captured ones.
+      nans, infs: whether to look for NaN, and for infinity.
 
     Returns:
-      A text with the operation and the line that made it.
+      A text with the operation and its source line; None if nothing is found.
     """
     if any(map(is_unit, all_eqns(plan.boxed.jaxpr))):
         return None
@@ -42,7 +42,7 @@ def name_first(plan: PlacedProgram, args: Sequence[Any], nans: bool, infs: bool)
 
 
 class _Watching(Lowering):
-    """Runs on whole values; a boxing is the identity."""
+    """Runs a program on whole values; a boxing is the identity."""
 
     def __init__(self, plan: PlacedProgram, nans: bool, infs: bool) -> None:
         super().__init__(plan.boxed, plan.mesh)

@@ -1,4 +1,4 @@
-"""A pipeline's plan compiled for the devices of its meshes: tasks under actors."""
+"""A pipeline's plan compiled for the devices of its meshes: tasks that are run by actors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
 from shardc.execute.executable import Executable, OtherCallError
-from shardc.execute.stage_io import Border, Gate
+from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, note_stages
@@ -45,21 +45,21 @@ from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.sbp.placement import Placement
 
 IN_FLIGHT: Final = 32
-"""Programs launched and not finished, on all meshes together: XLA:CPU hangs at some more (its pool of threads)."""
+"""The most programs that are launched and not finished, on all meshes together: XLA:CPU's threads hang with more."""
 
 
 THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
-"""What launches the programs, at most one for each actor: they do little else, and XLA:CPU wants cores too."""
+"""Threads that launch programs, at most one for each actor. They do little else, and XLA:CPU needs cores too."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """When the steps of one call ran.
+    """The times of the steps of one call.
 
     Attributes:
-      spans: as the host launched them, by actor in order.
-      begin: of the call.
-      waited: by label when the devices computed it, if the call waited for every task.
+      spans: the host's launches, by actor in order.
+      begin: the begin of the call.
+      waited: by label, the time on the devices, if the call waited for every task.
     """
 
     spans: Sequence[Span]
@@ -71,28 +71,31 @@ class Recording:
         return "launches by the host" if self.waited is None else "every task waited for"
 
     def timeline(self, net: Network) -> Timeline:
-        """The call from its begin."""
+        """The timeline of the call; its times count from the begin."""
         waited = self.waited or {}
         spans = (Span(s.actor, s.label, *waited.get(s.label, (s.start, s.end))) for s in self.spans)
         return recorded(net, spans, self.begin)
 
 
 class _StageState:
-    """What a stage holds while a call runs: its residents, by variable."""
+    """The values that a stage holds while a call runs: its residents, by variable."""
 
     def __init__(self, stage: Stage, mesh: Mesh, index: Sequence[jax.Array]) -> None:
         self.index = index
         self.residents: dict[Var, Any] = {}
         program = stage.program.program
         placed = zip(program.in_avals, stage.plan.inputs, strict=True)
-        self.borders = [Border(tuple(a.shape), p, mesh) for a, p in placed]
+        self.stage_arrays = [StageArray(tuple(a.shape), p, mesh) for a, p in placed]
 
 
 class _Watch:
-    """Runs tasks; in a call that is measured, waiting for each. Apart, so that no actor's thread holds the pipeline."""
+    """Runs tasks, and waits for each one in a measured call.
+
+    It is an object of its own so that no actor's thread keeps the pipeline alive.
+    """
 
     def __init__(self) -> None:
-        self.waited: dict[Any, tuple[float, float]] | None = None  # by label when the devices computed it
+        self.waited: dict[Any, tuple[float, float]] | None = None  # by label, the time on the devices
 
     def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
         waited = self.waited
@@ -106,12 +109,18 @@ class _Watch:
 
 
 class PipelineExecutable:
-    """A compiled pipeline. Calling it takes the flat arguments that are arrays and gives the flat results."""
+    """A compiled pipeline. A call takes the flat arguments that are arrays, and returns the flat results."""
 
     def __init__(
         self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
     ) -> None:
-        """`known`: what is there of its tasks' executables, by the identity of the task."""
+        """Compile a plan.
+
+        Args:
+          plan: the plan.
+          meshes: the mesh of each rank, with devices.
+          known: executables of its tasks that exist already, by the identity of the task.
+        """
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
@@ -126,9 +135,11 @@ class PipelineExecutable:
         numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces
-        self._entry = self._gate(pieces.inputs, self._borders(pieces.program.in_avals, plan.piece_inputs, plan.homes))
-        self._exits = self._borders(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
-        self._exit = self._gate(pieces.outputs, self._exits)
+        self._entry = self._pieced(
+            pieces.inputs, self._stage_arrays(pieces.program.in_avals, plan.piece_inputs, plan.homes)
+        )
+        self._exits = self._stage_arrays(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
+        self._exit = self._pieced(pieces.outputs, self._exits)
         known = known or {}
         self._executables: dict[int, Executable] = {
             id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
@@ -143,16 +154,20 @@ class PipelineExecutable:
         self._executor: Executor | None = None
         self._updating = False
 
-    def _borders(self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]) -> list[Border]:
+    def _stage_arrays(
+        self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
+    ) -> list[StageArray]:
         placed = zip(avals, placements, stages, strict=True)
-        return [Border(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
+        return [StageArray(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
 
-    def _gate(self, pieces: Sequence[Piece], borders: Sequence[Border]) -> Gate:
+    def _pieced(self, pieces: Sequence[Piece], stage_arrays: Sequence[StageArray]) -> PiecedArrays:
         pipeline = self.plan.pipeline
-        return Gate(pieces, borders, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None)
+        return PiecedArrays(
+            pieces, stage_arrays, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None
+        )
 
     def with_schedule(self, schedule: Any) -> PipelineExecutable:
-        """The same tasks in another order, with what is compiled of them. See `PipelinePlan.with_schedule`."""
+        """The pipeline with its tasks in another order; compiled tasks are reused. See `PipelinePlan.with_schedule`."""
         return PipelineExecutable(with_schedule(self.plan, schedule), self._ranks, self._executables)
 
     # -- compiled programs
@@ -165,7 +180,7 @@ class PipelineExecutable:
         """The actors, with all programs compiled."""
         if self._executor is None:
             executables = self._task_executables()
-            for e in executables:  # here: JAX's settings are a thread's own
+            for e in executables:  # in this thread, because JAX's settings are per thread
                 _ = e.lowered
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda e: e.compiled, executables))
@@ -183,7 +198,7 @@ class PipelineExecutable:
         return self._executor
 
     def _calls_back(self) -> bool:
-        """XLA:CPU runs programs with callbacks while they are launched: then each actor has a thread of its own."""
+        """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
         eqns = (e for x in self._task_executables() for e in all_eqns(x.plan.boxed.jaxpr))
         return any(e.primitive.name in CALLBACKS for e in eqns)
 
@@ -193,13 +208,13 @@ class PipelineExecutable:
         return Task(lambda _: tokens, settled=isinstance(label, Once) and label.kind == "done")
 
     def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
-        """What a step runs: picks the task's inputs, launches it, hands out its results."""
+        """The function that a step runs: it picks the task's inputs, launches it, and hands out its results."""
         state = self._states[step.stage]
         residents = state.residents
         index = state.index[label.microbatch] if isinstance(label, Action) else None
         executable, watch = self._executables.get(id(step.task)), self._watch
         inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
-        wide = bool(settings()[0])  # the actor's thread does not have it, and callbacks into Python look at it
+        wide = bool(settings()[0])  # the actor's thread lacks this setting, and callbacks into Python read it
 
         def run(values: list[Any]) -> list[Any]:
             for v, (i, j) in incoming:
@@ -232,12 +247,12 @@ class PipelineExecutable:
 
     def _transport(self, channel: Channel) -> Callable[[Any], Any]:
         number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
-        route = self.plan.built.routes[number]
-        if route is None or not route.given:
+        carried = self.plan.built.channel_values[number]
+        if carried is None or not carried.given:
             return _stay
-        source, target = self.plan.stages[route.source], self.plan.stages[route.target]
-        given = [self._border_of(source, v) for v in route.given]
-        taken = [self._border_of(target, v) for v in route.taken]
+        source, target = self.plan.stages[carried.source], self.plan.stages[carried.target]
+        given = [self._stage_array(source, v) for v in carried.given]
+        taken = [self._stage_array(target, v) for v in carried.taken]
         if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
             return _stay
         alike = [
@@ -247,7 +262,7 @@ class PipelineExecutable:
         if all(alike):
             return compat.copies_to([t.sharding for t in taken])
         same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
-        wide = bool(settings()[0])  # the actor's thread does not have it, and values pass through the host
+        wide = bool(settings()[0])  # the actor's thread lacks this setting, and values pass through the host
 
         def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
             ends = zip(values, given, taken, same, strict=True)
@@ -256,24 +271,24 @@ class PipelineExecutable:
 
         return move
 
-    def _border_of(self, stage: Stage, v: Var) -> Border:
+    def _stage_array(self, stage: Stage, v: Var) -> StageArray:
         placement = _placement_of(stage, v)
-        return Border(tuple(v.aval.shape), placement, self.meshes[stage.number])
+        return StageArray(tuple(v.aval.shape), placement, self.meshes[stage.number])
 
     # -- calling it
 
     def is_plain_input(self, i: int) -> bool:
-        """Whether JAX can say the placement of input `i`; a pipeline takes what it is given and puts it in place."""
+        """True: a pipeline takes any array and puts it in place."""
         del i
         return True
 
     def enter(self, i: int, x: Any) -> Any:
-        """Argument `i`, as it is: its stages take it in when they need it."""
+        """Argument `i` unchanged: its stages convert it."""
         del i
         return x
 
     def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
         paths, wanted = self.plan.program.in_paths, self.plan.program.given_avals
         wrong = [
             f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
@@ -288,16 +303,16 @@ class PipelineExecutable:
             raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the plan.
+        """Run the plan.
 
         Raises:
-          PipelineTaskError: a task failed; every argument is as it was.
+          PipelineTaskError: a task failed; all arguments are unchanged.
           StepFailedError: an update failed after donated buffers were taken.
         """
         return self.launch(leaves)
 
     def measure(self, leaves: Sequence[Any]) -> list[Any]:
-        """The same, waiting for every task: `trace`, `draw` and `timeline` then show when the devices computed."""
+        """Run the plan and wait for every task, so that `trace`, `draw` and `timeline` show times on the devices."""
         self._watch.waited = {}
         try:
             return self.launch(leaves)
@@ -305,22 +320,22 @@ class PipelineExecutable:
             self._watch.waited = None
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
-        """The same, of the arguments of the flat call."""
+        """Run the plan on the arguments of the flat call."""
         executor = self.compiled
         begin = perf_counter()
         whole = [*args, *self._captured]
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
-                raise TypeError("not the call that was compiled")  # the caller takes the long way
+                raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         try:
             parts = self._entry.take_apart(whole)
-            entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # what two stages of a rank read is there once
+            entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
             for stage, state in zip(self.plan.stages, self._states, strict=True):
                 names = stage.tasks.arguments
-                for v, i, border in zip(names, stage.program.arguments, state.borders, strict=True):
-                    key = i, border.sharding
+                for v, i, stage_array in zip(names, stage.program.arguments, state.stage_arrays, strict=True):
+                    key = i, stage_array.sharding
                     if key not in entered:
-                        entered[key] = border.enter(parts[i])
+                        entered[key] = stage_array.enter(parts[i])
                     state.residents[v] = entered[key]
             del parts, entered
             try:
@@ -349,48 +364,48 @@ class PipelineExecutable:
         if gone:
             raise StepFailedError(
                 f"{self.plan.program.name} failed while it ran: {error}\n"
-                f"  gone (donated): {', '.join(gone)}\n  all other arguments are as they were."
+                f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
             ) from error
 
     def close(self) -> None:
-        """Ends the actors' threads; the next call starts new ones."""
+        """End the actors' threads; the next call starts new ones."""
         if self._executor is not None:
             self._executor.close()
             self._executor = None
 
-    # -- looking
+    # -- inspection
 
     def timeline(self, width: int = 120) -> str:
-        """The last call as text, planned above measured for each rank; `width` characters to a line.
+        """The last call as text, planned above measured for each rank, in lines of `width` characters.
 
-        Measured is when the host launched each task; after `measure`, when the devices computed it.
+        Measured times are those of the host's launches; after `measure`, those on the devices.
 
         Raises:
-          PipelineError: nothing was called yet.
+          PipelineError: there was no call yet.
         """
         return chart_text(self._chart(), width)
 
     def draw(self, path: str | Path) -> None:
-        """Draws the last call, planned above measured, and how full its channels were, into an `.svg` or `.png` file.
+        """Draw the last call, planned above measured, and the use of its channels, into an `.svg` or `.png` file.
 
         Raises:
-          PipelineError: nothing was called yet, another ending, or matplotlib is not installed.
+          PipelineError: there was no call yet, another ending, or matplotlib is not installed.
         """
         draw_picture(self._chart(), path)
 
     def trace(self, path: str | Path) -> None:
-        """Writes the last call, planned beside measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
+        """Write the last call, planned and measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
 
         Raises:
-          PipelineError: nothing was called yet.
+          PipelineError: there was no call yet.
         """
         write_trace(self._chart(), path)
 
     def _chart(self) -> Any:
         if self._last is None:
             raise PipelineError(
-                f"{self.plan.program.name}: nothing to show, for nothing was called yet; call it, or measure(...) it. "
-                "The plan shows what is expected: plan.timeline(), plan.draw(...), plan.trace(...)."
+                f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
+                "it. The plan shows the planned call: plan.timeline(), plan.draw(...), plan.trace(...)."
             )
         return measured_chart(self.plan, self._last.timeline(self.plan.network), self._last.note)
 
@@ -404,7 +419,7 @@ class PipelineExecutable:
 
     @property
     def memory(self) -> PipelineMemory:
-        """`plan.memory`, with what XLA says of the inside of each task in place of the planner's estimate."""
+        """`plan.memory` with XLA's temporary memory of each task instead of the planner's estimate."""
         return self.plan.memory_with(self._working)
 
     def _working(self, task: StageTask) -> int:
@@ -412,18 +427,18 @@ class PipelineExecutable:
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
-        """Compares the collectives in the compiled HLO of every task with the plan's."""
+        """Compare the collectives in the compiled HLO of every task with the plan's."""
         return audit_all([e.audit() for e in self._task_executables()])
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
-    """0, 1, ...: which microbatch a task computes, on a mesh."""
+    """The numbers of the microbatches as arrays on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
 
 
 def _lines_of(task: StageTask) -> str:
-    """The user's lines that a task comes from: the first and the last."""
+    """The first and the last source line of a task."""
     lines = [] if task.plan is None else [compat.source_line(e) for e in task.plan.boxed.jaxpr.eqns]
     lines = [line for line in lines if line]
     return "" if not lines else lines[0] if lines[0] == lines[-1] else f"{lines[0]} to {lines[-1]}"

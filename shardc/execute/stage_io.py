@@ -1,4 +1,4 @@
-"""How arrays come to the stages of a pipeline, and leave them."""
+"""Conversion of a pipeline's arguments to the arrays of its stages, and of these to its results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
 
 
-class Border:
-    """How one array comes to a stage, or leaves it."""
+class StageArray:
+    """One array on a stage: converts a logical array to its physical one, and back."""
 
     def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
         self.shape, self.placement, self.mesh = shape, placement.resolve(len(shape)), mesh
@@ -45,18 +45,18 @@ class Border:
         return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
 
 
-class Stack:
-    """How one array whose rows several stages hold in pieces comes to them, or leaves them.
+class StackedStageArray:
+    """One array in pieces: several stages hold its rows.
 
     Args:
-      pieces: the borders of the pieces, in the order of their rows.
-      mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they do.
+      pieces: the pieces, in the order of their rows.
+      mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they lie along one.
 
     Attributes:
-      sharding: how JAX says where the pieces lie, if it can: the ranks hold as many rows each, in their order.
+      sharding: JAX's sharding of the array, if there is one: if all ranks hold the same number of rows, in their order.
     """
 
-    def __init__(self, pieces: Sequence[Border], mesh: Any, axis: str | None) -> None:
+    def __init__(self, pieces: Sequence[StageArray], mesh: Any, axis: str | None) -> None:
         self.pieces = tuple(pieces)
         self.rows = tuple(pairwise(accumulate((b.shape[0] for b in pieces), initial=0)))
         self.shape = (self.rows[-1][1], *pieces[0].shape[1:])
@@ -79,7 +79,7 @@ class Stack:
         return NamedSharding(mesh, PartitionSpec((axis, *inner), *rest))
 
     def enter(self, x: Any) -> list[Any]:
-        """The pieces of a logical array, each as its border takes it."""
+        """The pieces of a logical array, each in a form that its stage takes."""
         if isinstance(x, StackedArray) and [p.shape for p in x.pieces] == [b.shape for b in self.pieces]:
             return list(x.pieces)
         if self.sharding is not None and isinstance(x, jax.Array) and x.committed and x.sharding == self.sharding:
@@ -96,38 +96,40 @@ class Stack:
         if self.sharding is not None:
             shards = [shard.data for piece in pieces for shard in piece.addressable_shards]
             return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
-        borders = zip(pieces, self.pieces, strict=True)
-        return StackedArray([PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in borders])
+        stage_arrays = zip(pieces, self.pieces, strict=True)
+        return StackedArray([PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in stage_arrays])
 
 
-class Gate:
-    """All arrays of a call's arguments, or of its results, and the pieces that stages hold.
+class PiecedArrays:
+    """All arrays of a call's arguments, or of its results, and their pieces on the stages.
 
     Args:
-      pieces: what each piece is of.
-      borders: of each, where it lives.
-      mesh, axis: as for `Stack`.
+      pieces: the array and the rows of each piece.
+      stage_arrays: each piece on its stage.
+      mesh, axis: as for `StackedStageArray`.
     """
 
-    def __init__(self, pieces: Sequence[Piece], borders: Sequence[Border], mesh: Any, axis: str | None) -> None:
-        found: dict[int, list[Border]] = {}
-        for piece, border in zip(pieces, borders, strict=True):
-            found.setdefault(piece.number, []).append(border)
+    def __init__(
+        self, pieces: Sequence[Piece], stage_arrays: Sequence[StageArray], mesh: Any, axis: str | None
+    ) -> None:
+        found: dict[int, list[StageArray]] = {}
+        for piece, stage_array in zip(pieces, stage_arrays, strict=True):
+            found.setdefault(piece.number, []).append(stage_array)
         stacked = {p.number for p in pieces if p.rows is not None}
-        self._ways = [Stack(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
+        self._ways = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
 
     def take_apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """The pieces of logical arrays, each as a border takes it."""
+        """The pieces of logical arrays, each in a form that its stage takes."""
         return [
             part
             for x, way in zip(arrays, self._ways, strict=True)
-            for part in (way.enter(x) if isinstance(way, Stack) else (x,))
+            for part in (way.enter(x) if isinstance(way, StackedStageArray) else (x,))
         ]
 
     def put_together(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
         """The logical arrays of physical pieces."""
         left = iter(pieces)
         return [
-            way.leave([next(left) for _ in way.pieces]) if isinstance(way, Stack) else way.leave(next(left))
+            way.leave([next(left) for _ in way.pieces]) if isinstance(way, StackedStageArray) else way.leave(next(left))
             for way in self._ways
         ]

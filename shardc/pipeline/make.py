@@ -33,7 +33,7 @@ from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
 from shardc.pipeline.points.split_scans import Pieces, whole_program
 from shardc.pipeline.rank_memory import too_large
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
@@ -52,7 +52,7 @@ ROOMS: Final = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class SearchSetting:
     """One setting of the search.
 
     Attributes:
@@ -76,7 +76,7 @@ class Attempt:
       error: why there is no plan.
     """
 
-    setting: Setting
+    setting: SearchSetting
     plan: MpmdPlan | None
     estimates: Sequence[float] = ()
     error: StageMemoryError | None = None
@@ -118,7 +118,7 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
         small.
     """
     search = _Search(_recomputing_residuals(request))
-    setting: Setting | None = Setting()
+    setting: SearchSetting | None = SearchSetting()
     while setting is not None:
         search.attempt(setting)
         setting = search.next_setting()
@@ -159,7 +159,7 @@ class _Search:
 
     # -- attempts
 
-    def attempt(self, setting: Setting) -> None:
+    def attempt(self, setting: SearchSetting) -> None:
         try:
             stages = self._cut(setting)
         except StageMemoryError as error:
@@ -168,7 +168,7 @@ class _Search:
         plan = _scheduled(stages.tasks, stages.placer.place(setting.limits))
         self.tried.append(Attempt(setting, plan, stages.estimates))
 
-    def _cut(self, setting: Setting) -> _Stages:
+    def _cut(self, setting: SearchSetting) -> _Stages:
         key = (setting.recompute, setting.scale)
         if key not in self._stages:
             r = self.request
@@ -179,14 +179,14 @@ class _Search:
             self._stages[key] = _stages_of(marked, pieces, estimates, setting.recompute)
         return self._stages[key]
 
-    def _cut_by_cost(self, setting: Setting) -> tuple[Pieces, Sequence[float]]:
+    def _cut_by_cost(self, setting: SearchSetting) -> tuple[Pieces, Sequence[float]]:
         """The program with boundaries between stages, and the estimated bytes of each stage."""
         r, rank_of = self.request, self.rank_of
         ranks = len(r.meshes)
         chunks = len(rank_of) // ranks
         given = _stand_in(chunks) if r.pipeline.schedule == "auto" else r.pipeline.schedule
 
-        def ordered(costs: Costs, microbatches: int, backward: bool) -> Schedule:
+        def ordered(costs: StageCosts, microbatches: int, backward: bool) -> Schedule:
             return _ordered(given, _Size(ranks, microbatches, chunks), costs, backward)
 
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
@@ -197,13 +197,13 @@ class _Search:
 
     # -- what to try next
 
-    def next_setting(self) -> Setting | None:
+    def next_setting(self) -> SearchSetting | None:
         """The next setting to try; None: no other may help."""
         if self.tried[-1].error is not None:
             return self._recomputing_all()
         return self._with_limits() or self._with_other_cuts() or self._recomputing_more()
 
-    def _with_limits(self) -> Setting | None:
+    def _with_limits(self) -> SearchSetting | None:
         """Lower limits on the stages of ranks that have too little memory.
 
         A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
@@ -223,7 +223,7 @@ class _Search:
             return None
         return replace(of_cut[-1].setting, limits=limits)
 
-    def _with_other_cuts(self) -> Setting | None:
+    def _with_other_cuts(self) -> SearchSetting | None:
         """Cuts for the memory that the plan has where its ranks have too little, instead of for the estimate."""
         last, plan = self.tried[-1], self._of_recompute_plan()
         assert plan is not None
@@ -236,9 +236,9 @@ class _Search:
         for s, rank in enumerate(self.rank_of):
             if rank in peak and last.estimates[s]:
                 scale[s] = peak[rank] / last.estimates[s]
-        return None if tuple(scale) in tried else Setting(last.setting.recompute, tuple(scale))
+        return None if tuple(scale) in tried else SearchSetting(last.setting.recompute, tuple(scale))
 
-    def _recomputing_more(self) -> Setting | None:
+    def _recomputing_more(self) -> SearchSetting | None:
         """Recompute in all stages of ranks that have too little memory, or are slower for want of it."""
         plan = self._of_recompute_plan()
         assert plan is not None
@@ -246,15 +246,15 @@ class _Search:
         short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
         recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
-        return Setting(frozenset(recompute | more)) if more else None
+        return SearchSetting(frozenset(recompute | more)) if more else None
 
-    def _recomputing_all(self) -> Setting | None:
+    def _recomputing_all(self) -> SearchSetting | None:
         """Recompute in all stages that may, where no cuts fit by their estimate."""
         recompute = self.tried[-1].setting.recompute
         if self._of_recompute_plan() is not None:
             return self._recomputing_more()
         more = {s for s in range(len(self.rank_of)) if self._may_recompute(s)} - recompute
-        return Setting(recompute | more) if more else None
+        return SearchSetting(recompute | more) if more else None
 
     def _may_recompute(self, stage: int) -> bool:
         given = self.request.pipeline.recompute
@@ -491,7 +491,7 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
     latency = stages[0].mesh.link.latency
     backward = cut.body.backward or count == 1
-    costs = Costs.read(costs)
+    costs = StageCosts.read(costs)
     size = _Size(ranks, cut.loop.microbatches, count // ranks)
     return _ordered(pipeline.schedule, size, costs, backward, latency)
 
@@ -504,7 +504,7 @@ class _Size(NamedTuple):
     chunks: int
 
 
-def _ordered(given: Any, size: _Size, costs: Costs, backward: bool, latency: float = 0.0) -> Schedule:
+def _ordered(given: Any, size: _Size, costs: StageCosts, backward: bool, latency: float = 0.0) -> Schedule:
     """The schedule for tasks of given costs; without a backward pass its forwards alone."""
     found = make_schedule(given, *size, costs=costs, latency=latency)
     if backward:

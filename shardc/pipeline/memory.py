@@ -28,9 +28,9 @@ from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
 from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
-from shardc.pipeline.schedule.simulate import Link, Timeline
+from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
-from shardc.pipeline.step_values import Given, StepValues, step_values
+from shardc.pipeline.step_values import SentValue, StepValues, step_values
 from shardc.runtime.actor import Message
 from shardc.sbp.placement import REPLICATED
 
@@ -55,7 +55,7 @@ class SimulatedCall:
     views: Sequence[MeshView]
     homes: Sequence[int]
     timeline: Timeline
-    link: Link
+    link: LinkCost
 
 
 def pipeline_memory(
@@ -119,7 +119,7 @@ class _Account:
             return program.program.in_paths[tasks.arguments.index(v)]
         if v in self.results[stage]:
             return program.program.out_paths[tasks.results.index(v)] or "result"
-        for route in self.built.routes:
+        for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
         return self._lines.get((stage, v), "")
@@ -225,7 +225,7 @@ class _Rank:
 
     def arrive(self, message: Message, at: int) -> None:
         """Takes in a message of another rank."""
-        route = self.account.built.routes[message[0]]
+        route = self.account.built.channel_values[message[0]]
         self.inbox[message] = []
         if route is None:
             return
@@ -272,9 +272,9 @@ class _Rank:
             self.ledger.release(before, word, at if before is buffer else at + 1)
         self.residents[stage, v] = buffer
 
-    def give(self, k: int, message: Message, give: Sequence[Given], buffers: Sequence[_Buffer]) -> None:
+    def give(self, k: int, message: Message, give: Sequence[SentValue], buffers: Sequence[_Buffer]) -> None:
         account = self.account
-        route = account.built.routes[message[0]]
+        route = account.built.channel_values[message[0]]
         if route is None:
             return
         if account.built.rank_of[route.target] != self.number:
@@ -340,7 +340,7 @@ class _Rank:
         return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
-def _moved(timeline: Timeline, link: Link) -> dict[Message, float]:
+def _moved(timeline: Timeline, link: LinkCost) -> dict[Message, float]:
     """When each message between actors has left its giver: what two actors exchange goes one after the other."""
     net = timeline.network
     seconds = [link(c)[1] if c.source != c.target else 0.0 for c in net.channels]

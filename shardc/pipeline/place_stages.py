@@ -1,4 +1,4 @@
-"""Places the stages of a pipeline, each on its own mesh: wherever is cheapest, or within limits on memory."""
+"""Plans the stages of a pipeline, each on its own mesh: the cheapest plan, or one within limits on memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardc.sbp.placement import Pin, Placement
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a pipeline.
+    """One planned stage of a pipeline.
 
     Attributes:
-      number, rank: of the stage, and of the actor that runs it.
-      mesh: what the planner knows of its mesh.
-      plan: of the stage's whole program.
-      tasks: the parts of it that run one by one.
-      program: what the stage computes, and which arguments and results are its own.
+      number, rank: the number of the stage, and of the actor that runs it.
+      mesh: the planner's view of its mesh.
+      plan: the plan of the stage's whole program.
+      tasks: its tasks.
+      program: its program, with the numbers of its arguments and results.
     """
 
     number: int
@@ -40,13 +40,13 @@ class Stage:
 
 
 class StagePlacer:
-    """Places the stages of a cut, the first one first: where it leaves what crosses is where the others take it from.
+    """Plans the stages of a cut in order. The placements of values that cross are pinned for the later stages.
 
     Args:
       cut: the stages.
-      rank_of: of each stage the rank that runs it.
+      rank_of: the rank of each stage.
       views: the mesh of each rank.
-      arguments, results: what is known of each input of the program, and said of each result.
+      arguments, results: pins and arrivals of each input of the program, and pins of each result.
     """
 
     def __init__(
@@ -62,8 +62,12 @@ class StagePlacer:
         self._stages: dict[tuple[int, frozenset[tuple[int, Placement]], int | None], Stage] = {}
 
     def place(self, limits: Mapping[int, int]) -> list[Stage]:
-        """The stages; those that `limits` names by number take at most so many bytes of each device, or as few as was
-        found."""
+        """The planned stages.
+
+        Args:
+          limits: for some stages, by number, the most bytes per device. If no plan is found within them, the stage gets
+            the plan that takes the fewest.
+        """
         ends: dict[int, Placement] = {}
         found: list[Stage] = []
         for s in self._cut.stages:
@@ -101,7 +105,7 @@ class StagePlacer:
 
 
 def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
-    """The program with what is known of the other ends of its transfers."""
+    """The program with the known placements of its transfers' other ends as pins."""
 
     def pin(eqn: Eqn) -> Eqn:
         if is_transfer(eqn) and transfer_number(eqn) in pins:
@@ -118,7 +122,7 @@ def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
 
 
 def transfer_ends(plan: SpmdPlan) -> list[tuple[int, Placement, bool]]:
-    """Number and placement of each transfer that a stage takes part in, and whether it sends it."""
+    """Number and placement of each transfer of a stage, and whether the stage sends it."""
     found: list[tuple[int, Placement, bool]] = []
 
     def look(eqns: Sequence[Eqn]) -> None:

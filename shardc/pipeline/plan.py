@@ -25,7 +25,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.plan.borders import match_donated
-from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, Unlimited
+from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Staging, Unlimited
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -134,6 +134,17 @@ class MpmdPlan:
     squeezed: tuple[int, ...] = ()
     unlimited: Unlimited | None = None
     gap: None = None
+
+    @cached_property
+    def staging(self) -> Staging:
+        """The stages in figures."""
+        sent = sum(t.bytes for t in self.transfers)
+        return Staging(len(self.stages), self.schedule.name, str(self.schedule), sent)
+
+    @property
+    def programs(self) -> tuple[SpmdPlan, ...]:
+        """The plans of the SPMD programs: one for each stage."""
+        return tuple(s.plan for s in self.stages)
 
     @property
     def program(self) -> Program:

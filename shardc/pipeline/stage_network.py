@@ -1,9 +1,9 @@
-"""The network of a planned pipeline: its actors' steps, and channels for what crosses stages and what waits on one.
+"""The network of a planned pipeline: the steps of its actors, and channels for messages and stashes.
 
     load of each stage | the schedule's actions | done -> go | updates by level
 
-Nothing is overwritten before every stage's last backward is through: if arguments are donated, each actor says when
-its sums are there (`done`), and updates begin when all have (`go`).
+Nothing is overwritten before every stage's last backward has ended: if arguments are donated, each actor sends `done`
+when its sums are there, and updates begin after `go`, when all actors have done so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardc.runtime.actor import Channel, Message, Network, Step
 from shardc.sbp.placement import Placement
 
 ONCE: Final = 0
-"""The key of a message that is sent once in a call."""
+"""The key of a message that is sent once per call."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,8 +40,8 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Route:
-    """What a channel carries: variables of the stage that gives, and those that they are on the stage that takes."""
+class ChannelValues:
+    """The values that a channel carries: their variables on the sending and on the receiving stage."""
 
     source: int
     target: int
@@ -55,21 +55,21 @@ class StageNetwork:
 
     Attributes:
       network: for the simulator and the executor.
-      routes: of each channel; None: a token without a value.
-      tasks: for each label of a task the task and its stage.
+      channel_values: the values of each channel; None: a token without a value.
+      tasks: the stage and the task of each label.
       rank_of: the actor of each stage.
-      placements: of each stage's values.
+      placements: the placements of each stage's values.
     """
 
     network: Network
-    routes: tuple[Route | None, ...]
+    channel_values: tuple[ChannelValues | None, ...]
     tasks: Mapping[Action | Once, tuple[int, StageTask]]
     rank_of: tuple[int, ...]
     placements: tuple[Mapping[Var, Placement], ...]
 
 
 def position_of(action: Action, stages: int) -> int:
-    """The place of an action's task among the stage's."""
+    """The position of an action's task."""
     match action.kind:
         case "F":
             return forward_position(action.stage)
@@ -88,22 +88,22 @@ class _Builder:
         self.schedule, self.gated = schedule, gated
         self.rank = schedule.rank_of
         self.channels: list[Channel] = []
-        self.routes: list[Route | None] = []
+        self.channel_values: list[ChannelValues | None] = []
         self.takes: dict[tuple[str, int, int], list[int]] = {}
         self.gives: dict[tuple[str, int, int], list[int]] = {}
 
-    def channel(self, name: str, source: int, target: int, route: Route | None) -> int:
+    def channel(self, name: str, source: int, target: int, carried: ChannelValues | None) -> int:
         size = 0
-        if route is not None:
+        if carried is not None:
             at = self.placements[source]
-            size = sum(local_bytes(v, at[v], self.views[source].sizes) for v in route.given)
-        ends = (self.rank[source], self.rank[target]) if route is not None else (source, target)
+            size = sum(local_bytes(v, at[v], self.views[source].sizes) for v in carried.given)
+        ends = (self.rank[source], self.rank[target]) if carried is not None else (source, target)
         self.channels.append(Channel(name, *ends, None, size))
-        self.routes.append(route)
+        self.channel_values.append(carried)
         return len(self.channels) - 1
 
-    def join(self, name: str, giver: tuple[str, int, int], taker: tuple[str, int, int], route: Route) -> None:
-        number = self.channel(name, giver[1], taker[1], route)
+    def join(self, name: str, giver: tuple[str, int, int], taker: tuple[str, int, int], carried: ChannelValues) -> None:
+        number = self.channel(name, giver[1], taker[1], carried)
         self.gives.setdefault(giver, []).append(number)
         self.takes.setdefault(taker, []).append(number)
 
@@ -121,12 +121,16 @@ class _Builder:
         for (in_loop, source, at, target, then), numbers in groups.items():
             kind = "loop" if in_loop else "update"
             word = ("activation" if at < count else "gradient") if in_loop else "update"
-            route = Route(source, target, tuple(sent[n] for n in numbers), tuple(received[n] for n in numbers))
-            self.join(f"{word} {source}->{target}", (kind, source, at), (kind, target, then), route)
+            carried = ChannelValues(
+                source, target, tuple(sent[n] for n in numbers), tuple(received[n] for n in numbers)
+            )
+            self.join(f"{word} {source}->{target}", (kind, source, at), (kind, target, then), carried)
         for stage, t in enumerate(self.tasks):
             for (p, q), names in t.stash.items():
                 word = "weight stash" if q >= 2 * count else "stash"
-                self.join(f"{word} {stage}", ("loop", stage, p), ("loop", stage, q), Route(stage, stage, names, names))
+                self.join(
+                    f"{word} {stage}", ("loop", stage, p), ("loop", stage, q), ChannelValues(stage, stage, names, names)
+                )
         return self.steps()
 
     def steps(self) -> StageNetwork:
@@ -162,10 +166,10 @@ class _Builder:
         for r, waits in first.items():  # an actor without updates
             actors[r].append(Step(Once("idle", r), tuple(waits)))
         net = Network(tuple(map(tuple, actors)), tuple(self.channels))
-        return StageNetwork(net, tuple(self.routes), found, tuple(self.rank), tuple(self.placements))
+        return StageNetwork(net, tuple(self.channel_values), found, tuple(self.rank), tuple(self.placements))
 
     def parts(self, action: Action) -> list[Action]:
-        """Itself; but where the stage has its backward in two tasks, a full backward is both, one after the other."""
+        """The action itself; or, for a full backward of a stage with two backward tasks, an action for each of them."""
         weight = weight_position(action.stage, self.cut.body.stages)
         if action.kind != "B" or weight not in self.tasks[action.stage].loop:
             return [action]
@@ -187,8 +191,8 @@ def stage_network(
 
     Args:
       cut, tasks: the stages, and the tasks of each.
-      placements, views: of each stage the placement of its values, and its mesh.
+      placements, views: for each stage the placements of its values, and its mesh.
       schedule: the order of each actor's actions.
-      gated: updates wait for every stage's last backward.
+      gated: whether updates wait for every stage's last backward.
     """
     return _Builder(cut, tasks, placements, views, schedule, gated).run()

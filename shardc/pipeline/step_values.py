@@ -1,7 +1,7 @@
-"""What each step of a pipeline's actors reads and leaves: one account for the executable and for the memory plan.
+"""The values that each step of a pipeline's actors reads and makes, for the executable and for the memory plan.
 
-A value that a step reads is a *resident* of its stage (an argument, what `load` made, a sum) or part of a message. A
-resident that no later step reads, and that is no result, is dropped.
+A value that a step reads is a *resident* of its stage (an argument, a result of `load`, a sum) or part of a message. A
+resident that no later step reads, and that is not a result, is dropped.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.pipeline.cut.split_tasks import INDEX, StageTask, StageTasks
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.stage_network import Once, Route, StageNetwork
+from shardc.pipeline.stage_network import ChannelValues, Once, StageNetwork
 from shardc.runtime.actor import Step
 
 Place: TypeAlias = tuple[int, int]
-"""Of a value in the messages that a step takes: which message, which of its values."""
+"""A value in the messages that a step takes: number of the message, number of the value in it."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """One value of a message: output `output` of the task; or, if that is None, the value at `place` of what the step
-    took; or, if that is None too, a resident."""
+class SentValue:
+    """One value of a sent message: the task's output `output`; if that is None, the value at `place` of the received
+    messages; if that is None too, a resident."""
 
     var: Var
     output: int | None
@@ -33,16 +33,17 @@ class Given:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step reads and leaves.
+    """The values that a step reads and makes.
 
     Attributes:
-      stage: whose residents it reads.
-      task: what it runs.
-      inputs: of each input of the task its variable and, if it comes in a message, where.
+      stage: the stage whose residents it reads.
+      task: the task that it runs.
+      inputs: the variable of each input of the task and, if it comes in a message, its place there.
       incoming: values of messages that become residents before the task runs.
-      kept: for each resident that it makes anew: the output that it becomes, or None if it is another resident's value.
-      gives: the values of each message that it gives.
-      drops: residents that nobody reads any more when the step has ended.
+      kept: (resident, output, source) for each resident that it replaces: the new value is this output of the task, or,
+        if that is None, the value of the resident `source`.
+      gives: the values of each message that it sends.
+      drops: residents that nobody reads any more after the step.
     """
 
     stage: int
@@ -50,7 +51,7 @@ class StepValues:
     inputs: tuple[tuple[Var, Place | None], ...]
     incoming: tuple[tuple[Var, Place], ...]
     kept: tuple[tuple[Var, int | None, Var], ...]
-    gives: tuple[tuple[Given, ...], ...]
+    gives: tuple[tuple[SentValue, ...], ...]
     drops: tuple[Var, ...] = ()
 
     def touched(self) -> set[Var]:
@@ -75,21 +76,29 @@ def step_values(built: StageNetwork, tasks: Sequence[StageTasks]) -> Mapping[Has
                 stage, task = built.tasks[label]
                 key = stage, id(task), tuple(c for c, _ in step.takes), tuple(c for c, _ in step.gives)
                 if key not in alike:
-                    alike[key] = _values(built.routes, step, stage, task)
+                    alike[key] = _values(built.channel_values, step, stage, task)
                 found[label] = alike[key]
                 last |= dict.fromkeys(((stage, v) for v in alike[key].touched()), label)
-            elif label.kind == "done":  # it waits for what the loop has made
-                for stage, t in enumerate(tasks):
-                    if built.rank_of[stage] == label.stage:
-                        last |= dict.fromkeys(((stage, v) for v in sums_of(t)), label)
-        drops: dict[Action | Once, list[Var]] = {}
-        for (stage, v), label in last.items():
-            if v not in _results(tasks[stage]):
-                drops.setdefault(label, []).append(v)
-        for label, names in drops.items():
-            if label in found:
-                found[label] = replace(found[label], drops=tuple(names))
+            elif label.kind == "done":  # it waits for the loop's results
+                last |= dict.fromkeys(_sums_on(built, tasks, label.stage), label)
+        found |= {s: replace(found[s], drops=v) for s, v in _drops(last, tasks).items() if s in found}
     return found
+
+
+def _sums_on(built: StageNetwork, tasks: Sequence[StageTasks], rank: int) -> list[tuple[int, Var]]:
+    """The sums of a rank's stages, each with its stage."""
+    return [(stage, v) for stage, t in enumerate(tasks) if built.rank_of[stage] == rank for v in sums_of(t)]
+
+
+def _drops(
+    last: Mapping[tuple[int, Var], Action | Once], tasks: Sequence[StageTasks]
+) -> dict[Action | Once, tuple[Var, ...]]:
+    """The residents that each step drops, given the last step of each resident."""
+    drops: dict[Action | Once, list[Var]] = {}
+    for (stage, v), label in last.items():
+        if v not in _results(tasks[stage]):
+            drops.setdefault(label, []).append(v)
+    return {label: tuple(names) for label, names in drops.items()}
 
 
 def sums_of(tasks: StageTasks) -> list[Var]:
@@ -101,14 +110,14 @@ def _results(tasks: StageTasks) -> set[Var]:
     return {a for a in tasks.results if not compat.is_literal(a)}
 
 
-def _values(routes: Sequence[Route | None], step: Step, stage: int, task: StageTask) -> StepValues:
+def _values(channel_values: Sequence[ChannelValues | None], step: Step, stage: int, task: StageTask) -> StepValues:
     where: dict[Var, Place] = {}
     for i, (channel, _) in enumerate(step.takes):
-        route = routes[channel]
-        for j, v in enumerate(route.taken if route is not None else ()):
+        carried = channel_values[channel]
+        for j, v in enumerate(carried.taken if carried is not None else ()):
             where[v] = i, j
     outputs = {v: i for i, v in enumerate(task.outputs)}
-    arrive = isinstance(step.label, Once)  # after the loop what arrives stays
+    arrive = isinstance(step.label, Once)  # after the loop, received values become residents
     return StepValues(
         stage,
         task,
@@ -116,7 +125,7 @@ def _values(routes: Sequence[Route | None], step: Step, stage: int, task: StageT
         tuple((v, where[v]) for _, v in task.received if v in where and arrive),
         tuple((resident, outputs.get(v), v) for resident, v in task.kept),
         tuple(
-            tuple(Given(v, outputs.get(v), where.get(v)) for v in (route.given if route is not None else ()))
-            for route in (routes[c] for c, _ in step.gives)
+            tuple(SentValue(v, outputs.get(v), where.get(v)) for v in (carried.given if carried is not None else ()))
+            for carried in (channel_values[c] for c, _ in step.gives)
         ),
     )

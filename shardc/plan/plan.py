@@ -64,6 +64,23 @@ class Unlimited:
     peak: int
 
 
+@dataclass(frozen=True)
+class Staging:
+    """The stages of a pipeline's plan.
+
+    Attributes:
+      count: the number of stages.
+      schedule: name of the schedule.
+      order: the schedule as a grid.
+      bytes: sent from stage to stage in one call.
+    """
+
+    count: int
+    schedule: str
+    order: str
+    bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedProgram:
     """A program with a placement for each value on a mesh, and what it costs. Needs no devices.
@@ -182,6 +199,13 @@ class SpmdPlan(PlacedProgram):
     unlimited: Unlimited | None = None
     recomputed: Recomputed | None = None
     cheaper: Recomputed | None = None
+
+    staging: None = None
+
+    @property
+    def programs(self) -> tuple[SpmdPlan, ...]:
+        """The plans of the SPMD programs: this one."""
+        return (self,)
 
     @cached_property
     def in_placements(self) -> Any:

@@ -1,1 +1,1 @@
-"""What people look at: tables and texts made from plans."""
+"""Tables, texts and pictures of plans, for people to read."""

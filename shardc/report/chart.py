@@ -1,4 +1,4 @@
-"""What the pictures of a pipeline have in common: runs beside each other, and how their tasks and times are called."""
+"""The data of a pipeline's pictures: runs side by side, and the names of their tasks and times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KINDS: Final[Mapping[str, str]] = {
     "U": "update",
     "-": "waits for all ranks",
 }
-"""What a task can be, by its letter."""
+"""The kinds of tasks, by letter."""
 
 SAME_SCALE: Final = 3.0
-"""Runs whose makespans differ by more than this factor are drawn each on its own scale: else one of them is a dot."""
+"""Runs whose makespans differ by more than this factor get a scale each: on a common one the short run is a dot."""
 
 _ONCE: Final = {"load": "L", "update": "U"}
 
@@ -37,8 +37,8 @@ class Track:
 
     Attributes:
       name: "planned", "measured".
-      timeline: when its steps ran.
-      note: what its times are, where that is not plain: "from inputs there to launched".
+      timeline: the times of its steps.
+      note: how its times were taken, if that needs a word: "every task waited for".
     """
 
     name: str
@@ -48,13 +48,13 @@ class Track:
 
 @dataclass(frozen=True)
 class Chart:
-    """Runs of one network that are looked at together.
+    """Runs of one network, drawn side by side.
 
     Attributes:
-      title: what ran.
+      title: the name of the program or schedule.
       tracks: the planned run, then the measured one if there is one.
       rank_of: the rank of each stage.
-      seconds: whether times are seconds; if not, they are units of the costs.
+      seconds: whether times are seconds; otherwise they are units of the costs.
     """
 
     title: str
@@ -71,7 +71,7 @@ class Chart:
         return self.rank_of == tuple(range(len(self.rank_of)))
 
     def label(self, label: Hashable) -> str:
-        """`F0`; `4F0` where ranks have several stages; `U0` for what runs once."""
+        """The name of a task: `F0`, `4F0` if ranks have several stages, `U0` for a step that runs once."""
         if isinstance(label, Action):
             return f"{label.kind}{label.microbatch}" if self._own else str(label)
         word, _, rest = str(label).partition(" ")
@@ -83,20 +83,20 @@ class Chart:
         return label.kind if isinstance(label, Action) else _ONCE.get(str(label).partition(" ")[0], "-")
 
     def chunk(self, label: Hashable) -> int:
-        """Which of its rank's stages an action is of, counted from 0."""
+        """The index of an action's stage among the stages of its rank."""
         if not isinstance(label, Action):
             return 0
         return self.rank_of[: label.stage].count(self.rank_of[label.stage])
 
     @cached_property
     def channels(self) -> tuple[int, ...]:
-        """The channels that carry something for each microbatch."""
+        """The channels that are used once per microbatch."""
         found = {c for row in self.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
         return tuple(sorted(found))
 
     @cached_property
     def spans_of_time(self) -> tuple[float, ...]:
-        """For each track how much time its drawing shows: one scale for all if they are alike."""
+        """The extent of each track's time axis: the same for all tracks if their makespans are similar."""
         each = [t.timeline.makespan for t in self.tracks]
         alike = min(each) > 0 and max(each) / min(each) <= SAME_SCALE
         return tuple([max(each)] * len(each) if alike else each)
@@ -105,7 +105,7 @@ class Chart:
         return seconds_text(time) if self.seconds else f"{round(time, 9):.9g}"
 
     def headline(self, track: Track) -> str:
-        """`planned: 706 us, ranks idle 31% to 40% of it`."""
+        """`planned: 706 us, ranks are idle 31% to 40% of it`."""
         timeline = track.timeline
         note = f" ({track.note})" if track.note else ""
         if not timeline.makespan:
@@ -113,20 +113,21 @@ class Chart:
         idle = sorted(1 - busy / timeline.makespan for busy in timeline.busy)
         low, high = f"{100 * idle[0]:.0f}%", f"{100 * idle[-1]:.0f}%"
         share = low if low == high else f"{low} to {high}"
-        return f"{track.name}{note}: {self.time_text(timeline.makespan)}, of which ranks wait {share}"
+        return f"{track.name}{note}: {self.time_text(timeline.makespan)}, ranks are idle {share} of it"
 
 
 def planned_chart(plan: MpmdPlan) -> Chart:
-    """What the plan says of its call."""
+    """The chart of the planned call."""
     return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of)
 
 
 def measured_chart(plan: MpmdPlan, measured: Timeline, note: str) -> Chart:
-    """Planned beside measured.
+    """The chart of the planned and the measured call.
 
     Args:
-      measured: the call as it was recorded.
-      note: what its times are.
+      plan: the plan.
+      measured: the recorded call.
+      note: how its times were taken.
     """
     planned = planned_chart(plan)
     return replace(planned, tracks=(*planned.tracks, Track("measured", measured, note)))
@@ -138,7 +139,7 @@ def _title(plan: MpmdPlan) -> str:
 
 
 def scale_of(extent: float, most: int, *, seconds: bool) -> tuple[list[float], list[str], str]:
-    """Round times from 0 to `extent`, at most so many, their texts, and the unit that these are in."""
+    """At most `most` round times from 0 to `extent`, their texts, and the unit of the texts."""
     unit, name = 1.0, ""
     if seconds:
         unit, name = next(((u, n) for u, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if extent >= u), (1e-9, "ns"))

@@ -1,6 +1,6 @@
 """A chart as text: a row for each rank, planned above measured, time from left to right.
 
-For times as they come, at a given width; `timeline_text` draws those that are round numbers as a grid.
+Draws any times at a given width; `timeline_text` draws times that are round numbers as a grid.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Final
 
 from shardc.pipeline.schedule.action import Action
 from shardc.report.chart import Chart, Track, scale_of
-from shardc.report.rows import below, filled
+from shardc.report.tables import padded_name, wrapped_rows
 from shardc.runtime.actor import Span
 
 _PER_TICK: Final = 12
-"""Columns for each mark of the scale, at least."""
+"""The fewest columns between marks of the scale."""
 _MOST_LINES: Final = 72
-"""Of a drawing that goes on below."""
+"""The most lines of a drawing that is wrapped into several blocks."""
 _IDLE: Final = "."
 
 
@@ -25,14 +25,15 @@ def chart_text(chart: Chart, width: int = 120) -> str:
 
     Args:
       chart: the runs.
-      width: characters of a line. A long run goes on below, if that is not too much to read.
+      width: characters of a line. A long run is wrapped into blocks, unless there would be too many lines.
 
     Returns:
-      A line about each run, then for each rank a line for each run, and a scale of time. A dot is a wait. A task whose
-      name does not fit is a letter; where tasks are shorter than a character, that of the kind which fills most of it.
+      A line about each run, then for each rank a line for each run, and a scale of time. A dot is idle time. A task
+      whose name does not fit is a letter. For tasks shorter than a character, it is the letter of the kind that takes
+      the largest part of the character.
     """
     tracks, extents = chart.tracks, chart.spans_of_time
-    each = len(set(extents)) > 1  # a scale for each run: one above, one below
+    each = len(set(extents)) > 1  # two scales: the planned run's above, the measured run's below
     names = [t.name if len(tracks) > 1 else "" for t in tracks]
     units = [scale_of(e, 1, seconds=chart.seconds)[2] for e in extents]
     ranks = range(len(chart.network.actors))
@@ -46,11 +47,11 @@ def chart_text(chart: Chart, width: int = 120) -> str:
     rows = [_row(chart, t, rank, columns, e) for rank in ranks for t, e in zip(tracks, extents, strict=True)]
     rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
     about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
-    return f"{about}\n\n{below(named, rows, room)}\n\n{_words(chart)}"
+    return f"{about}\n\n{wrapped_rows(named, rows, room)}\n\n{_legend(chart)}"
 
 
 def _blocks(chart: Chart, room: int, lines: int) -> int:
-    """Into how many parts, one below the other, the drawing is cut: as many as show names, or at least each task."""
+    """The number of blocks that the drawing is wrapped into: enough to show names, or else a letter for each task."""
     most = max(1, _MOST_LINES // lines)
     wanted: list[int] = []
     for track, extent in zip(chart.tracks, chart.spans_of_time, strict=True):
@@ -80,30 +81,30 @@ def _row(chart: Chart, track: Track, rank: int, columns: int, extent: float) -> 
 
 
 def _cell(chart: Chart, span: Span, room: int, touches: bool) -> str:
-    """A task in so many characters: its name if that fits, its letter if not; a blank between it and the next."""
+    """A task in `room` characters: its name if that fits, or else its letter; with a blank before the next task."""
     name = chart.label(span.label)
     if len(name) > room - touches:
         name = chart.kind(span.label)
-    return filled(name, room, apart=touches)
+    return padded_name(name, room, blank=touches)
 
 
 def _fine(chart: Chart, spans: Sequence[Span], scale: float) -> dict[int, str]:
-    """For columns that are busy for more than half, but with tasks shorter than a column, the kind that fills most."""
-    filled: dict[int, dict[str, float]] = {}
+    """The kind of task that takes most of a column, for columns that are mostly busy with tasks shorter than one."""
+    shares: dict[int, dict[str, float]] = {}
     for span in spans:
         start, end = span.start * scale, span.end * scale
         if end - start >= 1.5:
             continue
         for column in range(int(start), int(end) + 1):
             part = min(end, column + 1) - max(start, column)
-            kinds = filled.setdefault(column, {})
+            kinds = shares.setdefault(column, {})
             kind = chart.kind(span.label)
             kinds[kind] = kinds.get(kind, 0.0) + part
-    return {c: max(kinds, key=lambda k: kinds[k]) for c, kinds in filled.items() if sum(kinds.values()) > 0.5}
+    return {c: max(kinds, key=lambda k: kinds[k]) for c, kinds in shares.items() if sum(kinds.values()) > 0.5}
 
 
 def _ruler(chart: Chart, extent: float, columns: int, room: int) -> str:
-    """Marks of time; none across the end of a line of `room` characters."""
+    """The marks of the time scale. A mark that would cross the end of a block is left out."""
     places, texts, _ = scale_of(extent, max(1, columns // _PER_TICK), seconds=chart.seconds)
     line = [" "] * columns
     for place, text in zip(places, texts, strict=True):
@@ -113,12 +114,12 @@ def _ruler(chart: Chart, extent: float, columns: int, room: int) -> str:
     return "".join(line)
 
 
-def _words(chart: Chart) -> str:
-    """What the letters mean that occur."""
+def _legend(chart: Chart) -> str:
+    """The meaning of the letters that occur."""
     spans = (s for track in chart.tracks for row in track.timeline.spans for s in row)
     found = {chart.kind(s.label) for s in spans if s.end > s.start}
     meaning = {
         "F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient",
-        "L": "L what is computed before the loop", "U": "U update", "-": "other names: a wait for all ranks",
+        "L": "L load, before the loop", "U": "U update", "-": "other names: waits for all ranks",
     }  # fmt: skip
     return ", ".join([*(text for kind, text in meaning.items() if kind in found), "the number is the microbatch"])

@@ -1,4 +1,4 @@
-"""`plan.diff(other)`: what another plan does differently, as text."""
+"""`plan.diff(other)`: the differences between two plans, as text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ from shardc.report.tables import (
 )
 from shardc.sbp.placement import Placement
 
-AnyPlan: TypeAlias = SpmdPlan | MpmdPlan
-
-SAME = "The plans are the same: every value lies where it does in the other, and all that moves is the same."
+SAME = "The plans are the same: they have equal placements and equal moves."
 
 
-def diff(one: AnyPlan, other: AnyPlan) -> str:
-    """What differs between two plans, from the first to the second."""
+def diff(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
+    """The text of the differences between two plans, from the first to the second."""
     parts = [
         _leaves("Arguments", _inputs(one), _inputs(other)),
         _leaves("Results", _outputs(one), _outputs(other)),
@@ -44,36 +42,36 @@ def diff(one: AnyPlan, other: AnyPlan) -> str:
     return "\n\n".join(filter(None, [_totals(one, other), *parts]))
 
 
-def _name(plan: AnyPlan) -> str:
+def _name(plan: SpmdPlan | MpmdPlan) -> str:
     return f"{plan.program.name} on " + " x ".join(f"{a}={n}" for a, n in plan.mesh.axes)
 
 
-def _numbers(plan: AnyPlan) -> tuple[float, float, float, float]:
+def _numbers(plan: SpmdPlan | MpmdPlan) -> tuple[float, float, float, float]:
     return plan.seconds, plan.bytes_per_device, plan.memory.peak, len(moving(plan.collectives))
 
 
-def _order(plan: AnyPlan) -> str:
+def _order(plan: SpmdPlan | MpmdPlan) -> str:
     """The schedule of a pipeline."""
-    return str(plan.schedule) if isinstance(plan, MpmdPlan) else ""
+    return "" if plan.staging is None else plan.staging.order
 
 
-def _totals(one: AnyPlan, other: AnyPlan) -> str:
+def _totals(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
     names = (_name(one), _name(other))
     head = f"Two plans of {names[0]}" if names[0] == names[1] else f"{names[0]}, and {names[1]}"
     table = make_table("", ">this plan", ">the other", ">difference")
     rows = zip(
-        ("time of a call", "sent by each device", "held at most", "collectives"),
+        ("time of a call", "sent by each device", "peak memory", "collectives"),
         (seconds_text, bytes_text, bytes_text, lambda n: f"{n:.0f}"),
         _numbers(one), _numbers(other), strict=True,
     )  # fmt: skip
-    for what, text, a, b in rows:
-        table.add_row(what, text(a), text(b), signed_text(b - a, text))
-    table.add_row("above the best at most", _gap_text(one.gap), _gap_text(other.gap), "")
-    if isinstance(one, MpmdPlan) and isinstance(other, MpmdPlan):
-        a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
-        table.add_row("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text))
-        table.add_row("stages", str(len(one.stages)), str(len(other.stages)), "")
-        table.add_row("schedule", one.schedule.name, other.schedule.name, "")
+    for title, text, a, b in rows:
+        table.add_row(title, text(a), text(b), signed_text(b - a, text))
+    table.add_row("optimality gap", _gap_text(one.gap), _gap_text(other.gap), "")
+    if (a := one.staging) is not None and (b := other.staging) is not None:
+        sent = bytes_text(a.bytes), bytes_text(b.bytes), signed_text(b.bytes - a.bytes, bytes_text)
+        table.add_row("sent from stage to stage", *sent)
+        table.add_row("stages", str(a.count), str(b.count), "")
+        table.add_row("schedule", a.schedule, b.schedule, "")
     return section(head, table)
 
 
@@ -82,14 +80,14 @@ def _gap_text(gap: float | None) -> str:
 
 
 _Leaves: TypeAlias = dict[str, tuple[str, Placement]]
-"""By path, type and placement."""
+"""Type and placement of each argument or result, by path."""
 
 
-def _inputs(plan: AnyPlan) -> _Leaves:
+def _inputs(plan: SpmdPlan | MpmdPlan) -> _Leaves:
     return _by_path(plan.program.in_paths, plan.program.in_avals, plan.inputs)
 
 
-def _outputs(plan: AnyPlan) -> _Leaves:
+def _outputs(plan: SpmdPlan | MpmdPlan) -> _Leaves:
     return _by_path([p or "result" for p in plan.program.out_paths], plan.program.out_avals, plan.outputs)
 
 
@@ -97,8 +95,8 @@ def _by_path(paths: Sequence[str], avals: Sequence[Any], placements: Sequence[Pl
     return {path: (short_aval(a), p) for path, a, p in zip(paths, avals, placements, strict=True)}
 
 
-def _leaves(what: str, one: _Leaves, other: _Leaves) -> str:
-    """A row for each group of arguments, or results, that are not in both plans alike."""
+def _leaves(title: str, one: _Leaves, other: _Leaves) -> str:
+    """A table of the arguments, or results, that differ in type or placement. Alike ones share a row."""
     rows: list[tuple[tuple[str, str, str], str, None]] = []
     for path in dict.fromkeys((*one, *other)):
         a, b = one.get(path), other.get(path)
@@ -112,29 +110,30 @@ def _leaves(what: str, one: _Leaves, other: _Leaves) -> str:
     table = make_table("path", "type", "this plan", "the other")
     for key, paths, _ in fold_rows(rows):
         table.add_row(times_text(fold_paths(paths), len(paths)), *map(str, key))
-    return section(f"{what} that differ: {len(rows)} of {len(one.keys() | other.keys())}", table)
+    return section(f"{title} that differ: {len(rows)} of {len(one.keys() | other.keys())}", table)
 
 
-def _operations(one: AnyPlan, other: AnyPlan) -> str:
-    """How many operations of the same program are computed elsewhere."""
-    if isinstance(one, MpmdPlan) or isinstance(other, MpmdPlan):
+def _operations(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
+    """A line with the number of operations whose operands or results have another placement."""
+    if one.staging is not None or other.staging is not None:
         return ""
-    a, b = record(one), record(other)
+    a, b = record(one.programs[0]), record(other.programs[0])
     if a.digests != b.digests:
-        return "The programs are not the same; arguments and results of the same path are compared."
+        return "The programs differ; arguments and results are compared by path."
     assert a.operations is not None
     assert b.operations is not None
     moved = sum(x != y for x, y in zip(a.operations, b.operations, strict=True))
     if not moved:
         return ""
-    return f"{number_text(moved, 'operation')} of {len(a.operations)} read or make a value elsewhere."
+    return f"{moved} of {number_text(len(a.operations), 'operation')} read or make a value with another placement."
 
 
 _Kind: TypeAlias = tuple[str, str, str, str, str, str]
+"""Collective, axes, value, placement before and after, source line."""
 
 
 def _moves(one: Sequence[Collective], other: Sequence[Collective]) -> str:
-    """A row for each sort of collective that does not run in both plans as often, or sends another number of bytes."""
+    """A table of the kinds of collectives whose count or bytes differ between the plans."""
     a, b = _by_kind(one), _by_kind(other)
     changed = [kind for kind in dict.fromkeys((*a, *b)) if a.get(kind) != b.get(kind)]
     if not changed:
@@ -144,14 +143,14 @@ def _moves(one: Sequence[Collective], other: Sequence[Collective]) -> str:
     for kind in changed:
         times, sent = zip(a.get(kind, (0, 0)), b.get(kind, (0, 0)), strict=True)
         counts = [f"{times_text(bytes_text(size), n)}" if n else "" for n, size in zip(times, sent, strict=True)]
-        *what, source = kind
-        table.add_row(*what, *counts, signed_text(sent[1] - sent[0], bytes_text), source)
+        *values, source = kind
+        table.add_row(*values, *counts, signed_text(sent[1] - sent[0], bytes_text), source)
     title = "Moves that differ: bytes that each device sends in one call, and how often"
     return section(title, table)
 
 
 def _by_kind(collectives: Sequence[Collective]) -> dict[_Kind, tuple[int, int]]:
-    """For each sort of collective how often it runs, and its bytes."""
+    """Count and bytes of each kind of collective."""
     found: dict[_Kind, tuple[int, int]] = {}
     for c in moving(collectives):
         kind = (c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.source)

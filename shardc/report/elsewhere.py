@@ -1,4 +1,4 @@
-"""Arrays that live on other devices than a function's, as on the stages of a pipeline: what to do, and `fetch`."""
+"""The error about arrays that live on other devices than the function's, such as the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardc.machine.mesh import AnyMesh, MeshView, stages_text
 from shardc.report.tables import fold_leaves
 
 MOST: Final = 8
-"""Lines of an error about arrays that live elsewhere, at most."""
+"""The most lines of an error about arrays that live elsewhere."""
 
 
 def _place_text(x: Any) -> str:
@@ -42,7 +42,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]]) -> str:
-    """The error about arrays that live elsewhere, alike ones folded.
+    """The text of the error about arrays that live elsewhere, alike ones folded.
 
     Args:
       where: the function.
@@ -55,13 +55,13 @@ def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, A
         some = list(dict.fromkeys(places))
         lines.append(f"{path} {kind}: {'; '.join(some if len(some) <= 2 else [some[0], '…', some[-1]])}")
     if len(lines) > MOST:
-        lines = [*lines[: MOST - 1], f"and {len(lines) - MOST + 1} lines more"]
+        lines = [*lines[: MOST - 1], f"and {len(lines) - MOST + 1} more lines"]
     names = list(dict.fromkeys(name for name, _, _ in found))
     one, many = ", ".join(names), names[0] if len(names) == 1 else f"({', '.join(names)})"
     arrays = "1 array lives" if len(found) == 1 else f"{len(found)} arrays live"
     return all_offenders(
-        f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Bring all to this mesh with "
-        f"{one} = shardc.put({many}, mesh, {{}}), whole on each device, or placed as in_placements says it; or to the "
-        f"host with {one} = shardc.fetch({many}).",
+        f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Move the arguments to this mesh with "
+        f"{one} = shardc.put({many}, mesh, {{}}), which replicates them (instead of {{}}, placements as in "
+        f"in_placements may stand there), or to the host with {one} = shardc.fetch({many}).",
         lines,
     )

@@ -1,4 +1,4 @@
-"""`plan.explain()`: a plan as text for people. The same text on every terminal, and on none."""
+"""`plan.explain()`: a plan as text for people. The text does not depend on the terminal."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ WORDS = (
 )
 
 
-REPLACES = "take the place of donated arguments, and live where these do"
+REUSES = "reuse the buffers and placements of donated arguments"
 
 _Row: TypeAlias = tuple[str, Any, Placement, str]
-"""Path, variable, placement, and why it lives there."""
+"""Path, variable, placement, and the reason of the placement."""
 
 
 def explain(plan: SpmdPlan) -> str:
-    """What lives where, what moves, why, how many bytes, and which line of the user's code made it."""
+    """The text of a plan: where each value lives, which collectives run, why, their bytes, and their source lines."""
     sections = (
         _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
         gathered_section(plan.gathered), found_section(plan.found), notes_section(plan.notes), _memory(plan),
@@ -62,40 +62,45 @@ def _head(plan: SpmdPlan) -> str:
         if moves
         else "Nothing moves between devices"
     )
-    proved = {None: "not proved to be the best", 0.0: "proved to be the best"}.get(
-        plan.gap, f"within {percent_text(plan.gap or 0.0)} of the best"
-    )
+
     axes = " x ".join(f"{a}={n}" for a, n in mesh.axes)
     shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
-        f"{sent}; about {seconds_text(plan.seconds)}; {proved}.\n"
+        f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}.\n"
         f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}"
     )
 
 
+def optimality_text(gap: float | None) -> str:
+    """`proved optimal`, `within 4.8% of the optimum`."""
+    if gap is None:
+        return "not proved optimal"
+    return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"
+
+
 def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
-    """How often loops of unknown length are counted, in lines to append; empty if there is none."""
-    once, said = dict[str, None](), dict[str, None]()
+    """Lines to append that say how many rounds are counted for loops of unknown length; empty if there are none."""
+    once, counted = dict[str, None](), dict[str, None]()
     for eqn in (e for jaxpr in jaxprs for e in all_eqns(jaxpr)):
         if eqn.primitive.name == "while":
             n, line = compat.rounds_of(eqn), compat.source_line(eqn) or "a line of a library"
-            (once if n is None else said)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
-    text = f"\nLoops of unknown length count as shardc.trips says: {', '.join(said)}." if said else ""
+            (once if n is None else counted)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
+    text = f"\nLoops of unknown length, counted as shardc.trips says: {', '.join(counted)}." if counted else ""
     if once:
         text += (
-            f"\nLoops of unknown length count one round, in bytes and in time: {', '.join(once)}. "
-            "To say how many are expected: with shardc.trips(n): around the loop."
+            f"\nLoops of unknown length, counted as one round in bytes and in time: {', '.join(once)}. "
+            "To set the expected number of rounds, put `with shardc.trips(n):` around the loop."
         )
     return text
 
 
 def time_text(time: Time) -> str:
-    """Where the time goes, in one line."""
+    """One line with the parts of the time."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
     parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
-    hidden = f", of which {seconds_text(time.overlapped)} behind computing" if time.overlapped else ""
-    return f"Time: {', '.join(parts)}{hidden}."
+    overlap = f"; {seconds_text(time.overlapped)} of the reductions overlap with computation" if time.overlapped else ""
+    return f"Time: {', '.join(parts)}{overlap}."
 
 
 def _arguments(plan: SpmdPlan) -> str:
@@ -113,13 +118,13 @@ def _results(plan: SpmdPlan) -> str:
     for path, var, placement, pin, tie in zip(
         plan.program.out_paths, plan.boxed.jaxpr.outvars, plan.outputs, plan.results, plan.ties, strict=True
     ):
-        replaces = tie is not None and plan.inputs[tie] == placement
-        rows.append((path or "result", var, placement, REPLACES if replaces else why_placed(pin, "chosen")))
+        reuses = tie is not None and plan.inputs[tie] == placement
+        rows.append((path or "result", var, placement, REUSES if reuses else why_placed(pin, "chosen")))
     return _leaves(plan, "Results", rows)
 
 
 def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
-    """One row for each group of leaves whose paths differ only in numbers, or in a word."""
+    """A table with one row for each group of leaves whose paths differ only in numbers or in one word."""
     sizes = plan.mesh.sizes
     rows: list[tuple[Key, str, int]] = []
     total = 0
@@ -127,11 +132,11 @@ def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
         size = local_bytes(var, placement, sizes)
         total += size
         padded = "" if is_even(var.aval.shape, placement, sizes) else ", padded"
-        if why != REPLACES:
+        if why != REUSES:
             rows.append(((short_aval(var.aval), placement_text(placement) + padded, why), path, size))
     head = f"{title}: {number_text(len(leaves), 'array')}, {bytes_text(total)} per device"
     if len(rows) < len(leaves):
-        head += f"; {len(leaves) - len(rows)} of them {REPLACES}"
+        head += f"; {len(leaves) - len(rows)} of them {REUSES}"
     if not rows:
         return head
     table = make_table("path", "type", "placement", "why", ">bytes per device")
@@ -141,21 +146,21 @@ def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
 
 
 def why_argument(argument: Argument, placement: Placement) -> str:
-    """`pinned`, `pinned on data`, `arrives so`, `chosen`."""
+    """`pinned`, `pinned on data`, `as passed`, `chosen`."""
     if argument.pin is not None and not argument.pin.allows(placement):
-        return f"arrives so, pinned at {placement_text(argument.pin.placement)}"
-    return why_placed(argument.pin, "arrives so" if argument.arrival is not None else "chosen")
+        return f"as passed, pinned at {placement_text(argument.pin.placement)}"
+    return why_placed(argument.pin, "as passed" if argument.arrival is not None else "chosen")
 
 
 def why_placed(pin: Pin | None, otherwise: str) -> str:
-    """`pinned`, `pinned on data`, or the other word."""
+    """`pinned`, `pinned on data`, or `otherwise` for a value without a pin."""
     if pin is None or pin.fixed == frozenset():
         return otherwise
     return "pinned" if pin.fixed is None else f"pinned on {', '.join(sorted(pin.fixed))}"
 
 
 def moving(collectives: Sequence[Collective]) -> list[Collective]:
-    """Those that send something."""
+    """The collectives that send bytes."""
     return [c for c in collectives if c.bytes]
 
 
@@ -171,11 +176,11 @@ def _moves(plan: SpmdPlan) -> str:
     for (*key, _), sources, found in fold_rows(rows):
         times = str(sum(c.count for c in found)) + " a round" * found[0].one_round
         table.add_row(*map(str, key), times, bytes_text(sum(c.bytes for c in found)), fold_paths(sources))
-    return section("Moves, in the order of the program: bytes that each device sends in one call", table)
+    return section("Moves, in program order: bytes that each device sends in one call", table)
 
 
 def totals_section(collectives: Sequence[Collective]) -> str:
-    """Bytes by axis and kind."""
+    """A table of bytes by axis and kind of collective."""
     moves = moving(collectives)
     if not moves:
         return ""
@@ -192,29 +197,29 @@ def totals_section(collectives: Sequence[Collective]) -> str:
 
 
 def gathered_section(gathered: Sequence[Gathered]) -> str:
-    """The operations that no rule split."""
-    title = "Computed whole on every device for want of a rule"
+    """A table of the operations that no rule splits."""
     if not gathered:
-        return section(f"{title}: none")
+        return section("Operations without a sharding rule: none")
     table = make_table("operation", ">times", "made by")
     for g in gathered:
         table.add_row(g.primitive, str(g.count), ", ".join(g.sources))
-    return section(title, table)
+    return section("Replicated: no sharding rule for these operations", table)
 
 
 def found_section(found: Sequence[FoundSignatures]) -> str:
-    """The operations without a rule that are split by signatures that were found."""
+    """A table of the operations without a rule that are split by automatically found signatures."""
     if not found:
         return ""
     table = make_table("operation", "justified by", "rule to paste", ">times", "made by")
     for f in found:
         table.add_row(f.primitive, f.how, f.rule, str(f.count), ", ".join(f.sources))
-    refused = ", ".join(f'"{name}"' for name in dict.fromkeys(f.primitive for f in found))
-    return section(f"Signatures found for operations without a rule; to refuse them: replicate=[{refused}]", table)
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys(f.primitive for f in found))
+    title = f"Signatures found for operations without a rule; to replicate these operations: replicate=[{names}]"
+    return section(title, table)
 
 
 def notes_section(notes: Sequence[str]) -> str:
-    """What the plan says besides."""
+    """The notes of a plan, alike ones folded."""
     if not notes:
         return ""
     folded = fold_rows([((), note, None) for note in notes])
@@ -223,40 +228,43 @@ def notes_section(notes: Sequence[str]) -> str:
 
 
 NAMED: Final = 6
-"""Lines of what is computed again that are named."""
+"""The most source lines of recomputed values that are listed."""
 
 
 def memory_decided(free: Unlimited | None, seconds: float) -> str:
-    """What would be without the limit on memory, if that is another plan than this one of so many seconds."""
+    """A line about the plan without a memory limit, if it is another one.
+
+    Args:
+      free: the plan without the limit, if it is another one.
+      seconds: time of a call of this plan.
+    """
     if free is None:
         return ""
-    more = ", which is more: searches do not count on what hides" * (free.seconds > seconds)
+    slower = ". That is slower than this plan: the search does not model communication that overlaps with computation"
     return (
-        f"\n  Memory decided: without the limit the plan would take about {seconds_text(free.seconds)} and "
-        f"{bytes_text(free.peak)}{more}"
+        f"\n  Memory decided: without the limit the search picks a plan of about {seconds_text(free.seconds)} and "
+        f"{bytes_text(free.peak)}{slower * (free.seconds > seconds)}"
     )
 
 
-def _values(again: Recomputed) -> str:
+def _values(found: Recomputed) -> str:
     return (
-        f"{number_text(again.count, 'value')}, {bytes_text(again.bytes)}, of {', '.join(again.sources[:NAMED])}"
-        f"{f' and {len(again.sources) - NAMED} more lines' * (len(again.sources) > NAMED)}"
+        f"{number_text(found.count, 'value')}, {bytes_text(found.bytes)}, of {', '.join(found.sources[:NAMED])}"
+        f"{f' and {len(found.sources) - NAMED} more lines' * (len(found.sources) > NAMED)}"
     )
 
 
 def _memory(plan: SpmdPlan) -> str:
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     decided = memory_decided(plan.unlimited, plan.seconds)
-    if (again := plan.recomputed) is not None:
-        decided += (
-            f"\n  Computed again where they are read, in {seconds_text(again.seconds)}, and not kept: {_values(again)}"
-        )
+    if (found := plan.recomputed) is not None:
+        decided += f"\n  Recomputed to save memory, in {seconds_text(found.seconds)}: {_values(found)}"
     if plan.cheaper is not None:
-        decided += f"\n  Computed again where they are read, as keeping them takes longer: {_values(plan.cheaper)}"
+        decided += f"\n  Recomputed because keeping them takes longer: {_values(plan.cheaper)}"
     return (
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
         f"{bytes_text(hbm)}\n"
-        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} the most that is alive besides; "
+        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} other values at the peak; "
         f"{bytes_text(memory.results)} results"
         f"{decided}"
     )

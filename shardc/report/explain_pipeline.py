@@ -14,7 +14,7 @@ from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.chart import KINDS
 from shardc.report.explain import (
-    REPLACES,
+    REUSES,
     WORDS,
     found_section,
     gathered_section,
@@ -46,17 +46,17 @@ from shardc.sbp.placement import is_even
 
 _WIDTH: Final = 120
 _MOST_COLUMNS: Final = 4
-"""Arguments with a column of their own."""
+"""The most arguments with a column of their own."""
 _PARTS: Final = {
-    "compute": "computing", "memory": "reading and writing", "overlapped": "behind computing", "launch": "launching",
+    "compute": "computing", "memory": "reading and writing", "overlapped": "overlapped", "launch": "launching",
     "wait": "waiting",
 }  # fmt: skip
-"""Parts of a rank's time that have another name here."""
+"""Column names of the parts of a rank's time, where they differ from the field."""
 _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
 def explain_pipeline(plan: MpmdPlan) -> str:
-    """Where time goes, what each stage computes and holds, what moves between stages and within them, and why."""
+    """The text of a pipeline's plan: time, stages with their tasks and memory, transfers and collectives."""
     timeline = plan.simulate()
     sections = (
         _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan),
@@ -93,18 +93,19 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> str:
 
 
 def _recompute(plan: MpmdPlan) -> str:
-    """Which stages compute their forward a second time."""
+    """`; stage 0 recomputes its forward pass in its backward pass`; empty if no stage does."""
     given = plan.pipeline.recompute
     words = [given] * len(plan.stages) if isinstance(given, str) else list(given)
-    again = [number for number, word in enumerate(words) if word == "full"]
-    if not again:
+    full = [number for number, word in enumerate(words) if word == "full"]
+    if not full:
         return ""
-    one = f"stage {again[0]}" if len(again) == 1 else f"each of stages {ranges_text(again)}"
-    return f"; {'every stage' if len(again) == len(words) else one} computes its forward again in its backward"
+    some = f"stage {full[0]}" if len(full) == 1 else f"each of stages {ranges_text(full)}"
+    who = "every stage" if len(full) == len(words) else some
+    return f"; {who} recomputes its forward pass in its backward pass"
 
 
 def _time(timeline: Timeline) -> str:
-    """Where time goes, in a line."""
+    """One line: time of a call, and how long ranks are busy and idle."""
     whole, busy = timeline.makespan, timeline.busy
     most, least = max(busy), min(busy)
     inner = timeline.bubble_per_rank
@@ -112,9 +113,9 @@ def _time(timeline: Timeline) -> str:
     if min(inner) != max(inner):
         between = f"{seconds_text(min(inner))} to {between}"
     return (
-        f"About {seconds_text(whole)} a call: rank {busy.index(most)} is busy for {seconds_text(most)} "
-        f"({_share(most, whole)}), rank {busy.index(least)} waits longest, {seconds_text(timeline.bubble)} "
-        f"({_share(timeline.bubble, whole)}); between its first and its last task a rank waits {between}."
+        f"About {seconds_text(whole)} a call: rank {busy.index(most)} is busy longest, {seconds_text(most)} "
+        f"({_share(most, whole)}); rank {busy.index(least)} is idle longest, {seconds_text(timeline.bubble)} "
+        f"({_share(timeline.bubble, whole)}); between its first and its last task a rank is idle for {between}."
     )
 
 
@@ -127,7 +128,7 @@ def _schedule(plan: MpmdPlan) -> str:
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
     found = {a.kind for row in plan.schedule.rows for a in row}
     kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)
-    title = f"Schedule: stage, {kinds}, microbatch; a column is one unit of time{more}"
+    title = f"Schedule: stage, task ({kinds}), microbatch; a column is one unit of time{more}"
     return f"{title}\n{indented(grid)}"
 
 
@@ -136,7 +137,7 @@ def _schedule(plan: MpmdPlan) -> str:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """An argument where it lives."""
+    """An argument on its home stage."""
 
     number: int
     path: str
@@ -150,7 +151,7 @@ class _Leaf:
 
 
 def _leaves(plan: MpmdPlan) -> list[_Leaf]:
-    """Each argument on its home, in their order."""
+    """Each argument on its home stage, in the order of the arguments."""
     found = [
         _Leaf(i, plan.pieces.program.in_paths[i], stage, var, placement)
         for stage in plan.stages
@@ -186,7 +187,7 @@ def _stages(plan: MpmdPlan, timeline: Timeline) -> str:
             _bytes_or_none(held[stage.number]), _bytes_or_none(received[stage.number]),
             bytes_text(stage.plan.memory.peak),
         )  # fmt: skip
-    return section("Stages: what lives on each, and the most that it holds besides, in bytes per device", table)
+    return section("Stages: their arguments, and the peaks of their other memory, in bytes per device", table)
 
 
 def _bytes_or_none(size: int) -> str:
@@ -194,16 +195,16 @@ def _bytes_or_none(size: int) -> str:
 
 
 def _registers(plan: MpmdPlan, timeline: Timeline) -> tuple[list[int], list[int]]:
-    """For each stage the most bytes in what it keeps for itself, and in what it receives from others."""
+    """For each stage the peak bytes of its own stashes, and of the registers that it receives from other stages."""
     held, received = [0] * len(plan.stages), [0] * len(plan.stages)
-    for channel, route, peak in zip(plan.network.channels, plan.built.routes, timeline.peaks, strict=True):
-        if route is not None:
-            (held if route.source == route.target else received)[route.target] += peak * channel.bytes
+    for channel, carried, peak in zip(plan.network.channels, plan.built.channel_values, timeline.peaks, strict=True):
+        if carried is not None:
+            (held if carried.source == carried.target else received)[carried.target] += peak * channel.bytes
     return held, received
 
 
 def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
-    """By kind of task the labels of a stage, each with how often such a step runs in a call."""
+    """The labels of a stage's steps by kind of task, each with the number of its executions in a call."""
     found: dict[str, list[tuple[Any, int]]] = {}
     times = plan.schedule.microbatches
     for label, (number, _) in plan.built.tasks.items():
@@ -217,7 +218,7 @@ def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
 
 
 def _tasks(plan: MpmdPlan, timeline: Timeline) -> str:
-    """Times of one execution, a row for stages with the same."""
+    """A table of the time of one execution of each task. Stages with equal times share a row."""
     rows: dict[tuple[str, ...], list[int]] = {}
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
     kinds = [k for k in _TASKS if any(k in steps for steps in all_steps)]
@@ -226,16 +227,16 @@ def _tasks(plan: MpmdPlan, timeline: Timeline) -> str:
         busy = sum(plan.cost(label) * times for found in steps.values() for label, times in found)
         cells = (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
         rows.setdefault(cells, []).append(stage.number)
-    table = make_table("stages", *(f">{k}" for k in kinds), ">busy a call", ">of the whole")
+    table = make_table("stages", *(f">{k}" for k in kinds), ">busy per call", ">share")
     for cells, numbers in rows.items():
         table.add_row(ranges_text(numbers), *cells)
     least = seconds_text(HOST_SECONDS)
-    title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing is left for it to do"
+    title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing to compute"
     return section(title, table)
 
 
 def _times(plan: MpmdPlan) -> str:
-    """Where the time of each rank goes, a row for ranks with the same."""
+    """A table of the parts of each rank's time. Ranks with equal times share a row."""
     parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, time in enumerate(plan.rank_times):
@@ -244,11 +245,11 @@ def _times(plan: MpmdPlan) -> str:
     table = make_table("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
     for cells, ranks in rows.items():
         table.add_row(ranges_text(ranks), *cells)
-    return section(f"Time: what the {seconds_text(plan.seconds)} of a call go to on each rank", table)
+    return section(f"Time: how each rank spends the {seconds_text(plan.seconds)} of a call", table)
 
 
 def _sent(plan: MpmdPlan) -> str:
-    """Bytes of collectives in one execution of each task."""
+    """A table of the bytes that the collectives of one execution of each task send."""
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
     rows: dict[tuple[str, ...], list[int]] = {}
     found: list[list[int]] = []
@@ -302,7 +303,7 @@ def _results(plan: MpmdPlan) -> str:
             rows.append((key, path or "result", plan.result_stages[i]))
     head = f"Results: {number_text(len(paths), 'array')}"
     if len(rows) < len(paths):
-        head += f"; {len(paths) - len(rows)} of them {REPLACES}"
+        head += f"; {len(paths) - len(rows)} of them {REUSES}"
     if not rows:
         return head
     table = make_table("path", "type", "placement", "why", "stages")
@@ -336,7 +337,7 @@ def _transfers(plan: MpmdPlan) -> str:
 
 
 def _moves(plan: MpmdPlan) -> str:
-    """The collectives of all stages; stages that do the same in one row."""
+    """A table of the collectives of all stages. Stages with equal collectives share a row."""
 
     def key_of(c: Collective) -> Key:
         return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst)
@@ -359,17 +360,17 @@ def _moves(plan: MpmdPlan) -> str:
 
 
 def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
-    """Registers of what is sent for each microbatch."""
+    """A table of the registers of the channels that carry values once per microbatch."""
     rows: dict[tuple[str, str, str, int, str], list[tuple[int, int]]] = {}
     given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
     for number in sorted(given):
-        channel, route = plan.network.channels[number], plan.built.routes[number]
-        assert route is not None
-        credits = "no bound" if channel.registers is None else str(channel.registers)
+        channel, carried = plan.network.channels[number], plan.built.channel_values[number]
+        assert carried is not None
+        credits = "unbounded" if channel.registers is None else str(channel.registers)
         word, peak = channel.name.rpartition(" ")[0], timeline.peaks[number]
         at_most = bytes_text(peak * channel.bytes)
         rows.setdefault((word, credits, bytes_text(channel.bytes), peak, at_most), []).append(
-            (route.source, route.target)
+            (carried.source, carried.target)
         )
     if not rows:
         return ""
@@ -379,10 +380,10 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
         stages = ranges_text(a for a, _ in ends) if inner else pairs_text(ends)
         table.add_row(word, stages, credits, str(peak), size, at_most)
     others = len(plan.network.channels) - len(given)
-    more = f"; {number_text(others, 'other')} carry what is sent once a call" if others else ""
-    few = f"; fewer than would be fastest, as the memory of ranks {ranges_text(plan.squeezed)} is small"
+    more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
+    few = f"; fewer than is fastest, because ranks {ranges_text(plan.squeezed)} have too little memory for more"
     more += few if plan.squeezed else ""
-    return section(f"Channels: registers for what is sent for each microbatch{more}", table)
+    return section(f"Channels: registers of the channels used once per microbatch{more}", table)
 
 
 def _memory(plan: MpmdPlan) -> str:
@@ -391,7 +392,7 @@ def _memory(plan: MpmdPlan) -> str:
     parts = sorted(((size, kind) for kind, size in most.peak_parts.items() if size), reverse=True)
     return (
         f"Memory: at most {bytes_text(most.peak)} on each device of rank {most.rank}, "
-        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, while it runs {most.peak_label}\n  "
+        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, during {most.peak_label}\n  "
         + ", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)
         + memory_decided(plan.unlimited, plan.seconds)
     )

@@ -1,4 +1,4 @@
-"""Warnings of a plan that is about to run: what costs much, and is easily mended."""
+"""Warnings about a plan that is about to run: costs that are large and easy to avoid."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from shardc.report.tables import bytes_text
 from shardc.sbp.placement import local_shape
 
 LARGE: Final = 10**6
-"""Bytes from which on something is worth a warning: less is sent, or held twice, in a moment."""
+"""Bytes from which on a cost is worth a warning. Sending less, or holding it twice, costs little."""
 
 
 def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str] = ()) -> list[str]:
-    """A text for each thing that is worth a warning.
+    """The texts of the warnings.
 
     Args:
       plan: the plan.
       where: the function and its line.
-      replicate: primitives that the user wants computed whole.
+      replicate: primitives that the user wants replicated.
     """
     return [*_without_rule(plan, where, replicate), *_not_donated(plan, where)]
 
 
 def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str]) -> Iterator[str]:
-    parts = [s.plan for s in plan.stages] if isinstance(plan, MpmdPlan) else [plan]
+    parts = plan.programs
     largest: dict[str, tuple[int, Eqn]] = {}
     for eqn in (e for p in parts if p.mesh.size > 1 for e in p.without_rule):
         size = max(sum(map(_bytes, side)) for side in (eqn.invars, eqn.outvars))
@@ -43,8 +43,8 @@ def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[s
     for name, (size, eqn) in largest.items():
         yield (
             f"{where}: {name} at {compat.source_line(eqn)} has no sharding rule, so every device computes all of it, "
-            f"{bytes_text(size)}, and what it reads is gathered. shardc.signature says how an operation may be split, "
-            f'replicate="{name}" that it is meant so.'
+            f"{bytes_text(size)}, and its operands are gathered. Declare how it may be split with shardc.signature, or "
+            f'accept this with replicate="{name}".'
         )
 
 
@@ -53,7 +53,7 @@ def _bytes(atom: Any) -> int:
 
 
 def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
-    """Of arguments that come back as results, new and as a whole."""
+    """A warning about arguments that are returned updated, with all their leaves, and not donated."""
     program, count = plan.program, len(plan.program.given_avals)
     given = plan.arguments[:count]
     made = set(compat.variables(program.jaxpr.outvars)) - set(program.jaxpr.invars)
@@ -72,9 +72,9 @@ def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
         names = [name for name, size in state.items() if size]
         donate = repr(names[0]) if len(names) == 1 else repr(tuple(names))
         yield (
-            f"{where}: {' and '.join(names)} {'comes' if len(names) == 1 else 'come'} back as results, and "
-            f"{'is' if len(names) == 1 else 'are'} not donated: while it runs each device holds their "
-            f"{bytes_text(sum(state.values()))} twice. donate_argnames={donate} has the new ones take their place."
+            f"{where}: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} returned as results but not donated: "
+            f"during a call each device holds {'its' if len(names) == 1 else 'their'} "
+            f"{bytes_text(sum(state.values()))} twice. With donate_argnames={donate} the results reuse the buffers."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is said of a program that does not fit: how much memory would do, what fills it, and what would make it less."""
+"""The text of the error for a program that does not fit: the least memory found, its largest values, and fixes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import Misfit
 from shardc.plan.request import Argument
-from shardc.report.tables import bytes_text, fold_leaves, placement_text
+from shardc.report.tables import bytes_text, fold_leaves, number_text, placement_text
 
 NAMED: Final = 8
-"""How many of the largest groups of values are named."""
+"""The most groups of values that are listed."""
 
 
 def misfit_text(found: Misfit) -> str:
@@ -33,15 +33,15 @@ def misfit_text(found: Misfit) -> str:
     largest = least.profile.largest()
     if alone:
         largest = [(v, size) for v, size in largest if v in least.boxed.jaxpr.invars]
-        said = f"Its arguments alone take at least {bytes_text(fitted.arguments)} within what is pinned"
+        text = f"With these pins its arguments alone take at least {bytes_text(fitted.arguments)}"
     else:
-        said = f"{bytes_text(least.peak)} would do, the least that was found. At its fullest a device then holds"
-    head = f"{where}, mesh {mesh}: no placement was found that fits {bytes_text(limit)} on each device. {said}:"
+        text = f"The smallest plan found needs {bytes_text(least.peak)}. At its peak a device holds"
+    head = f"{where}, mesh {mesh}: no plan was found that fits in {bytes_text(limit)} per device. {text}:"
     return "\n".join([all_offenders(head, _groups(program, least, largest)), _fixes(program, arguments, fitted, alone)])
 
 
 def _groups(program: Program, least: Trial, largest: Sequence[tuple[Var, int]]) -> list[str]:
-    """One line for values that are alike but for numbers in their names, the most bytes first."""
+    """Lines with the largest values, most bytes first. Values whose names differ only in numbers share a line."""
     boxed = least.boxed
     names = {v: _maker(e) for e in all_eqns(boxed.jaxpr) for v in e.outvars}
     names |= dict(zip(boxed.jaxpr.invars, program.in_paths, strict=True))
@@ -53,12 +53,12 @@ def _groups(program: Program, least: Trial, largest: Sequence[tuple[Var, int]]) 
     lines = [f"{bytes_text(sum(sizes))}  {path}: {key[0]} at {key[1]}" for key, path, sizes in found[:NAMED]]
     if rest := found[NAMED:]:
         count = sum(len(sizes) for *_, sizes in rest)
-        lines.append(f"{bytes_text(sum(sum(sizes) for *_, sizes in rest))}  in {count} more")
+        lines.append(f"{bytes_text(sum(sum(sizes) for *_, sizes in rest))}  in {number_text(count, 'other value')}")
     return lines
 
 
 def _maker(eqn: compat.Eqn) -> str:
-    """The primitive and the line of the user's code; of a boxing what is boxed."""
+    """The primitive and its source line; for a boxing the boxed value."""
     if eqn.primitive is box_p:
         return f"boxed from {placement_text(eqn.params['src'])}: {eqn.params['source']}"
     return f"{eqn.primitive.name} ({compat.source_line(eqn)})"
@@ -68,10 +68,13 @@ def _fixes(program: Program, arguments: Sequence[Argument], fitted: LimitResult,
     memory = fitted.least.profile.memory
     fixes: list[str] = []
     if any(a.pin is not None for a in arguments):
-        fixes.append("leave large arguments AUTO or pin them to a split")
+        fixes.append("leave large arguments AUTO, or pin them to a split")
     if not any(a.donated for a in arguments) and memory.results > memory.arguments // 4:
-        fixes.append("name what the results replace in donate_argnames")
+        fixes.append("donate the arguments that the results replace, with donate_argnames")
     if not alone and memory.temporaries > memory.arguments:
-        fixes.append("take less at once with shardc.accumulate, or put jax.checkpoint around blocks that hold loops")
+        fixes.append("split the batch with shardc.accumulate, or put jax.checkpoint around blocks that contain loops")
     fixes.append("use a mesh of more devices")
-    return f'To make it fit: {"; ".join(fixes)}. If devices have more, say so: shardc.make_mesh(..., hbm="95GB").'
+    return (
+        f"To make it fit: {'; '.join(fixes)}. If the devices have more memory, set it: "
+        'shardc.make_mesh(..., hbm="95GB").'
+    )

@@ -1,11 +1,12 @@
-"""A chart as SVG or PNG: for each rank planned above measured, and below how full the channels are.
+"""A chart as SVG or PNG: for each rank planned above measured, and below them the registers in use of each channel.
 
-Drawn by matplotlib, which is an extra: text and traces do without it.
+It is drawn by matplotlib, an optional dependency. Text and traces do not need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 COLOURS: Final = {
     "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8a6fb0", "-": "#e4e6ea",
 }  # fmt: skip
-"""Of the kinds of tasks."""
+"""The colour of each kind of task."""
 
 _INK, _PALE, _LINE = "#22262c", "#6b7280", "#d6d9de"
 _FILL, _STEP = "#c9d6e4", "#b5482a"
 _SIZE: Final = 7.0
-"""Points of the small text."""
+"""Font size of the small text, points."""
 _LETTER: Final = 0.62
-"""Width of a letter, in its size."""
+"""Width of a letter, in font sizes."""
 _ROW, _GAP, _CHANNEL = 0.2, 0.1, 0.2
-"""Inches: a run's row of a rank, what is between ranks, a channel."""
+"""Heights of a run's row, of the gap between ranks, and of a channel, inches."""
 _POINTS: Final = 72
-"""Of an inch."""
+"""Points per inch."""
 _MOST: Final = 0.5
 _MOST_CHANNELS: Final = 64
 _DRAWN: Final = (".svg", ".png")
@@ -40,7 +41,7 @@ _SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "sha
 
 
 def draw_picture(chart: Chart, path: str | Path) -> None:
-    """Draws the chart into a file.
+    """Write a picture of the chart to a file.
 
     Args:
       chart: the runs.
@@ -51,13 +52,13 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
     """
     path = Path(path)
     if path.suffix.lower() not in _DRAWN:
-        raise PipelineError(f"{path}: a picture is written as .svg or .png.")
+        raise PipelineError(f"{path}: a picture has to be a .svg or .png file.")
     try:
         import matplotlib as mpl  # noqa: PLC0415  # an extra
     except ImportError:
         raise PipelineError(
-            f'{path}: pictures are drawn by matplotlib, which is not installed; pip install "shardc[report]". '
-            "The timeline as text and the trace do without it."
+            f'{path}: pictures need matplotlib, which is not installed: pip install "shardc[report]". '
+            "The timeline as text and the trace do not need it."
         ) from None
     with mpl.rc_context(_SETTINGS):
         figure = _figure(chart)
@@ -66,7 +67,7 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
 
 
 def _figure(chart: Chart) -> Figure:
-    """Head, ranks, channels: one below the other, in inches."""
+    """The figure: head, ranks and channels from top to bottom, sizes in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     ranks, runs = len(chart.network.actors), len(chart.tracks)
@@ -137,22 +138,40 @@ def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
             axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
             if runs > 1:
                 axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=_PALE, va="center", ha="right")
-            _draw_row(chart, track, rank, chart.spans_of_time[i], axes, y, plot)
+            _draw_row(_TrackRow(chart, track, rank, chart.spans_of_time[i], plot), axes, y)
 
 
-def _draw_row(chart: Chart, track: Track, rank: int, extent: float, axes: Axes, y: float, plot: float) -> None:
-    """One rank in one run: a bar for each task, with its name where that fits."""
+@dataclass(frozen=True)
+class _TrackRow:
+    """One rank in one run.
+
+    Attributes:
+      chart, track, rank: the run and the rank.
+      extent: time of the whole width.
+      width: inches.
+    """
+
+    chart: Chart
+    track: Track
+    rank: int
+    extent: float
+    width: float
+
+
+def _draw_row(row: _TrackRow, axes: Axes, y: float) -> None:
+    """Draw a bar for each task of one rank in one run, with its name if that fits."""
+    chart, track = row.chart, row.track
     bars: dict[str, list[tuple[float, float]]] = {}
-    drawn = [s for s in track.timeline.spans[rank] if s.end > s.start]
-    scale = plot * _POINTS / extent if extent else 0.0
+    drawn = [s for s in track.timeline.spans[row.rank] if s.end > s.start]
+    scale = row.width * _POINTS / row.extent if row.extent else 0.0
     names = {kind: _name_that_fits(chart, track, kind, scale) for kind in {chart.kind(s.label) for s in drawn}}
     for span in drawn:
-        start, length = span.start / extent, (span.end - span.start) / extent
+        start, length = span.start / row.extent, (span.end - span.start) / row.extent
         kind = chart.kind(span.label)
         colour = _lighter(COLOURS[kind], chart.chunk(span.label))
         bars.setdefault(colour, []).append((start, length))
         text = names[kind](span.label)
-        if text and _width(text) <= length * plot * _POINTS:
+        if text and _width(text) <= length * row.width * _POINTS:
             axes.text(
                 start + length / 2, y + _ROW / 2, text, size=_SIZE, color="white" if _is_dark(colour) else _INK,
                 ha="center", va="center_baseline", clip_on=True,
@@ -162,12 +181,12 @@ def _draw_row(chart: Chart, track: Track, rank: int, extent: float, axes: Axes, 
 
 
 def _width(text: str) -> float:
-    """Points of a text, and what is to be free beside it."""
+    """Width of a text and the margin beside it, points."""
     return len(text) * _LETTER * _SIZE + 2
 
 
 def _name_that_fits(chart: Chart, track: Track, kind: str, scale: float) -> Callable[[Hashable], str]:
-    """How the tasks of a kind are called: all in one way, the longest that fits most of them."""
+    """The longest form of name that fits most tasks of a kind; all of them use the same form."""
     spans = [s for row in track.timeline.spans for s in row if s.end > s.start and chart.kind(s.label) == kind]
     for name in (chart.label, _microbatch):
         fitting = sum(_width(name(s.label)) <= (s.end - s.start) * scale for s in spans)
@@ -186,7 +205,7 @@ def _nothing(label: Hashable) -> str:
 
 
 def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
-    """A row for each channel: registers in use, as steps; full is the row's height."""
+    """Draw a row for each channel: its registers in use as steps, where the full height is all registers."""
     axes.set_ylim(len(channels), 0)
     axes.set_yticks([i + 0.5 for i in range(len(channels))], [_channel_name(chart, c) for c in channels])
     axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=_INK)
@@ -194,7 +213,7 @@ def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
     if len(channels) < len(chart.channels):
         about += f"; {len(chart.channels) - len(channels)} more channels are not drawn"
     axes.text(0, -0.35, about, size=_SIZE, color=_PALE)
-    axes.text(1.005, -0.35, "at most", size=_SIZE, color=_PALE)
+    axes.text(1.005, -0.35, "peak", size=_SIZE, color=_PALE)
     for row, number in enumerate(channels):
         channel = chart.network.channels[number]
         peaks = [t.timeline.peaks[number] for t in chart.tracks]
@@ -224,16 +243,16 @@ def _channel_name(chart: Chart, number: int) -> str:
 
 
 def _use_text(chart: Chart, number: int) -> str:
-    """`2 of 3, each 1.5 KiB`: the most that are in use as planned, of how many."""
+    """`2 of 3, each 1.5 KiB`: the planned peak of registers in use, and their number."""
     channel = chart.network.channels[number]
     most = chart.tracks[0].timeline.peaks[number]
-    bound = ", no bound" if channel.registers is None else f" of {channel.registers}"
+    bound = ", unbounded" if channel.registers is None else f" of {channel.registers}"
     size = f", each {bytes_text(channel.bytes)}" if channel.bytes else ""
     return f"{most}{bound}{size}"
 
 
 def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
-    """The scale of time below; that of the planned run above, if it is another."""
+    """Draw the time scale below; if the planned run has its own scale, draw that one above."""
     extents = chart.spans_of_time
     for i, extent in enumerate(extents if not _alike(chart) else extents[:1]):
         places, texts, unit = scale_of(extent, int(plot * 1.1), seconds=chart.seconds)
@@ -257,14 +276,14 @@ def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
 
 
 def _order(chart: Chart, number: int) -> tuple[str, int, int]:
-    """By kind, then by the stage that gives."""
+    """A sort key of channels: kind, then sending stage."""
     word, _, ends = chart.network.channels[number].name.rpartition(" ")
     stage = ends.partition("->")[0]
     return word, int(stage) if stage.isdigit() else 0, number
 
 
 def _lighter(colour: str, chunk: int) -> str:
-    """The colour of a rank's first stage; lighter for the later ones."""
+    """The colour itself for a rank's first stage, a lighter one for each later stage."""
     part = min(0.6, 0.35 * chunk)
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * part):02x}" for c in parts)

@@ -1,4 +1,4 @@
-"""`shardc.show`: where arrays live, and what one device holds of them, as text."""
+"""`shardc.show`: the placement of arrays, and the part that one device holds, as text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from shardc.report.tables import times_text as times
 from shardc.sbp.placement import Placement, local_extent, local_shape
 
 MOST_PIECES = 16
-"""Pieces that are shown one by one; of more, only the first and the last."""
+"""The most pieces that are shown one by one; of more, only the first and the last ones are shown."""
 
 
 def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
-    """Where arrays live, as text to print.
+    """The placement of arrays, as text to print.
 
     Args:
-      x: a jax.Array, PlacedArray or StackedArray, a ShapeDtypeStruct with a sharding, or a pytree of them. Of one array
-        the text says which part each device holds; of a pytree, a line for each leaf.
-      device: show what this one holds, values included: its number, or its coordinates on the mesh, as in
-        `{"data": 1, "model": 0}`.
+      x: a jax.Array, PlacedArray or StackedArray, a ShapeDtypeStruct with a sharding, or a pytree of them. For one
+        array the text says which part each device holds; for a pytree it has a line for each leaf.
+      device: show the part of this device, with its values. It is the device's number, or its coordinates on the mesh,
+        as in `{"data": 1, "model": 0}`.
 
     Returns:
       The text. Indices count the elements of the logical array: `[4:8, :]` is rows 4 to 7, all columns.
@@ -50,7 +50,7 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
        [0 0]
        [0 0]]
     """
-    leaves = [(path_text(path), leaf, _lying(leaf)) for path, leaf in leaves_by_path(x)]
+    leaves = [(path_text(path), leaf, _on_mesh(leaf)) for path, leaf in leaves_by_path(x)]
     if device is not None:
         return _on_device(leaves, device)
     if len(leaves) == 1 and not leaves[0][0]:
@@ -60,8 +60,8 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Lying:
-    """An array, as it lies on a mesh; or some rows of a stacked one, `first` and those after it."""
+class LocatedArray:
+    """An array on a mesh; or, of a stacked array, the rows on one stage, from row `first` on."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -76,7 +76,7 @@ class Lying:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Shape of what a device holds, padding included."""
+        """Shape of a device's piece, padding included."""
         return local_shape(self.shape, self.placement, self.sizes)
 
     @property
@@ -84,7 +84,7 @@ class Lying:
         return int(np.prod(self.block)) * self.dtype.itemsize
 
     def extents(self, at: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Offset and number of elements that a device holds of each dimension."""
+        """Offset and number of a device's elements in each dimension."""
         return [local_extent(n, self.placement.axes_of(d), self.sizes, at) for d, n in enumerate(self.shape)]
 
     def holds(self, at: Mapping[str, int]) -> str:
@@ -97,7 +97,7 @@ class Lying:
         if self.first is not None:
             start, valid = extents[0]
             ends[0] = f"{self.first + start}:{self.first + start + valid}"
-        text = f"[{', '.join(ends)}]" if ends else "it whole"
+        text = f"[{', '.join(ends)}]" if ends else "the whole value"
         return f"a term of {text}" if self.placement.partial_axes else text
 
     def padding(self, at: Mapping[str, int]) -> str:
@@ -105,7 +105,7 @@ class Lying:
         return ", ".join(f"{n} in dimension {d}" for d, n in missing if n)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
-        """One place on the mesh for each piece: 0 on the axes along which all devices hold the same."""
+        """The coordinates of each piece: 0 on the axes along which all devices hold the same piece."""
         named = [a for a in self.mesh.axis_names if a in self.placement]
         for index in np.ndindex(*(self.sizes[a] for a in named)):
             yield dict.fromkeys(self.sizes, 0) | dict(zip(named, map(int, index), strict=True))
@@ -118,29 +118,29 @@ class Lying:
         return ", ".join(map(str, ids if len(ids) <= 4 else [*ids[:3], "…", ids[-1]]))
 
 
-def _lying(x: Any) -> list[Lying] | str:
-    """How an array lies on its mesh, stacked ones in several parts; or why it is on none."""
+def _on_mesh(x: Any) -> list[LocatedArray] | str:
+    """The array on its mesh, a stacked one in several parts; or the reason why it is on no mesh."""
     if isinstance(x, StackedArray):
         firsts = np.cumsum([0, *(p.shape[0] for p in x.pieces)])
         return [
-            Lying(p.shape, p.dtype, p.placement, p.mesh, p.physical, int(first))
+            LocatedArray(p.shape, p.dtype, p.placement, p.mesh, p.physical, int(first))
             for p, first in zip(x.pieces, firsts[:-1], strict=True)
         ]
     if isinstance(x, PlacedArray):
-        return [Lying(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
+        return [LocatedArray(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
     if compat.is_tracer(x):
-        return "is being traced and lives nowhere yet; plan.explain() says where values of a function will"
+        return "is being traced and is on no device yet; plan.explain() shows the placements of a function's values"
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         mesh: AnyMesh = sharding.mesh
-        return [Lying(tuple(x.shape), x.dtype, Placement.from_sharding(sharding).resolve(len(x.shape)), mesh, x)]
+        return [LocatedArray(tuple(x.shape), x.dtype, Placement.from_sharding(sharding).resolve(len(x.shape)), mesh, x)]
     if isinstance(sharding, SingleDeviceSharding):
         return f"is not on a mesh: whole on device {next(iter(sharding.device_set)).id}"
     if sharding is not None:
         return f"is not on a mesh with named axes: {sharding}"
     if isinstance(x, np.ndarray | np.generic):
         return "is not on a mesh: a NumPy array, on the host"
-    return "is not on a mesh" if is_array(x) else "is no array"
+    return "is not on a mesh" if is_array(x) else "is not an array"
 
 
 def _type_text(x: Any) -> str:
@@ -151,7 +151,7 @@ def _type_text(x: Any) -> str:
     return compat.short_text(tuple(aval.shape), aval.dtype)
 
 
-def _head(part: Lying) -> str:
+def _head(part: LocatedArray) -> str:
     """`f32[13,6] at {data: S(0)} on data=4: a device holds [4,6], 96 bytes`."""
     block = ",".join(map(str, part.block))
     return (
@@ -160,8 +160,8 @@ def _head(part: Lying) -> str:
     )
 
 
-def _whole(x: Any, parts: list[Lying] | str) -> str:
-    """One array: what each device holds."""
+def _whole(x: Any, parts: list[LocatedArray] | str) -> str:
+    """The text of one array: the part that each device holds."""
     if isinstance(parts, str):
         return f"{_type_text(x)} {parts}"
     texts = [_pieces(part) for part in parts]
@@ -170,7 +170,7 @@ def _whole(x: Any, parts: list[Lying] | str) -> str:
     return "\n\n".join(texts)
 
 
-def _pieces(part: Lying) -> str:
+def _pieces(part: LocatedArray) -> str:
     placed = isinstance(part.mesh, Mesh)
     padded = any(part.padding(at) for at in part.coordinates())
     table = make_table(*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
@@ -197,8 +197,8 @@ def _pieces(part: Lying) -> str:
     return section(title, table)
 
 
-def _tree(leaves: Sequence[tuple[str, Any, list[Lying] | str]]) -> str:
-    """A line for each array of a pytree, those that are alike folded; with the devices if they are not all the same."""
+def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> str:
+    """A table of the arrays of a pytree, alike ones folded; with a column of devices if they differ."""
     placed = [part for _, _, parts in leaves if not isinstance(parts, str) for part in parts]
     devices: dict[AnyMesh, str] = {}
     held = Counter[Any]()
@@ -229,8 +229,8 @@ def _tree(leaves: Sequence[tuple[str, Any, list[Lying] | str]]) -> str:
     return section(f"{number_text(len(leaves), 'array')}, {total} {of}", table)
 
 
-def _on_device(leaves: Sequence[tuple[str, Any, list[Lying] | str]], device: Any) -> str:
-    """What one device holds of each array, and its values."""
+def _on_device(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]], device: Any) -> str:
+    """One device's piece of each array, with its values."""
     texts: list[str] = []
     wrong: list[str] = []
     for path, x, parts in leaves:
@@ -240,14 +240,14 @@ def _on_device(leaves: Sequence[tuple[str, Any, list[Lying] | str]], device: Any
             continue
         found = [(part, at) for part in parts if (at := _coordinates(part.mesh, device, wrong)) is not None]
         if not found:
-            texts.append(f"{name}{_type_text(x)}: that device holds nothing of it")
+            texts.append(f"{name}{_type_text(x)}: this device holds no part of it")
         texts += [f"{name}{_head(part)}\n{_piece(part, at)}" for part, at in found]
     if wrong:
         raise ArgumentError(all_offenders("shardc.show: no such device", list(dict.fromkeys(wrong))))
     return "\n\n".join(texts)
 
 
-def _piece(part: Lying, at: Mapping[str, int]) -> str:
+def _piece(part: LocatedArray, at: Mapping[str, int]) -> str:
     """`device 3, at data=1, model=1, holds [4:8, :]`, and its values."""
     where = ", ".join(f"{a}={i}" for a, i in at.items())
     padding = f", and {part.padding(at)} of padding" if part.padding(at) else ""
@@ -268,19 +268,24 @@ def _piece(part: Lying, at: Mapping[str, int]) -> str:
 
 
 def _coordinates(mesh: AnyMesh, device: Any, wrong: list[str]) -> dict[str, int] | None:
-    """Where a device is on a mesh; None if it isn't, with a line in `wrong` if it could be on no mesh like this one."""
+    """The coordinates of a device on a mesh; None if it is not on it.
+
+    Adds a line to `wrong` if no mesh of this shape and platform has such a device.
+    """
     sizes = dict(mesh.shape)
     if isinstance(device, Mapping):
-        said: dict[str, Any] = {str(a): i for a, i in device.items()}
-        bad = [f"{a}={i}" for a, i in said.items() if a not in sizes or not 0 <= i < sizes[a]]
-        bad += [f"nothing for {a}" for a, n in sizes.items() if a not in said and n > 1]
+        given: dict[str, Any] = {str(a): i for a, i in device.items()}
+        bad = [f"{a}={i}" for a, i in given.items() if a not in sizes or not 0 <= i < sizes[a]]
+        bad += [f"nothing for {a}" for a, n in sizes.items() if a not in given and n > 1]
         if bad:
-            near = "".join(did_you_mean(a, sizes) for a in said if a not in sizes)
-            wrong.append(f"device={said} says {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
+            near = "".join(did_you_mean(a, sizes) for a in given if a not in sizes)
+            wrong.append(f"device={given} has {', '.join(bad)}, but the mesh is {mesh_text(mesh)}.{near}")
             return None
-        return {a: int(said.get(a, 0)) for a in sizes}
+        return {a: int(given.get(a, 0)) for a in sizes}
     if not isinstance(mesh, Mesh):
-        wrong.append(f"device={device!r}: the mesh {mesh_text(mesh)} is for planning and has none; say coordinates.")
+        wrong.append(
+            f"device={device!r}: the mesh {mesh_text(mesh)} is for planning and has no devices; give coordinates."
+        )
         return None
     if device not in {d.id for d in jax.devices(mesh.devices.flat[0].platform)}:
         ids = sorted(d.id for d in mesh.devices.flat)

@@ -1,4 +1,4 @@
-"""How stages, ranks and what stands on them are named in few words: ranges, chains, stems of paths, a cut grid."""
+"""Short texts for stages and ranks: ranges of numbers, chains, stems of paths, and a grid cut to a width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
-    """From which stages to which: `0 -> 1`, `0 -> 1-7`, `1-7 -> 0`, as chains `0 -> 1 -> 2`, `7 -> 6 -> ... -> 0`."""
+    """Pairs of source and target: `0 -> 1`, `0 -> 1-7`, `1-7 -> 0`; as chains `0 -> 1 -> 2`, `7 -> 6 -> ... -> 0`."""
     left = sorted(set(pairs))
     sources, targets = {a for a, _ in left}, {b for _, b in left}
     if len(sources) == 1 or len(targets) == 1:
@@ -50,7 +50,7 @@ def _chain_text(chain: Sequence[int]) -> str:
 
 
 def stems(homes: Mapping[str, int]) -> dict[int, list[str]]:
-    """For each stage the shortest beginnings of paths that tell what lives there and nowhere else.
+    """For each stage the shortest path prefixes whose paths all live there.
 
     Args:
       homes: for each path, names joined by `/`, the stage where it lives.
@@ -71,13 +71,13 @@ def stems(homes: Mapping[str, int]) -> dict[int, list[str]]:
 
 
 def _beginnings(path: str) -> list[str]:
-    """`a`, `a/b`, `a/b/c`."""
+    """The prefixes of a path: `a`, `a/b`, `a/b/c`."""
     parts = path.split("/")
     return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def stems_text(names: Sequence[str]) -> str:
-    """A few names, those that differ in one number as a range: `blocks/0-3, head`."""
+    """The first names, those that differ in one number as a range: `blocks/0-3, head`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         numbered = _LAST_NUMBER.fullmatch(name)
@@ -90,7 +90,7 @@ def stems_text(names: Sequence[str]) -> str:
 
 
 def cut_grid(schedule: Schedule, width: int) -> tuple[str, str]:
-    """The rows of a schedule's grid, and what was left out of their middle so that they fit, if anything was."""
+    """The rows of a schedule's grid, cut in the middle to fit the width, and a text about the columns left out."""
     lines = str(schedule).splitlines()[1:]
     cell = 1 + max((len(str(a)) for row in schedule.rows for a in row), default=0)
     at = max((line.find("| ") + 2 for line in lines), default=0)

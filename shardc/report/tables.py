@@ -1,4 +1,4 @@
-"""Tables as plain text, and how numbers, placements and paths are written in them."""
+"""Tables and rows as plain text, and the format of numbers, placements and paths in them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def seconds_text(seconds: float) -> str:
 
 
 def signed_text(difference: float, text: Callable[[float], str]) -> str:
-    """`+1.5 KiB`, `-126 us`; `0` for what is the same."""
-    said = text(abs(difference))
-    return "0" if said in (text(0), "0 s") else f"{'-' if difference < 0 else '+'}{said}"
+    """`+1.5 KiB`, `-126 us`; `0` for equal values."""
+    size = text(abs(difference))
+    return "0" if size in (text(0), "0 s") else f"{'-' if difference < 0 else '+'}{size}"
 
 
 def placement_text(placement: Placement | str) -> str:
-    """A placement; the one that names no axis is `B`."""
+    """A placement; one that names no axis is `B`."""
     return "B" if str(placement) == "{}" else str(placement)
 
 
-def number_text(count: int, what: str) -> str:
+def number_text(count: int, noun: str) -> str:
     """`1 array`, `2 arrays`, `0 matches`."""
-    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith(('s', 'ch')) else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def percent_text(fraction: float) -> str:
@@ -62,7 +62,7 @@ def percent_text(fraction: float) -> str:
 
 
 def times_text(text: str, count: int) -> str:
-    """The text; `text  x3` for what stands for several."""
+    """`text`, or `text  x3` if it stands for several."""
     return text if count == 1 else f"{text}  x{count}"
 
 
@@ -70,13 +70,13 @@ _NUMBERS = re.compile(r"(\d+)")
 
 
 def fold_paths(paths: Sequence[str]) -> str:
-    """The one text of paths that differ only in numbers: `blocks_0/up`, `blocks_1/up` --> `blocks_*/up`."""
+    """One text for paths that differ only in numbers: `blocks_0/up`, `blocks_1/up` --> `blocks_*/up`."""
     parts = zip(*(_NUMBERS.split(p) for p in paths), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def fold_rows(rows: Iterable[tuple[Key, str, T]]) -> list[tuple[Key, list[str], list[T]]]:
-    """Rows (key, path, value) with equal keys and paths that differ only in numbers, put together in order."""
+    """Groups of rows (key, path, value) that have equal keys and paths that differ only in numbers, in order."""
     groups: dict[Hashable, tuple[Key, list[str], list[T]]] = {}
     for key, path, value in rows:
         _, paths, values = groups.setdefault((key, _skeleton(path)), (key, [], []))
@@ -88,8 +88,10 @@ def fold_rows(rows: Iterable[tuple[Key, str, T]]) -> list[tuple[Key, list[str], 
 def fold_leaves(
     rows: Iterable[tuple[Key, str, T]], besides: Callable[[list[T]], Hashable] = lambda _: None
 ) -> list[tuple[Key, str, list[T]]]:
-    """Rows of arrays (key, path, value), in order: those with equal keys whose paths differ only in numbers, or in one
-    word behind the first, under one text: `mu/{bias,scale}  x2`. For the words, what `besides` says is to be equal too.
+    """Groups of rows of arrays (key, path, value) under one text, in order: `mu/{bias,scale}  x2`.
+
+    A group has equal keys, and paths that differ only in numbers or in one word after the first. For groups by words,
+    `besides` of the values has to be equal too.
     """
     folded = [(key, tuple(fold_paths(paths).split("/")), values) for key, paths, values in fold_rows(rows)]
     for at in range(max((len(words) for _, words, _ in folded), default=0) - 1, 0, -1):
@@ -102,13 +104,13 @@ def fold_leaves(
 
 
 _BRACES: Final = 24
-"""Characters that the words in braces may take."""
+"""The most characters of the words in braces."""
 
 
 def _in_braces(
     group: list[tuple[Key, tuple[str, ...], list[T]]], at: int
 ) -> list[tuple[Key, tuple[str, ...], list[T]]]:
-    """One row for those that differ only in word `at`; the rows themselves, where those words are too long."""
+    """One row for rows that differ only in word `at`; the rows themselves if the words are too long together."""
     key, words, _ = group[0]
     if len(group) == 1:
         return group
@@ -119,7 +121,7 @@ def _in_braces(
 
 
 def _skeleton(path: str) -> str:
-    """What paths that fold together share. The numbers of source lines are not to be folded."""
+    """The common form of paths that are folded together. Line numbers of source lines are not folded."""
     return path if _SOURCE.match(path) else _NUMBERS.sub("*", path)
 
 
@@ -127,7 +129,7 @@ _SOURCE = re.compile(r"\S+\.\w+:\d+ \(")
 
 
 def make_table(*columns: str) -> Table:
-    """A table whose columns are as wide as what is in them; `>` before a name aligns it to the right."""
+    """A table whose columns are as wide as their content; `>` before a name aligns the column to the right."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         right = name.startswith(">")
@@ -145,7 +147,7 @@ def indented(text: str) -> str:
 
 
 def _rendered(body: Table) -> str:
-    """Plain text, as wide as it is."""
+    """The table as plain text, without a limit of width."""
     out = io.StringIO()
     console = Console(
         file=out, width=10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False, emoji=False,
@@ -153,3 +155,19 @@ def _rendered(body: Table) -> str:
     )  # fmt: skip
     console.print(body)
     return out.getvalue()
+
+
+def padded_name(name: str, room: int, *, blank: bool = True) -> str:
+    """A name of a task, padded or cut to `room` characters: `F0----- `; with `blank`, the last one is a blank."""
+    text = max(1, room - blank)
+    return f"{name[:text]:-<{text}} "[:room]
+
+
+def wrapped_rows(heads: Sequence[str], rows: Sequence[str], room: int) -> str:
+    """Rows with their heads, wrapped into blocks of `room` characters that stand one below the other."""
+    margin = max(map(len, heads))
+    longest = max(map(len, rows))
+    return "\n\n".join(
+        "\n".join(f"{h:<{margin}} | {r[at : at + room]}".rstrip() for h, r in zip(heads, rows, strict=True))
+        for at in range(0, longest, room)
+    )

@@ -1,6 +1,6 @@
 """A timeline as text: a row for each actor, time from left to right, idle time as dots.
 
-For times that are round numbers, as those of schedules are. `chart_text` draws what was measured.
+For times that are round numbers, as those of schedules are. `chart_text` draws measured times.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from fractions import Fraction
 from functools import reduce
 from typing import Final
 
-from shardc.report.rows import below, filled
+from shardc.report.tables import padded_name, wrapped_rows
 from shardc.runtime.actor import Span
 
 _DENOMINATOR: Final = 100
-"""Of a time in units of the shortest, at most."""
+"""The largest denominator of a time in units of the shortest action."""
 _TOO_FINE: Final = 3
-"""So many times as wide as its label, and the shortest action is drawn too wide."""
+"""The exact unit is too fine if it makes the shortest action wider than its label by more than this factor."""
 _WIDTH: Final = 40
-"""Characters of a line for each action of it, at most."""
+"""The most characters of a line per action in it."""
 
 
 def draw_timeline(
@@ -29,17 +29,17 @@ def draw_timeline(
     label: Callable[[Hashable], str] = str,
     name: str = "rank",
 ) -> str:
-    """The timeline, its actions as long as they took.
+    """The timeline as text. The width of an action is its duration.
 
     Args:
-      spans: for each actor, in order of time.
-      width: characters of a line, after which the drawing goes on below; None: lines as long as need be.
-      label: what is written for the label of a span.
-      name: what an actor is called.
+      spans: the spans of each actor, in order of time.
+      width: characters of a line, after which the drawing is wrapped; None: no limit.
+      label: the text of a span's label.
+      name: the word for an actor.
 
     Returns:
-      Lines: the time, then an actor each. A dot is an idle unit of time (see `unit_of`); what is too short for one is
-      not drawn.
+      A line of times, then a line for each actor. A dot is an idle unit of time (see `unit_of`). Actions shorter than
+      one unit are not drawn.
     """
     unit = unit_of(spans, label)
     if not unit:
@@ -55,14 +55,14 @@ def draw_timeline(
     step = _step(columns, scale, unit)
     rows = [_ruler(columns, scale, unit, step), *(_row(row, columns, scale, unit, label) for row in drawn)]
     per_line = columns if width is None else max(1, (width - margin) // scale // step) * step
-    return below(heads, rows, per_line * scale)
+    return wrapped_rows(heads, rows, per_line * scale)
 
 
 def unit_of(spans: Sequence[Sequence[Span]], label: Callable[[Hashable], str] = str) -> float:
-    """The time that a dot stands for in `draw_timeline`, 0 if nothing takes time.
+    """The time of one dot in `draw_timeline`, 0 if nothing takes time.
 
-    The longest that all times are multiples of; where that is so short that the drawing would be very wide, 1, 2 or 5
-    times a power of ten, which times are rounded to.
+    It is the longest unit that divides all times. If the drawing would be very wide with it, it is 1, 2 or 5 times a
+    power of ten, and times are rounded to it.
     """
     shortest = min((s.end - s.start for row in spans for s in row if s.end > s.start), default=0.0)
     if not shortest:
@@ -78,7 +78,7 @@ def unit_of(spans: Sequence[Sequence[Span]], label: Callable[[Hashable], str] = 
 
 
 def _exact(spans: Sequence[Sequence[Span]], shortest: float) -> float:
-    """The longest unit that all times are multiples of."""
+    """The longest unit that divides all times."""
     ends = {t / shortest for row in spans for s in row for t in (s.start, s.end)}
     return shortest * float(reduce(_gcd, (Fraction(t).limit_denominator(_DENOMINATOR) for t in ends), Fraction(0)))
 
@@ -103,5 +103,5 @@ def _row(row: Sequence[Span], columns: int, scale: int, unit: float, label: Call
     text = list(("." + " " * (scale - 1)) * columns)
     for span in row:
         first, last = round(span.start / unit) * scale, round(span.end / unit) * scale
-        text[first:last] = filled(label(span.label), last - first)
+        text[first:last] = padded_name(label(span.label), last - first)
     return "".join(text)

@@ -21,7 +21,7 @@ def write_trace(chart: Chart, path: str | Path) -> None:
 
 
 def trace_events(chart: Chart) -> dict[str, Any]:
-    """The trace as the object that the file holds. Its times are microseconds, or else units of the costs."""
+    """The content of the trace file. Times are microseconds, or units of the costs if the chart has no seconds."""
     events = [e for pid, track in enumerate(chart.tracks, 1) for e in _track(chart, track, pid)]
     about = {"title": chart.title, **{t.name: chart.headline(t) for t in chart.tracks}}
     return {"traceEvents": events, "displayTimeUnit": "ms" if chart.seconds else "ns", "otherData": about}
@@ -61,7 +61,7 @@ def _slices(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
-    """From the end of each giving task to the start of the taking one, if they are on different ranks."""
+    """Arrows from the end of each sending task to the start of the receiving one, if they are on different ranks."""
     us = _us(chart)
     channels = chart.network.channels
     given = {

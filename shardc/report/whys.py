@@ -1,4 +1,4 @@
-"""`plan.explain(why=...)` and `plan.explain(pins=True)`: what else would have been possible, and what it would cost."""
+"""`plan.explain(why=...)` and `plan.explain(pins=True)`: alternatives to a plan, and what they would cost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardc.passes.place.problem import Node
 from shardc.plan.counterfactual import Counterfactual, Other
 from shardc.plan.names import Box, Named, Use, find_values, values_of
 from shardc.plan.plan import SpmdPlan
+from shardc.report.explain import optimality_text
 from shardc.report.tables import (
     bytes_text,
     fold_paths,
@@ -17,7 +18,6 @@ from shardc.report.tables import (
     indented,
     make_table,
     number_text,
-    percent_text,
     placement_text,
     seconds_text,
     section,
@@ -28,14 +28,14 @@ from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import AUTO, Pin
 
 MOST_VALUES = 3
-"""Values, or groups of alike ones, that are explained; of more that a name means, the rest is listed."""
+"""The most values, or groups of alike ones, that are explained. Further matches of a name are listed."""
 MOST_OTHERS = 3
-"""Other placements of a value that are looked for."""
+"""Other placements of a value that are searched for."""
 MOST_LISTED = 20
 
 
 def why_section(asked: Counterfactual, pattern: str) -> str:
-    """Why values lie where they do: who makes and reads them, and what other placements would cost.
+    """Why values have their placements: who makes and reads them, and what other placements would cost.
 
     Raises:
       ArgumentError: no value has the name.
@@ -44,12 +44,12 @@ def why_section(asked: Counterfactual, pattern: str) -> str:
 
 
 def _without_limit(plan: SpmdPlan) -> str:
-    said = "Memory decided this plan. The others are solved without the limit, and may not fit."
-    return f"\n\n{said}" if plan.unlimited is not None else ""
+    text = "Memory decided this plan. The alternatives are solved without the limit and may not fit."
+    return f"\n\n{text}" if plan.unlimited is not None else ""
 
 
 def why_in_stages(stages_asked: Sequence[Counterfactual], pattern: str) -> str:
-    """The same of a pipeline, on each stage that has such a value: its plan alone is solved asked.
+    """`why_section` of a pipeline, for each stage that has such a value. Alternatives are solved for this stage alone.
 
     Raises:
       ArgumentError: no value of any stage has the name.
@@ -59,7 +59,7 @@ def why_in_stages(stages_asked: Sequence[Counterfactual], pattern: str) -> str:
     for value in find_values(list(of), pattern):
         stages.setdefault(of[value], []).append(value)
     return "\n\n\n".join(
-        f"Stage {stage}, times and bytes of its own tasks in one call, what they send each other left out\n\n"
+        f"Stage {stage}: time and bytes of its own tasks in one call, without transfers between stages\n\n"
         f"{_explained(stages_asked[stage], found, pattern)}"
         for stage, found in stages.items()
     )
@@ -72,7 +72,7 @@ def _values(asked: Counterfactual) -> list[Named]:
 def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> str:
     rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
     groups = [alike for _, _, alike in fold_rows(rows)]
-    groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # what moves most first
+    groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # the longest boxings first
     texts = [_why(asked, alike) for alike in groups[:MOST_VALUES]]
     if len(groups) > MOST_VALUES:
         texts.append(_listed(groups[MOST_VALUES:], pattern))
@@ -87,7 +87,7 @@ def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> str:
         table.add_row(name, short_aval(first.aval), placement_text(first.placement), first.line or "argument")
     more = f", of which the first {MOST_LISTED}" if len(groups) > MOST_LISTED else ""
     others = number_text(len(groups), "other value")
-    return section(f"{pattern!r} also means {others}{more}; name one to be told why", table)
+    return section(f"{pattern!r} also matches {others}{more}; name one of them to explain it", table)
 
 
 def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
@@ -96,54 +96,60 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.line}" if value.line else ""
     head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
-    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=lambda o: o.plan.seconds)
+    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=_rank)
     parts = [f"{head}\n  {_verdict(asked, value, others)}"]
-    for title, uses in (("made of", value.made_of), ("read by", value.uses)):
+    for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
         if uses:
             parts.append(_ways(plan, title, uses, shared=uses is value.uses))
     if others:
-        which = f"{value.name}, the first of them," if len(alike) > 1 else "it"
-        parts.append(_others(plan, others, f"The best plans that have {which} elsewhere"))
+        which = f"the first one, {value.name}" if len(alike) > 1 else "it"
+        parts.append(_others(plan, others, f"The best plans with another placement of {which}"))
     return "\n\n".join(parts)
 
 
+def _rank(other: Other) -> tuple[float, int, int, str]:
+    """The sort key of alternatives: time to six digits, then bytes, then text, so that ties have a fixed order."""
+    plan = other.plan
+    return float(f"{plan.seconds:.6g}"), plan.bytes_per_device, plan.memory.peak, str(other.placement)
+
+
 def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> str:
-    """One sentence: what decides."""
+    """One sentence with the reason of a value's placement."""
     plan, pin = asked.plan, asked.pins.get(value.node)
     here = placement_text(value.placement)
     if not others:
-        return f"It can lie nowhere else{'' if pin is None else ': so the pin costs nothing'}."
+        return f"No other placement is possible{'' if pin is None else ', so the pin costs nothing'}."
     best = others[0]
     gains = faster(best.plan, plan)
     there = placement_text(best.placement)
     if pin is None or pin.fixed == frozenset():
         if gains and plan.gap != 0.0:
-            near = "not proved to be the best" if plan.gap is None else f"within {percent_text(plan.gap)} of the best"
-            return f"{there} {_costs(plan, best.plan)}: the plan is {near}, and this is a better one."
+            return f"{there} {_costs(plan, best.plan)}: better than this plan, which is {optimality_text(plan.gap)}."
         if gains:
             return (
-                f"{here} is the cheapest if the memory that values pass through is counted too; {there} "
+                f"{here} is the cheapest if the memory traffic of each value is counted too; {there} "
                 f"{_costs(plan, best.plan)}."
             )
-        return f"Nothing cheaper was found: the next best, {there}, {_costs(plan, best.plan)}."
-    how = f"It is pinned by {_said(value.node, pin)}" if _says(value.node, pin) else "It arrives so"
+        return f"No cheaper placement was found: the next best, {there}, {_costs(plan, best.plan)}."
+    by_user = _is_from_user(value.node, pin)
+    how = f"It is pinned by {_source_of(value.node, pin)}" if by_user else "The argument is passed with this placement"
     if gains:
-        return f"{how}. Left to the plan it would lie at {there}, which {_costs(plan, best.plan)}."
-    return f"{how}, which costs nothing: no better place was found; {there} {_costs(plan, best.plan)}."
+        return f"{how}. If it were AUTO, the best placement found is {there}, which {_costs(plan, best.plan)}."
+    return f"{how}. This costs nothing: no better placement was found; {there} {_costs(plan, best.plan)}."
 
 
-def _says(node: Node, pin: Pin) -> bool:
-    """Whether a user has said this of a value: not that an argument arrives so, nor what planning a stage adds."""
+def _is_from_user(node: Node, pin: Pin) -> bool:
+    """Whether a pin is the user's: not the placement of a passed array, nor a pin that planning of a stage adds."""
     constrained = node.kind == "carrier" and node.path == "constrain"
     return pin.fixed != frozenset() and (bool(pin.said) or constrained)
 
 
-def _said(node: Node, pin: Pin) -> str:
+def _source_of(node: Node, pin: Pin) -> str:
     return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
 
 
 def faster(a: SpmdPlan, b: SpmdPlan) -> bool:
-    """Whether a plan is faster than another by more than rounding."""
+    """Whether plan `a` is faster than plan `b` by more than rounding."""
     return a.seconds < b.seconds * (1 - 1e-9)
 
 
@@ -166,7 +172,7 @@ def _costs(plan: SpmdPlan, other: SpmdPlan) -> str:
 
 
 def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> str:
-    """A row for each operand or reader of a value, with the boxings between; those that readers share count once."""
+    """A table of a value's operands or readers, with the boxings between. A boxing that readers share counts once."""
     table = make_table(title, "line", "at", "boxing", ">bytes", ">time")
     rows = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
     seen: set[tuple[str, tuple[Box, ...]]] = set()
@@ -185,45 +191,45 @@ def _way_text(way: Sequence[Box]) -> str:
 
 
 def _sent(plan: SpmdPlan, use: Use, box: Box) -> tuple[int, float]:
-    """Bytes that a device sends in one call for a boxing on the way to a reader, and the seconds that it takes."""
+    """Bytes that a device sends in one call for a boxing on the way to a reader, and its seconds."""
     view = plan.mesh.where_start_is_shared(box.shared)
     boxing = find_boxing(tuple(use.aval.shape), itemsize_of(use.aval), box.src, box.dst, view)
     return boxing.bytes * box.times, boxing.seconds * box.times
 
 
 def _seconds(plan: SpmdPlan, value: Named) -> float:
-    """Of all boxings before and after a value."""
+    """Seconds of all boxings before and after a value."""
     steps = {(u.at, box): u for u in (*value.made_of, *value.uses) for box in u.way}
     return sum(_sent(plan, u, box)[1] for (_, box), u in steps.items())
 
 
 def _others(plan: SpmdPlan, others: Iterable[Other], title: str) -> str:
-    table = make_table("placement", ">time", ">sent", ">held at most", ">arguments elsewhere")
+    table = make_table("placement", ">time", ">sent", ">peak memory", ">arguments changed")
     for other in others:
         table.add_row(placement_text(other.placement), *_differences(plan, other.plan))
-    return indented(section(f"{title}, against this one", table))
+    return indented(section(f"{title}, compared with this plan", table))
 
 
 def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
-    """Of another plan of the program: time, bytes sent, bytes held, and how many arguments lie elsewhere."""
-    elsewhere = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
+    """Another plan minus this one: time, bytes sent, peak memory, and the number of arguments placed differently."""
+    changed = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
     return (
         signed_text(other.seconds - plan.seconds, seconds_text),
         signed_text(other.bytes_per_device - plan.bytes_per_device, bytes_text),
         signed_text(other.memory.peak - plan.memory.peak, bytes_text),
-        str(elsewhere),
+        str(changed),
     )
 
 
 def pins_section(asked: Counterfactual) -> str:
-    """For each thing that was pinned, whatever it holds for, what it costs against leaving it AUTO."""
+    """A table of the user's pins with the cost of each, compared with AUTO."""
     plan = asked.plan
-    title = "Pins: what each costs a call, against leaving its values AUTO and keeping the other pins"
-    said = [((), _said(n, pin), n) for n, pin in asked.pins.items() if _says(n, pin)]
-    if not said:
+    title = "Pins: cost of each per call, compared with AUTO for its values while the other pins are kept"
+    by_user = [((), _source_of(n, pin), n) for n, pin in asked.pins.items() if _is_from_user(n, pin)]
+    if not by_user:
         return "Pins: none"
-    table = make_table("pinned by", "at", ">values", ">time", ">sent", ">held at most", "left AUTO")
-    for _, names, nodes in fold_rows(said):
+    table = make_table("pinned by", "at", ">values", ">time", ">sent", ">peak memory", "with AUTO")
+    for _, names, nodes in fold_rows(by_user):
         at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
         other = asked.without(nodes)
         gains = faster(other.plan, plan)

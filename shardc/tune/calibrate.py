@@ -1,9 +1,9 @@
-"""Measures the machine at hand: how fast its devices multiply, read and write, and what their collectives cost.
+"""Measures this machine: the speed of its devices' matrix products and memory, and the costs of their collectives.
 
-The times of each collective along each mesh axis, of pieces of several sizes, are fitted by the formulas of
-`shardc.sbp.cost`: seconds = start + hops · latency + bytes / rate, with one start for the machine, a latency for each
-axis and a rate for each axis and kind, none of them negative; errors count relative to the time. What comes out is a
-topology whose physical dimensions are the axes of the mesh, as a file that `make_mesh(topology=...)` and
+The times of each collective along each mesh axis, for several sizes, are fitted by the formulas of `shardc.sbp.cost`:
+seconds = start + hops · latency + bytes / rate, with one start for the machine, a latency for each axis and a rate for
+each axis and kind, none of them negative. The fit minimizes errors relative to the time. The result is a topology whose
+physical dimensions are the axes of the mesh, as a file that `make_mesh(topology=...)` and
 `make_mesh(calibration=...)` read.
 """
 
@@ -28,7 +28,7 @@ from shardc.machine.topology import Fabric, Topology
 from shardc.sbp.cost import COLLECTIVES, CollectiveKind, moved_bytes
 
 CHAIN: Final = 8
-"""Collectives that follow one another in one program: what the host needs to start it is shared by them."""
+"""Number of collectives in one measured program. They share the host's time to start it."""
 DTYPES: Final = ("float32", "bfloat16")
 SIZES: Final = (2**12, 2**16, 2**20)
 """Bytes that a device holds before a collective."""
@@ -46,11 +46,11 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A rate and how well it fits.
+class CollectiveFit:
+    """The fitted cost of a kind of collective along an axis.
 
     Attributes:
-      axis, kind: of the collective.
+      axis, kind: the axis and the kind of collective.
       latency: seconds of one hop along the axis.
       rate: bytes/s that a device sends.
       error: the largest |fitted - measured| / measured over the sizes.
@@ -65,29 +65,30 @@ class Fit:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and the topology that follows."""
+    """The measurements and the fitted topology."""
 
     topology: Topology
     samples: tuple[Sample, ...]
-    fits: tuple[Fit, ...]
+    fits: tuple[CollectiveFit, ...]
 
 
 def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width: int = 512) -> Calibration:
-    """Measures a mesh of real devices.
+    """Measure a mesh of real devices.
 
     Args:
-      sizes: bytes that a device holds before a collective, two at least.
-      turns: of each measurement; the median counts.
-      width: of the matrices that are multiplied.
+      mesh: the mesh.
+      sizes: bytes that a device holds before a collective, at least two sizes.
+      turns: repetitions of each measurement; the median is used.
+      width: width of the matrices that are multiplied.
 
     Raises:
       MeshError: the mesh has no axis of several devices, or there are too few sizes.
     """
     axes = [a for a, n in mesh.shape.items() if n > 1]
     if not axes:
-        raise MeshError("calibrate wants a mesh with an axis of two devices or more, as in --mesh data=4,model=2.")
+        raise MeshError("calibrate needs a mesh with an axis of at least two devices, as in --mesh data=4,model=2.")
     if len(set(sizes)) < 2 or min(sizes) < 4 * mesh.size:
-        raise MeshError(f"calibrate wants two sizes or more, of {4 * mesh.size} bytes at least on this mesh.")
+        raise MeshError(f"calibrate needs at least two sizes, each of at least {4 * mesh.size} bytes on this mesh.")
     watch = Watch(mesh, turns)
     samples = tuple(
         measure_collective(mesh, axis, kind, size, watch) for axis in axes for kind in COLLECTIVES for size in sizes
@@ -104,8 +105,8 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
     return Calibration(machine, samples, fits)
 
 
-def _fabric(axis: str, tier: int, fits: Sequence[Fit]) -> Fabric:
-    """An axis as a physical dimension. The innermost axis lies along the first."""
+def _fabric(axis: str, tier: int, fits: Sequence[CollectiveFit]) -> Fabric:
+    """A mesh axis as a physical dimension. The innermost axis is the first dimension."""
     mine = [f for f in fits if f.axis == axis]
     typical = statistics.median(f.rate for f in mine)
     return Fabric("switch", typical, mine[0].latency, tier, rates=tuple((f.kind, f.rate) for f in mine))
@@ -114,9 +115,11 @@ def _fabric(axis: str, tier: int, fits: Sequence[Fit]) -> Fabric:
 # --- fitting ---------------------------------------------------------------------------------------------------------
 
 
-def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[float, tuple[Fit, ...]]:
-    """The start of a collective, and for each axis and kind its latency and rate: non-negative least squares of the
-    relative errors."""
+def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[float, tuple[CollectiveFit, ...]]:
+    """The start time of a collective, and the latency and rate of each axis and kind.
+
+    The fit is non-negative least squares of the relative errors.
+    """
     axes = list(dict.fromkeys(s.axis for s in samples))
     pairs: list[tuple[str, CollectiveKind]] = list(dict.fromkeys((s.axis, s.kind) for s in samples))
     matrix = np.zeros((len(samples), 1 + len(axes) + len(pairs)))
@@ -128,16 +131,17 @@ def fit_collectives(samples: Sequence[Sample], sizes: dict[str, int]) -> tuple[f
     scale = np.abs(matrix / measured[:, None]).max(0)  # columns of equal size: seconds beside seconds for a byte
     found = scipy.optimize.nnls(matrix / measured[:, None] / scale, np.ones(len(samples)))[0] / scale
     errors = np.abs(matrix @ found / measured - 1)
-    fits: list[Fit] = []
+    fits: list[CollectiveFit] = []
     for k, (axis, kind) in enumerate(pairs):
         slope = found[1 + len(axes) + k]
         error = max(e for e, s in zip(errors, samples, strict=True) if (s.axis, s.kind) == (axis, kind))
-        fits.append(Fit(axis, kind, float(found[1 + axes.index(axis)]), float(1 / max(slope, FASTEST)), float(error)))
+        latency, rate = float(found[1 + axes.index(axis)]), float(1 / max(slope, FASTEST))
+        fits.append(CollectiveFit(axis, kind, latency, rate, float(error)))
     return float(found[0]), tuple(fits)
 
 
 FASTEST: Final = 1e-14
-"""Seconds for a byte where more bytes took no longer: 100 TB/s."""
+"""The least seconds per byte, 100 TB/s: used if more bytes took no longer."""
 
 
 def _hops(kind: CollectiveKind, n: int) -> int:
@@ -148,7 +152,7 @@ def _hops(kind: CollectiveKind, n: int) -> int:
 
 
 class Watch:
-    """Median seconds of a call over some turns, less what a call without work takes."""
+    """Measures a call: the median seconds of several turns minus the time of a call that does nothing."""
 
     def __init__(self, mesh: Mesh, turns: int) -> None:
         self.turns, self.idle = turns, 0.0
@@ -166,7 +170,7 @@ class Watch:
 
 
 def _on(mesh: Mesh, x: np.ndarray) -> jax.Array:
-    """Split over all devices."""
+    """The array split over all devices."""
     return jax.device_put(x, NamedSharding(mesh, _split(mesh)))
 
 
@@ -179,7 +183,7 @@ def _on_each(mesh: Mesh, run: Callable[[jax.Array], jax.Array]) -> Callable[[jax
 
 
 def measure_collective(mesh: Mesh, axis: str, kind: CollectiveKind, held: int, watch: Watch) -> Sample:
-    """Seconds of one collective along an axis, all groups at once, each device holding `held` bytes of float32."""
+    """Measure one collective along an axis, in all groups at once; each device holds `held` bytes of float32."""
     n = mesh.shape[axis]
     length = held // 4 // n * n
     run = _STEPS[kind]
@@ -215,7 +219,7 @@ _STEPS: Final[dict[CollectiveKind, Callable[[jax.Array, str, int], jax.Array]]] 
     "all_to_all": lambda x, axis, n: lax.all_to_all(x.reshape(n, -1), axis, 0, 0).reshape(-1),
     "permute": _shift,
 }
-"""Each leaves an array as long as it was, so that one can follow the other."""
+"""Each returns an array as long as its argument, so that they can be chained."""
 
 
 def measure_flops(mesh: Mesh, dtype: str, width: int, watch: Watch) -> float:
@@ -233,7 +237,7 @@ def measure_flops(mesh: Mesh, dtype: str, width: int, watch: Watch) -> float:
 def measure_memory(mesh: Mesh, held: int, watch: Watch) -> float:
     """Bytes per second that each device reads and writes, all at once, of arrays of `held` bytes."""
 
-    def passes(x: jax.Array) -> jax.Array:  # one after the other, in place: no fresh memory is asked for
+    def passes(x: jax.Array) -> jax.Array:  # one after the other and in place, so that no memory is allocated
         return lax.fori_loop(0, CHAIN, lambda i, x: x + jnp.float32(1) * i, x)
 
     x = _on(mesh, np.ones(held // 4 * mesh.size, np.float32))

@@ -1,4 +1,4 @@
-"""What `python -m shardc calibrate` prints."""
+"""The text that `python -m shardc calibrate` prints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from shardc.tune.calibrate import Calibration
 
 
 def calibration_text(found: Calibration) -> str:
-    """The machine's figures, and each fit with its error."""
+    """The machine's figures, and a table of the fits with their errors."""
     machine = found.topology
-    table = make_table("axis", "collective", ">hop", ">rate", ">off by at most", ">shortest", ">longest")
+    table = make_table("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")
     for fit in found.fits:
         seconds = [s.seconds for s in found.samples if (s.axis, s.kind) == (fit.axis, fit.kind)]
         table.add_row(

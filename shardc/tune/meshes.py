@@ -1,4 +1,4 @@
-"""All meshes of so many devices, each once, whatever its axes are called and however it is turned in the machine."""
+"""All meshes of a number of devices, each once up to the names of axes and the orientation in the machine."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from shardc.machine.topology import AxisSpan, Topology, parse_topology
 from shardc.sbp.placement import Pin, S
 
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
-"""The axes of a mesh, outermost first, those of size 1 too."""
+"""The axes of a mesh with their sizes, outermost first, including those of size 1."""
 Roles: TypeAlias = Mapping[str, Hashable]
-"""For each axis what is said of it; axes of equal roles may take each other's place."""
+"""The pins that name each axis. Axes of equal roles are interchangeable."""
 
 NAMES: Final = ("data", "fsdp", "model")
-"""What axes are called if nobody says."""
+"""The default names of axes."""
 
 
 # --- machines --------------------------------------------------------------------------------------------------------
 
 
 def slice_of(topology: str, devices: int | None) -> tuple[str, int]:
-    """A topology with the shape of so many of its devices, and their number.
+    """A topology with the shape of a slice of `devices` devices, and the number of devices.
 
-    Where no shape is said: on a torus the one whose longest ways are shortest, in as few slices as hold them; else as
-    many to a fast domain as it holds.
+    If the topology has no shape, it gets one. On a torus this is the most compact shape, in as few slices as hold the
+    devices. Otherwise it has as many devices in a fast domain as possible.
 
     Raises:
-      MeshError: there is no such topology, it has fewer devices, or nobody says how many.
+      MeshError: there is no such topology, it has fewer devices, or the number of devices is not given.
     """
     machine = parse_topology(topology)
     if devices is None and not machine.shape:
         raise MeshError(
-            f'topology={topology!r} does not say how many devices there are: tune(..., devices=64, topology="v5p"), or '
-            'a shape, topology="v5p:4x4x4".'
+            f'topology={topology!r} has no number of devices: give one, tune(..., devices=64, topology="v5p"), or a '
+            'shape, topology="v5p:4x4x4".'
         )
     devices = math.prod(machine.shape) if devices is None else devices
     if machine.shape and devices > math.prod(machine.shape):
@@ -70,7 +70,7 @@ def _shape(machine: Topology, devices: int) -> tuple[int, ...]:
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write n as a product of so many numbers, in order.
+    """All ways to write `n` as an ordered product of `parts` numbers.
 
     Example:
       >>> list(factorizations(4, 2))
@@ -84,8 +84,8 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def all_sizes(devices: int, names: Sequence[str]) -> list[Sizes]:
-    """All meshes with these axes, those of few axes longer than 1 first; and of these, with the outermost axis and the
-    innermost before those between."""
+    """All meshes with these axes. Those with few axes longer than 1 come first; of these, those that use the outermost
+    and the innermost axis."""
     used = [names[0], names[-1], *names[1:-1]]
 
     def key(sizes: Sizes) -> tuple[int, list[int]]:
@@ -97,7 +97,7 @@ def all_sizes(devices: int, names: Sequence[str]) -> list[Sizes]:
 
 
 def merged_sizes(sizes: Sizes, names: Sequence[str]) -> Iterator[Sizes]:
-    """The meshes in which two axes are one: what they can do, this one can."""
+    """The meshes in which two axes are merged. A mesh can do all that its merged meshes can."""
     long = [a for a, n in sizes if n > 1 and a in names]
     of = dict(sizes)
     for a, b in permutations(long, 2):
@@ -119,8 +119,11 @@ def is_grid(mesh: MeshView) -> bool:
 
 
 def shape_key(mesh: MeshView, roles: Roles) -> Hashable:
-    """Equal for meshes that differ in nothing but the names of axes of equal roles, and in which of the machine's
-    dimensions is which: whatever holds on one, costs included, holds on the other."""
+    """A key that is equal for equivalent meshes.
+
+    These differ only in the names of axes of equal roles and in the order of the machine's dimensions. Their plans and
+    costs are the same.
+    """
     dims = sorted({s.dim for spans in mesh.spans.values() for s in spans})
 
     def turned(numbers: Mapping[int, int]) -> list[tuple[str, list[str]]]:
@@ -138,12 +141,12 @@ def _span_text(s: AxisSpan, dim: int) -> str:
 
 
 def roles_of(names: Iterable[str], program: Program, pins: Iterable[Pin | None]) -> Roles:
-    """What the pins of a program's arguments, results and inner values say of each axis."""
+    """The roles of axes: how the pins of a program's arguments, results and inner values name each axis."""
     names = list(names)
     eqns = list(all_eqns(program.jaxpr))
     if any(map(is_unit, eqns)):  # its body names axes
         return {a: a for a in names}
-    said: dict[str, list[Hashable]] = {a: [] for a in names}
+    found: dict[str, list[Hashable]] = {a: [] for a in names}
     for pin in (*pins, *map(pin_of, eqns)):
         if pin is None:
             continue
@@ -151,5 +154,5 @@ def roles_of(names: Iterable[str], program: Program, pins: Iterable[Pin | None])
             sbp = pin.placement[axis]
             along = pin.placement.splits.get(sbp.dim, ()) if isinstance(sbp, S) else ()
             free = pin.fixed is not None and axis not in pin.fixed
-            said[axis].append((str(sbp), along.index(axis) if along else 0, free))
-    return {a: tuple(words) for a, words in said.items()}
+            found[axis].append((str(sbp), along.index(axis) if along else 0, free))
+    return {a: tuple(words) for a, words in found.items()}

@@ -1,4 +1,4 @@
-"""What `shardc.tune` may choose from, and in which order that is planned."""
+"""The choices of `shardc.tune`, and the order in which they are planned."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shardc.tune.meshes import Roles, Sizes, all_sizes, is_grid, merged_sizes, r
 PIPE: Final = "pipe"
 """The axis that stages lie along."""
 WORTH: Final = 1.25
-"""A mesh of one axis more takes some five times as long to plan: it is tried after what is so much slower."""
+"""Factor on the estimated time for each axis: a mesh with one axis more takes about five times as long to plan."""
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """A function to be tuned, with a number of microbatches if that is asked for."""
+class TunedStep:
+    """A function to tune, with its number of microbatches if these are varied."""
 
     microbatches: int | None
     function: Function
@@ -45,7 +45,7 @@ class Step:
 
     @cached_property
     def ideal(self) -> float:
-        """Seconds of all that it computes, shared evenly by all devices."""
+        """Seconds of the function's computation, divided evenly over all devices."""
         mesh = view(self.function.mesh)
         return sum(whole_seconds(e, mesh) for e in self.seen[0].jaxpr.eqns) / mesh.size
 
@@ -57,17 +57,20 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A mesh, and how a step runs on it.
+class MeshChoice:
+    """A mesh, and how a step runs on it: a candidate that is not planned yet.
 
     Attributes:
-      loop: microbatches of the step's loop; None: it has none.
-      bubble: how much longer than without the bubble of a pipeline a call takes, if all its stages take as long.
-      after: what this is no refinement of, and yet tried after: the same mesh under another schedule, or a pipeline of
-        fewer ranks. Mesh and pipeline.
+      step: the function.
+      sizes: the mesh.
+      pipeline: the pipeline; None: one program.
+      loop: number of microbatches of the step's loop; None: it has no loop.
+      bubble: time of a call divided by its time without the bubble of the pipeline, for equally long stages.
+      after: mesh and pipeline of a choice that is planned before this one although this one is no refinement of it: the
+        same mesh under another schedule, or a pipeline of fewer ranks.
     """
 
-    step: Step
+    step: TunedStep
     sizes: Sizes
     pipeline: Pipeline | None
     loop: int | None
@@ -81,21 +84,22 @@ class Choice:
 
     @property
     def level(self) -> int:
-        """Axes of the meshes that are planned for."""
+        """Number of axes longer than 1, without the pipeline's."""
         return sum(n > 1 for a, n in self.sizes if a != PIPE)
 
 
-def meshes(step: Step, axes: Sequence[str], devices: int) -> list[Choice]:
-    return [Choice(step, sizes, None, step.microbatches) for sizes in all_sizes(devices, axes)]
+def meshes(step: TunedStep, axes: Sequence[str], devices: int) -> list[MeshChoice]:
+    """The choices without a pipeline."""
+    return [MeshChoice(step, sizes, None, step.microbatches) for sizes in all_sizes(devices, axes)]
 
 
 def pipelines(
-    step: Step, axes: Sequence[str], devices: int, ranks: Sequence[int], schedules: Sequence[str]
-) -> list[Choice]:
-    """The pipelines that the function, the number of its microbatches and the schedules allow.
+    step: TunedStep, axes: Sequence[str], devices: int, ranks: Sequence[int], schedules: Sequence[str]
+) -> list[MeshChoice]:
+    """The choices with a pipeline that the function, its number of microbatches and the schedules allow.
 
     Raises:
-      PipelineError: the function has no one loop of microbatches.
+      PipelineError: the function does not have exactly one loop of microbatches.
     """
     names = (PIPE, *axes)
     ones: dict[str, Any] = dict.fromkeys(names, 1)
@@ -103,7 +107,7 @@ def pipelines(
     program, _ = probe.look(*step.args)
     loop = find_loop(program, str(step))
     cuts = {e.params["cut"] for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END}
-    found: list[Choice] = []
+    found: list[MeshChoice] = []
     fewer: list[int] = []
     m = loop.microbatches
     for p in sorted(ranks):
@@ -116,20 +120,20 @@ def pipelines(
                     after = sizes, made[0]
                 elif fewer and sum(n > 1 for _, n in inner) <= 1:
                     after = _with_ranks(sizes, fewer[-1]), pipeline
-                found.append(Choice(step, sizes, pipeline, m, (m + p - 1) / m, after))
+                found.append(MeshChoice(step, sizes, pipeline, m, (m + p - 1) / m, after))
         fewer += [p] if made else []
     return found
 
 
 def _with_ranks(sizes: Sizes, ranks: int) -> Sizes:
-    """A mesh of fewer ranks, and its axis, of which it has one at most, so much longer."""
+    """The mesh with fewer ranks. Its axis longer than 1, or else its first axis, gets longer by the same factor."""
     (_, now), *inner = sizes
     axis = next((a for a, n in inner if n > 1), inner[0][0])
     return (PIPE, ranks), *((a, n * now // ranks if a == axis else n) for a, n in inner)
 
 
 def _has_stages(schedule: str, ranks: int, microbatches: int, stages: int | None) -> bool:
-    """Whether there is such a schedule, with so many stages."""
+    """Whether the schedule exists for these ranks and microbatches, with this number of stages if one is given."""
     if schedule == "auto":
         return stages is None or stages == ranks
     try:
@@ -143,16 +147,22 @@ def _has_stages(schedule: str, ranks: int, microbatches: int, stages: int | None
 
 
 @dataclass(eq=False)
-class Search:
-    """Plans choices best first."""
+class MeshSearch:
+    """A best-first search over choices.
 
-    choices: Sequence[Choice]
+    Attributes:
+      choices: all choices.
+      mesh_of: makes the mesh of given sizes.
+      axes: names of the axes.
+      distinct: the first of each group of equivalent choices, by the group's key.
+      seconds: time of the planned choices: by the plan, or twice the estimate if there is no plan.
+    """
+
+    choices: Sequence[MeshChoice]
     mesh_of: Callable[[Sizes], AnyMesh]
     axes: Sequence[str]
-    distinct: dict[Any, Choice] = field(default_factory=dict[Any, Choice])
-    """Of choices that are alike the first."""
+    distinct: dict[Any, MeshChoice] = field(default_factory=dict[Any, MeshChoice])
     seconds: dict[Any, float] = field(default_factory=dict[Any, float])
-    """Of what is planned: as planned, or twice what was estimated where there is no plan."""
 
     def __post_init__(self) -> None:
         self._keys: dict[tuple[int, Sizes, Pipeline | None], Any] = {}
@@ -168,16 +178,16 @@ class Search:
             self.distinct.setdefault(key, c)
         self.coarser = {key: self._coarser(c, key) for key, c in self.distinct.items()}
 
-    def _coarser(self, c: Choice, key: Any) -> list[Any]:
-        """What a choice comes after: meshes in which two of its axes are one, or what is said to."""
+    def _coarser(self, c: MeshChoice, key: Any) -> list[Any]:
+        """The keys that are planned before a choice: meshes with two of its axes merged, or its `after`."""
         asked = [(id(c.step), sizes, c.pipeline) for sizes in merged_sizes(c.sizes, self.axes)]
         if c.after is not None:
             asked = [(id(c.step), *c.after)]
         keys = [self._keys[a] for a in asked if a in self._keys]
         return [k for k in dict.fromkeys(keys) if k != key]
 
-    def run(self, tries: int, plan: Callable[[Choice], float]) -> None:
-        """Plans at most so many; `plan` gives the seconds, infinite where there is no plan."""
+    def run(self, tries: int, plan: Callable[[MeshChoice], float]) -> None:
+        """Plan at most `tries` choices. `plan` returns the seconds of a choice, infinite if there is no plan."""
         waiting = list(self.distinct)
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -190,7 +200,10 @@ class Search:
                 progress.advance(task)
 
     def estimate(self, key: Any) -> float:
-        """Seconds: of the best of what a choice comes after, with its own bubble; infinite while none is planned."""
+        """Estimated seconds of a choice: those of the best coarser choice, with its own bubble.
+
+        Infinite while no coarser choice is planned.
+        """
         coarser, c = self.coarser[key], self.distinct[key]
         if not coarser:
             return c.step.ideal * c.bubble

@@ -1,8 +1,8 @@
 """`shardc.tune`: chooses the mesh, stages, microbatches and schedule for a function of one device.
 
-Every candidate is planned as `shardc.function` plans it, and ranked by what its plan says; nothing else prices
-anything. Which are planned, if not all, is decided best first: a mesh of more axes can do all that the one can in which
-two of them are merged, and takes longer to plan, so it is looked at once the other has turned out well. See
+Every candidate is planned as `shardc.function` plans it, and ranked by its plan; there is no other cost model.
+Candidates are planned best first, up to a number of tries. A mesh of more axes can do all that a mesh with two of these
+axes merged can, but takes longer to plan: so it is planned after the merged one, and early if that one is fast. See
 docs/design/tune.md.
 """
 
@@ -33,18 +33,18 @@ from shardc.pipeline.schedule.methods import METHODS
 from shardc.plans import MemoryLimitError
 from shardc.sbp.placement import AUTO
 from shardc.tune.meshes import NAMES, Sizes, slice_of
-from shardc.tune.search import PIPE, Choice, Search, Step, meshes, pipelines
+from shardc.tune.search import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
 from shardc.tune.tuning import Candidate, Tuning
 
 log = logging.getLogger("shardc")
 
 RANKS: Final = 16
-"""Ranks of a pipeline, at most, if nobody says how many."""
-NO_PIPELINES: Final = "No pipelines: these want a function with one loop of shardc.accumulate."
+"""The most ranks of a pipeline that are tried by default."""
+NO_PIPELINES: Final = "No pipelines: they need a function with one loop of shardc.accumulate."
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
 
 
-def tune(
+def tune(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any],
     *args: Any,
     devices: int | None = None,
@@ -63,31 +63,31 @@ def tune(
     static_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
 ) -> Tuning:
-    """Chooses the mesh for a function of one device: plans it on the meshes that there are, and ranks the plans.
+    """Choose the mesh for a function of one device: plan it on all meshes, and rank the plans.
 
-    Meshes are the ways to write the number of devices as a product of the sizes of `axes`, as far as each axis lies
-    along whole parts of the machine's dimensions; what differs in nothing but the names of axes is planned once. A
+    The meshes are the ways to write the number of devices as a product of the sizes of `axes`, as far as each axis lies
+    along whole parts of the machine's dimensions. Meshes that differ only in the names of axes are planned once. A
     function with one loop of `shardc.accumulate` is also planned as a pipeline, cut at its `stage_boundary`s or, if it
     has none, by cost.
 
     Args:
-      fn: plain JAX, for one device. With `microbatches`: a function of one of these numbers that gives it.
-      *args: of `fn`: arrays or `jax.ShapeDtypeStruct`s. Where arrays live now does not matter.
-      devices: how many. Without a topology the first of `jax.devices()`, all if nobody says.
+      fn: plain JAX, for one device. With `microbatches`: a function from the number of microbatches to such a function.
+      *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s. The placement of arrays does not matter.
+      devices: number of devices. Without a topology these are the first of `jax.devices()`, by default all.
       topology: as for `make_mesh`, to plan without devices. Without a shape, as in `"v5p"`, the most compact slice.
       calibration, hbm: as for `make_mesh`.
-      axes: names of axes, outermost first; the last one lies along neighbours. Every mesh has all of them, those that
-        it does not use with size 1, so a placement may name any of them.
+      axes: names of axes, outermost first; the last one lies along neighbours. Every mesh has all of them, unused ones
+        with size 1, so a placement may name any of them.
       pipe: numbers of ranks to try; `()`: no pipelines; None: all up to 16 that divide the devices.
-      schedules: names of schedules to try, or "auto"; where there are several, the others once the first has done well.
-      microbatches: to try; the loop of `accumulate` is the function's own, so `fn` makes it.
-      tries: candidates that are planned, at most. The search is limited by this alone, and gives the same on each run.
+      schedules: names of schedules to try, or "auto". The first one is tried first, the others after it has done well.
+      microbatches: numbers of microbatches to try; the loop of `accumulate` is the function's own, so `fn` makes it.
+      tries: the most candidates that are planned. This is the only limit of the search, so each run gives the same.
       in_placements, out_placements, donate_argnames, donate_argnums, static_argnames, static_argnums: as for
-        `shardc.function`. What is not pinned is chosen for each mesh anew.
+        `shardc.function`. Placements that are not pinned are chosen for each mesh.
 
     Returns:
-      A `Tuning`: prints as a table; `.best.function` is the function on the best mesh, `.best.axes` and
-      `.best.pipeline` are what `make_mesh` and `function` want.
+      A `Tuning`: prints as a table. `.best.function` is the function on the best mesh; `.best.axes` and
+      `.best.pipeline` are arguments for `make_mesh` and `function`.
 
     Raises:
       MeshError: there is no such topology, or it has too few devices.
@@ -119,8 +119,8 @@ def tune(
     )  # fmt: skip
     args = jax.tree.map(abstract, args)
     made = {None: fn} if microbatches is None else {m: _step_of(fn, m) for m in microbatches}
-    steps = [Step(m, placed(f), args) for m, f in made.items()]
-    choices, whole_only = list[Choice](), list[PipelineError]()
+    steps = [TunedStep(m, placed(f), args) for m, f in made.items()]
+    choices, whole_only = list[MeshChoice](), list[PipelineError]()
     ranks = _checked_ranks(pipe, devices)
     for step in steps:
         choices += meshes(step, axes, devices)
@@ -131,15 +131,15 @@ def tune(
     if len(whole_only) == len(steps) and pipe is not None:
         raise whole_only[0]
     notes = (NO_PIPELINES,) if len(whole_only) == len(steps) else ()
-    search = Search(choices, mesh_of, axes)
+    search = MeshSearch(choices, mesh_of, axes)
     if not search.distinct:
         raise MeshError(
-            f"tune: no mesh of {devices} devices lies along whole parts of topology {topology}; take devices that do, "
-            "or a topology of so many."
+            f"tune: no mesh of {devices} devices lies along whole parts of topology {topology}; use a number of "
+            f"devices that fits its dimensions, or a topology of {devices} devices."
         )
     candidates: list[Candidate] = []
 
-    def plan(choice: Choice) -> float:
+    def plan(choice: MeshChoice) -> float:
         candidates.append(_planned(choice, mesh_of))
         log.info("tune: %s: %s", choice.text, candidates[-1].problem or f"{candidates[-1].seconds:.3e} s")
         return candidates[-1].seconds
@@ -157,7 +157,7 @@ def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) and a.isidentifier() for a in axes):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'tune: axes={axes!r}; write names that differ, as axes=("data", "model").')
     if PIPE in axes:
-        raise ArgumentError(f'tune: axes={axes!r}: "{PIPE}" is the axis of pipelines; say pipe=(2, 4) for its sizes.')
+        raise ArgumentError(f'tune: axes={axes!r}: "{PIPE}" is the axis of pipelines; set its sizes with pipe=(2, 4).')
     return axes
 
 
@@ -170,12 +170,13 @@ def _checked_devices(devices: int | None, topology: str | None) -> int:
 
 
 def _checked_ranks(pipe: Sequence[int] | None, devices: int) -> list[int]:
-    """How many a pipeline may have."""
+    """The numbers of ranks that a pipeline may have."""
     ranks = [p for p in range(2, min(devices, RANKS) + 1) if devices % p == 0] if pipe is None else list(pipe)
     wrong = [p for p in ranks if p < 2 or devices % p]
     if wrong:
         raise PipelineError(
-            f"tune: pipe={tuple(ranks)}: {wrong[0]} ranks; there have to be 2 or more, and divide {devices} devices."
+            f"tune: pipe={tuple(ranks)}: {wrong[0]} ranks; a number of ranks has to be 2 or more and divide the "
+            f"{devices} devices."
         )
     return ranks
 
@@ -194,15 +195,16 @@ def _step_of(fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
     try:
         arguments.signature.bind(microbatches)
     except TypeError as error:
-        wrong = f"cannot be called with a number alone: {error}"
+        wrong = f"cannot be called with one number: {error}"
     else:
         made = fn(microbatches)
         if callable(made):
             return made
-        wrong = f"gives a {type(made).__name__}"
+        wrong = f"returns a {type(made).__name__}"
     raise ArgumentError(
-        f"tune: {arguments.where} {wrong}. With microbatches={microbatches} and others it is a function of their "
-        "number that gives the step: lambda m: make_step(shardc.accumulate(grad, microbatches=m))."
+        f"tune: {arguments.where} {wrong}. With the option microbatches it has to be a function that takes the number "
+        f"of microbatches, here {microbatches}, and returns the step: "
+        "lambda m: make_step(shardc.accumulate(grad, microbatches=m))."
     )
 
 
@@ -212,14 +214,18 @@ def _where(mesh: MeshView) -> str:
 
 
 def _rank(c: Candidate) -> tuple[float, ...]:
-    """What fits by time, what does not by memory; of what takes as long, to three digits, the mesh of fewer axes."""
+    """The sort key of candidates.
+
+    Those that fit come first, by time, then those that do not, by memory. Of times equal to three digits, the mesh of
+    fewer axes comes first.
+    """
     if c.plan is None:
         return (2,)
     axes = sum(n > 1 for n in c.axes.values())
     return (0, float(f"{c.seconds:.3g}"), axes, c.seconds) if c.fits else (1, c.memory, axes, c.seconds)
 
 
-def _planned(choice: Choice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candidate:
+def _planned(choice: MeshChoice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candidate:
     mesh, step = mesh_of(choice.sizes), choice.step
     made = step.function.on(mesh, choice.pipeline)
     bare = Candidate(dict(choice.sizes), mesh, choice.pipeline, choice.loop, made, capacity=view(mesh).topology.hbm)
@@ -227,9 +233,9 @@ def _planned(choice: Choice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candidate:
         plan = made.plan(*step.args)
     except (ArgumentError, PlacementError, TracingError):
         raise
-    except MemoryLimitError as error:  # meshes of more axes may fit, and are looked at by what this would take
+    except MemoryLimitError as error:  # meshes of more axes may fit; the time of this plan decides their order
         plan = error.plan
-    except ShardcError as error:  # what this mesh cannot do, others may
+    except ShardcError as error:  # other meshes may have a plan
         return replace(bare, problem=str(error))
     memory = plan.memory.peak
     return replace(bare, plan=plan, seconds=plan.seconds, memory=memory, bytes=plan.bytes_per_device, gap=plan.gap)

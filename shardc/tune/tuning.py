@@ -1,4 +1,4 @@
-"""What `shardc.tune` gives: candidates, and a table of them."""
+"""The result of `shardc.tune`: candidates, and a table of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
-from shardc.pipeline.plan import MpmdPlan, Pipeline
+from shardc.pipeline.plan import Pipeline
 from shardc.report.tables import (
     bytes_text,
     fold_rows,
@@ -24,20 +24,20 @@ from shardc.report.tables import (
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One way to run a function, planned.
+    """One planned way to run a function.
 
     Attributes:
-      axes: of its mesh, for `make_mesh(**axes)`; those that it does not use have size 1.
-      mesh: as it was planned for; with devices, if no topology was named.
+      axes: sizes of the mesh's axes, for `make_mesh(**axes)`; unused axes have size 1.
+      mesh: the planned mesh; with devices, if no topology was named.
       pipeline: for `function(pipeline=...)`; None: one program on the whole mesh.
-      microbatches: of the function's loop; None: it has none.
-      function: the `shardc.function` on this mesh; what `fn` was traced and planned as is kept.
-      plan: None if there is none.
-      seconds: time of one call, as the plan says.
-      memory, bytes: per device: the most that it holds, and what it sends in one call.
-      gap: as the plan's; None where nothing is proved.
+      microbatches: number of microbatches of the function's loop; None: it has no loop.
+      function: the `shardc.function` on this mesh. It keeps its traced program and its plan.
+      plan: the plan, or None if there is none.
+      seconds: time of one call by the plan.
+      memory, bytes: peak memory and sent bytes of a device in one call.
+      gap: the plan's gap; None if nothing is proved.
       capacity: bytes of memory of a device.
-      problem: why there is no plan.
+      problem: the reason why there is no plan.
     """
 
     axes: Mapping[str, int]
@@ -61,16 +61,16 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """What `shardc.tune` found; prints as a table of the ten best.
+    """The result of `shardc.tune`; prints as a table of the ten best candidates.
 
     Attributes:
-      name: of the function.
+      name: the name of the function.
       where: the devices, in words.
-      candidates: that were planned, the best first: those that fit by time, those that do not by memory, and those
-        that have no plan.
-      others: how many more there are, which were not planned.
-      ideal: seconds of what the function computes, shared evenly by all devices, if nothing had to move.
-      notes: what the table should say besides.
+      candidates: the planned candidates, best first: those that fit, by time; those that do not fit, by memory; those
+        without a plan.
+      others: the number of candidates that were not planned.
+      ideal: seconds of the function's computation, divided evenly over all devices, without any communication.
+      notes: further lines of the text.
     """
 
     name: str
@@ -82,22 +82,22 @@ class Tuning:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits.
+        """The fastest candidate that fits in memory.
 
         Raises:
-          MeshError: none fits.
+          MeshError: no candidate fits.
         """
         first = self.candidates[0]
         if first.fits:
             return first
-        wants = f"; the least that a device would hold is {first.memory} bytes" if first.plan is not None else ""
+        least = f"; the smallest candidate needs {first.memory} bytes" if first.plan is not None else ""
         raise MeshError(
-            f"{self.name}: no candidate fits the {first.capacity} bytes of a device{wants}. Take more devices, "
-            "donate_argnames for what the step replaces, or more microbatches."
+            f"{self.name}: no candidate fits in the {first.capacity} bytes of a device{least}. Use more devices, "
+            "donate the arguments that the step replaces (donate_argnames), or use more microbatches."
         )
 
     def explain(self, count: int = 10) -> str:
-        """The best candidates, and those that cannot be, as text."""
+        """The `count` best candidates, and those without a plan, as text."""
         return tuning_text(self, count)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Tuning:
 
 
 def tuning_text(tuning: Tuning, count: int = 10) -> str:
-    """The best `count` candidates, those that have no plan, and what else is to be said."""
+    """The text of `Tuning.explain`."""
     parts = (_head(tuning), _table(tuning, count), _without_plan(tuning), _notes(tuning), _use(tuning))
     return "\n\n".join(filter(None, parts))
 
@@ -116,13 +116,13 @@ def _head(tuning: Tuning) -> str:
     return (
         f"{tuning.name} on {tuning.where}\n"
         f"{planned} planned{rest}.\n"
-        f"What it computes, shared evenly by all devices, takes about {seconds_text(tuning.ideal)}."
+        f"Its computation, divided evenly over all devices, takes about {seconds_text(tuning.ideal)}."
     )
 
 
 def _table(tuning: Tuning, count: int) -> str:
     shown = [c for c in tuning.candidates if c.plan is not None]
-    title = f"The {count} best" if len(shown) > count else "All, the best first"
+    title = f"The {count} best" if len(shown) > count else "All, best first"
     shown = shown[:count]
     if not shown:
         return ""
@@ -135,25 +135,26 @@ def _table(tuning: Tuning, count: int) -> str:
         memory = bytes_text(c.memory) + ("" if c.fits else ", too much")
         table.add_row(*cells, seconds_text(c.seconds), memory, bytes_text(c.bytes), _proved(c.gap))
     room = bytes_text(shown[0].capacity)
-    return section(f"{title}: time of a call, memory and bytes sent of each device, which has {room}", table)
+    return section(f"{title}: time of a call; peak memory (of {room}) and bytes sent of each device", table)
 
 
 def mesh_text(c: Candidate) -> str:
-    """`data=64, model=8`: the axes that a candidate uses."""
+    """The axes that a candidate uses: `data=64, model=8`."""
     return ", ".join(f"{a}={n}" for a, n in c.axes.items() if n > 1) or "one device"
 
 
 def pipeline_text(c: Candidate) -> str:
-    """`4 stages, 1f1b`; a dash for one program."""
+    """Stages and schedule of a pipeline, `4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    name = c.plan.schedule.name if isinstance(c.plan, MpmdPlan) else c.pipeline.schedule
-    stages = f"{number_text(len(c.plan.stages), 'stage')}, " if isinstance(c.plan, MpmdPlan) else ""
+    staging = None if c.plan is None else c.plan.staging
+    name = c.pipeline.schedule if staging is None else staging.schedule
+    stages = "" if staging is None else f"{number_text(staging.count, 'stage')}, "
     return f"{stages}{name}"
 
 
 def _proved(gap: float | None) -> str:
-    return {None: "-", 0.0: "the best"}.get(gap, f"within {percent_text(gap or 0.0)}")
+    return {None: "-", 0.0: "optimal"}.get(gap, f"within {percent_text(gap or 0.0)}")
 
 
 def _without_plan(tuning: Tuning) -> str:
@@ -165,7 +166,7 @@ def _without_plan(tuning: Tuning) -> str:
     if not rows:
         return ""
     lines = [f"{'; '.join(names)}\n{indented(str(why))}" for (why,), names, _ in fold_rows(rows)]
-    return "\n".join(["Cannot be", *map(indented, lines)])
+    return "\n".join(["Without a plan", *map(indented, lines)])
 
 
 def _schedule_text(pipeline: Pipeline | None) -> str:
@@ -179,7 +180,7 @@ def _notes(tuning: Tuning) -> str:
 def _use(tuning: Tuning) -> str:
     best = tuning.candidates[0]
     if not best.fits:
-        return "Nothing fits."
+        return "No candidate fits in memory."
     axes = ", ".join(f"{a}={n}" for a, n in best.axes.items())
     more = f", pipeline={_pipeline_code(best.pipeline)}" if best.pipeline else ""
     return f"The best: shardc.function(..., mesh=shardc.make_mesh({axes}){more})"

@@ -43,7 +43,7 @@ def run(options, capsys, tmp_path):
     status = train(parse([*options.split(), "--check-against-one-device", "--loss-log", str(log)]))
     text = capsys.readouterr().out
     assert status == 0, text
-    assert "Moves, in the order of the program" in text or "Moves within stages" in text
+    assert "Moves, in program order" in text or "Moves within stages" in text
     assert "audit: planned = found" in text or "audit: found within plan" in text
     assert "differ from those of one device" in text
     losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]

@@ -91,7 +91,7 @@ def test_a_boundary_inside_a_loop_body(loss):
     what = "scan" if "scan" in loss.__name__ else "cond"
     inner = "body" if what == "scan" else "yes"
     assert refused(step_of(loss)) == (
-        f"{STEP}: stage boundaries that nothing can be cut at\n"
+        f"{STEP}: stage boundaries in places that cannot be cut\n"
         f"  {line_of(loss, f'# {what}')} ({inner}): inside the body of a {what} "
         f"({line_of(loss, f'# the {what}')} ({loss.__name__})), {UNROLL}"
     )
@@ -102,7 +102,7 @@ def test_a_boundary_inside_a_while():
         return accumulate(in_while, microbatches=4)(params, batch)
 
     assert refused(step) == (
-        f"step ({line_of(step, 'def step')}): stage boundaries that nothing can be cut at\n"
+        f"step ({line_of(step, 'def step')}): stage boundaries in places that cannot be cut\n"
         f"  {line_of(in_while, '# while')} (body): inside the body of a while "
         f"({line_of(in_while, '# the while')} (in_while)), {UNROLL}"
     )
@@ -116,13 +116,13 @@ def test_boundaries_outside_of_the_loop():
 
     outside = "outside of the loop over microbatches; move it into the function that shardc.accumulate takes."
     assert refused(step) == (
-        f"step ({line_of(step, 'def step')}): stage boundaries that nothing can be cut at\n"
+        f"step ({line_of(step, 'def step')}): stage boundaries in places that cannot be cut\n"
         f"  {line_of(step, '# before')} (step): {outside}\n"
         f"  {line_of(step, '# after')} (step): {outside}"
     )
 
 
-WRITE = 'Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write stages="auto".'
+WRITE = 'Write x = shardc.stage_boundary(x) between the stages and use its result from there on, or set stages="auto".'
 
 
 def test_too_few_boundaries():
@@ -131,9 +131,9 @@ def test_too_few_boundaries():
         return error(dense(params[1], x), batch)
 
     assert refused(step_of(one), mesh=make_mesh(pipe=3)) == (
-        f"{STEP}: 3 stages want 2 stage boundaries, the loop has 1 ({line_of(one, '# one')} (one)). {WRITE}"
+        f"{STEP}: 3 stages need 2 stage boundaries, the loop has 1 ({line_of(one, '# one')} (one)). {WRITE}"
     )
-    assert refused(step_of(cut_at())) == f"{STEP}: 2 stages want 1 stage boundary, the loop has none. {WRITE}"
+    assert refused(step_of(cut_at())) == f"{STEP}: 2 stages need 1 stage boundary, the loop has none. {WRITE}"
 
 
 def test_a_boundary_whose_result_is_not_used():
@@ -142,7 +142,7 @@ def test_a_boundary_whose_result_is_not_used():
         stage_boundary(x)
         return error(dense(params[1], x), batch)
 
-    assert refused(step_of(lost)) == f"{STEP}: 2 stages want 1 stage boundary, the loop has none. {WRITE}"
+    assert refused(step_of(lost)) == f"{STEP}: 2 stages need 1 stage boundary, the loop has none. {WRITE}"
 
 
 def test_a_boundary_of_nothing():
@@ -162,14 +162,14 @@ def test_too_many_boundaries():
 
     lines = ", ".join(f"{line_of(three, f'# {n}')} (three)" for n in ("first", "second", "third"))
     assert refused(step_of(three)) == (
-        f"{STEP}: 2 stages want 1 stage boundary, the loop has 3 ({lines}). Take 2 out, or make as many stages as "
-        "parts: a longer pipe axis, or more chunks. (One more than stages - 1 may stand where the loss is known.)"
+        f"{STEP}: 2 stages need 1 stage boundary, the loop has 3 ({lines}). Remove 2, or use more stages: a longer "
+        "pipe axis, or more chunks. (One further boundary is allowed after the loss.)"
     )
 
 
 ONCE = (
     "a boundary in a function that JAX traces once and that is called several times (jax.jit, jax.checkpoint) is one "
-    "boundary. Call shardc.stage_boundary outside of that function, on what it gives."
+    "boundary. Call shardc.stage_boundary outside of that function, on its result."
 )
 
 
@@ -184,7 +184,7 @@ def test_a_boundary_that_is_traced_once_and_passed_twice(transform):
 
     here = f"{line_of(block, '# here')} (block)"
     assert refused(step_of(loss), mesh=make_mesh(pipe=3)) == (
-        f"{STEP}: 3 stages want 2 stage boundaries, the loop has 1 ({here}); {ONCE}"
+        f"{STEP}: 3 stages need 2 stage boundaries, the loop has 1 ({here}); {ONCE}"
     )
     text = refused(step_of(loss))
     assert text.startswith(f"{STEP}: stage boundaries out of order\n  {here}: ")
@@ -207,14 +207,14 @@ def test_stages_without_work():
 
     idle = f"{STEP}: stages without work\n  stage"
     assert refused(step_of(first)) == (
-        f"{idle} 0: nothing is computed in front of the boundary at {line_of(first, '# a')} (first); take one out."
+        f"{idle} 0: nothing is computed before the boundary at {line_of(first, '# a')} (first); remove one boundary."
     )
     assert refused(step_of(middle), mesh=make_mesh(pipe=3)) == (
         f"{idle} 1: nothing is computed between the boundaries at {line_of(middle, '# a')} (middle) and "
-        f"{line_of(middle, '# b')} (middle); take one out."
+        f"{line_of(middle, '# b')} (middle); remove one boundary."
     )
     assert refused(step_of(last)) == (
-        f"{idle} 1: nothing is computed behind the boundary at {line_of(last, '# a')} (last); take one out."
+        f"{idle} 1: nothing is computed after the boundary at {line_of(last, '# a')} (last); remove one boundary."
     )
 
 
@@ -241,8 +241,8 @@ def test_two_loops_over_microbatches():
 
     assert refused(step) == (
         f"step ({line_of(step, 'def step')}): a pipeline runs over one loop of microbatches, found 2 "
-        f"({line_of(step, '# a')} (step), {line_of(step, '# b')} (step)). Make each a function of its own, or put what "
-        "they compute into one loop."
+        f"({line_of(step, '# a')} (step), {line_of(step, '# b')} (step)). Put each loop into its own function, or "
+        "merge them into one loop."
     )
 
 
@@ -256,8 +256,7 @@ def test_a_loop_inside_a_loop():
 
     assert refused(step) == (
         f"step ({line_of(step, 'def step')}): a pipeline runs over one loop of microbatches, found it inside the body "
-        f"of a scan ({line_of(step, '# scan')} (step)). Take it out: let the function be one step, and call it again "
-        "and again."
+        f"of a scan ({line_of(step, '# scan')} (step)). Make the function one step, and call it in a loop."
     )
 
 
@@ -267,10 +266,10 @@ def test_a_gradient_of_the_whole_loop():
         return jax.grad(lambda p: rows(p, batch).sum())(params)  # here
 
     assert refused(step) == (
-        f"step ({line_of(step, 'def step')}): a pipeline runs over one loop of microbatches, and the gradient is taken "
-        f"of that loop as a whole ({line_of(step, '# here')} (step)), which is a second one. Take it inside, as "
-        "shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an accumulate of a "
-        "function that gives one float."
+        f"step ({line_of(step, 'def step')}): a pipeline runs over one loop of microbatches, but the gradient is taken "
+        f"of the whole loop ({line_of(step, '# here')} (step)), which makes a second one. Take it inside the loop, as "
+        "shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or as jax.grad of an accumulate "
+        "of a function that returns one float."
     )
 
 
@@ -318,20 +317,20 @@ NAMES = (
     [
         (
             f"rank 0 | 0F0 0F1 0B0\n{SECOND}",
-            'Schedule "schedule" cannot be:\n'
-            "  rank 0, column 1: 0B1 (full backward, or I and W) is missing, though 0F1 stands here.\n"
+            'Schedule "schedule" is not valid:\n'
+            "  rank 0, column 1: 0B1 (full backward, or I and W) is missing, but 0F1 is here.\n"
             "    rank 0 | 0F0 [0F1] 0B0",
         ),
         (
             f"rank 0 | 0F0 0F1 0F1 0B0 0B1\n{SECOND}",
-            'Schedule "schedule" cannot be:\n'
+            'Schedule "schedule" is not valid:\n'
             "  rank 0, column 2: 0F1 again, after rank 0, column 1.\n"
             "    rank 0 | 0F0 0F1 [0F1] 0B0 0B1",
         ),
         (
             f"rank 0 | 0F0 0X1 0B0 0B1\n{SECOND}",
-            'Schedule "schedule" has cells that are no actions:\n'
-            '  rank 0, column 1: "0X1" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.\n'
+            'Schedule "schedule" has cells that are not actions:\n'
+            '  rank 0, column 1: "0X1" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.\n'
             "    rank 0 | 0F0 [0X1] 0B0 0B1",
         ),
         (
@@ -350,13 +349,13 @@ NAMES = (
         ("zbh1", f'Unknown schedule "zbh1"; there are {NAMES}. Did you mean "zb-h1"?'),
         (
             None,
-            'schedule=None is no schedule; write a name, as "1f1b", the text of a grid, a Schedule, or a function of '
-            "(ranks, microbatches, chunks, costs) that gives a Schedule.",
+            'schedule=None is not a schedule; write a name such as "1f1b", the text of a grid, a Schedule, or a '
+            "function of (ranks, microbatches, chunks, costs) that returns a Schedule.",
         ),
         (
             max,
-            "The schedule function max gave Costs(stages=((1.0, 1.0, 1.0),)); it has to give a Schedule, as "
-            "Schedule.parse(text) does.",
+            "The schedule function max returned StageCosts(stages=((1.0, 1.0, 1.0),)); it has to return a Schedule, "
+            "such as Schedule.parse(text).",
         ),
     ],
     ids=["missing", "doubled", "no action", "deadlock", "typo", "typo of a dash", "None", "a function of another kind"],
@@ -385,15 +384,15 @@ def test_a_schedule_for_another_pipeline():
 
 def test_a_schedule_that_cannot_have_these_stages_or_microbatches():
     assert scheduled("dualpipe-v", m=3, stages=4) == (
-        f'{STEP}: Schedule "dualpipe-v" cannot have 2 ranks and 3 microbatches: it wants at least 2·ranks = 4 '
-        "microbatches, to fill the V from both ends; zb-v takes fewer."
+        f'{STEP}: Schedule "dualpipe-v" does not support 2 ranks and 3 microbatches: it needs at least 2·ranks = 4 '
+        "microbatches, to fill the V from both ends; zb-v needs fewer."
     )
     assert scheduled("zb-v", chunks=3) == (
-        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: say chunks=2, or take interleaved, breadth-first '
+        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: set chunks=2, or use interleaved, breadth-first '
         "or auto."
     )
     assert scheduled("1f1b", chunks=2) == (
-        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: say chunks=1, or take interleaved, breadth-first, '
+        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: set chunks=1, or use interleaved, breadth-first, '
         "zb-v, v-half, v-min, dualpipe-v or auto."
     )
 
@@ -401,7 +400,7 @@ def test_a_schedule_that_cannot_have_these_stages_or_microbatches():
 @pytest.mark.parametrize("chunks", [0, -1, "2", 2.0, True])
 def test_chunks_that_are_no_number(chunks):
     assert scheduled("interleaved", chunks=chunks) == (
-        f"{STEP}: make_schedule: ranks=2, microbatches=2, chunks={chunks!r}; each is 1 or more."
+        f"{STEP}: make_schedule: ranks=2, microbatches=2, chunks={chunks!r}; each has to be 1 or more."
     )
 
 

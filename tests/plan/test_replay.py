@@ -17,7 +17,7 @@ from shardc.plan.saved_json import from_json, numbers_of, ranges_text, to_json
 from shardc.plan.saved_plan import record
 from tests.report import programs
 from tests.report.test_explain import MEGATRON, f32, mlp_params
-from tests.report.test_pipeline import MESH, i32, tied, tied_args
+from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_what_arrives_elsewhere_is_brought_to_where_the_plan_has_it(mesh, tmp_pa
     again = step.plan(x)
     assert again.collectives == plan.collectives
     assert again.gap is None
-    assert again.explain(why="x").count("It arrives so") == 1
+    assert again.explain(why="x").count("The argument is passed with this placement") == 1
     np.testing.assert_allclose(step(x), np.asarray(x) @ programs.TABLE, rtol=1e-6)
 
 

@@ -81,7 +81,7 @@ def test_partial_values(mesh):
 
 def test_scalars_empty_arrays_and_keys(mesh):
     assert lines(show(shardc.put(np.float32(3), mesh, {}), device=0))[1:] == [
-        "device 0, at data=0, model=0, holds it whole",
+        "device 0, at data=0, model=0, holds the whole value",
         "3.0",
     ]
     assert "an empty array" in show(shardc.put(np.zeros((0, 2)), mesh, {}))
@@ -112,7 +112,7 @@ def test_stacked_arrays_in_their_parts(mesh):
     assert "*       0, 1      [0:5, :]" in text
     assert "*       2, 3      [5:13, :]" in text
     assert lines(show(StackedArray(parts), device=3))[1] == "device 3, at model=1, holds [5:13, :]"
-    assert show(StackedArray(parts), device=7) == "f32[13,6]: that device holds nothing of it"
+    assert show(StackedArray(parts), device=7) == "f32[13,6]: this device holds no part of it"
 
 
 def test_a_pytree_has_a_line_for_each_leaf_and_folds_those_alike(mesh):
@@ -132,10 +132,10 @@ def test_a_pytree_has_a_line_for_each_leaf_and_folds_those_alike(mesh):
 def test_what_is_on_no_mesh_says_so():
     assert show(VALUE) == "f32[13,6] is not on a mesh: a NumPy array, on the host"
     assert show(jnp.ones(3)) == "f32[3] is not on a mesh: whole on device 0"
-    assert show("text") == "'text', a str, is no array"
+    assert show("text") == "'text', a str, is not an array"
     seen = []
     jax.jit(lambda x: seen.append(show(x)))(1.0)
-    assert seen[0].startswith("f32[] is being traced and lives nowhere yet")
+    assert seen[0].startswith("f32[] is being traced and is on no device yet")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_on_no_mesh_says_so():
     [
         (8, "device=8: the mesh data=4, model=2 has devices 0 to 7."),
         ({"dta": 0, "model": 0}, 'dta=0, nothing for data, but the mesh is data=4, model=2. Did you mean "data"?'),
-        ({"data": 4, "model": 0}, "says data=4, but the mesh is data=4, model=2."),
+        ({"data": 4, "model": 0}, "has data=4, but the mesh is data=4, model=2."),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(mesh, device, message):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods import make_schedule
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.simulate import simulate
@@ -12,7 +12,7 @@ from shardc.runtime.actor import Span
 
 def spans(name, p, m, costs=(1, 1, 1), latency=0.0):
     schedule = make_schedule(name, p, m)
-    return simulate(network(schedule), Costs.read(costs), lambda channel: (latency, 0.0)).spans
+    return simulate(network(schedule), StageCosts.read(costs), lambda channel: (latency, 0.0)).spans
 
 
 def short(action):

@@ -82,9 +82,9 @@ def test_what_is_measured_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("axes", "sizes", "message"),
     [
-        ({"one": 1}, SIZES, "wants a mesh with an axis of two devices or more"),
-        ({"a": 8}, (1024,), "wants two sizes or more, of 32 bytes at least"),
-        ({"a": 8}, (16, 1024), "wants two sizes or more, of 32 bytes at least"),
+        ({"one": 1}, SIZES, "needs a mesh with an axis of at least two devices"),
+        ({"a": 8}, (1024,), "needs at least two sizes, each of at least 32 bytes"),
+        ({"a": 8}, (16, 1024), "needs at least two sizes, each of at least 32 bytes"),
     ],
 )
 def test_what_cannot_be_measured(axes: dict[str, int], sizes: tuple[int, ...], message: str) -> None:
@@ -109,9 +109,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "model"], 'calibrate: argument --mesh: "model" is no mesh; write data=4,model=2'),
-        (["--mesh", "a=0"], '"a=0" is no mesh'),
-        (["--mesh", "a=2", "--sizes", "1,x"], '"x" is no whole number, 1 or more'),
+        (["--mesh", "model"], 'calibrate: argument --mesh: "model" is not a mesh; write data=4,model=2'),
+        (["--mesh", "a=0"], '"a=0" is not a mesh'),
+        (["--mesh", "a=2", "--sizes", "1,x"], '"x" is not a whole number of 1 or more'),
         ([], "the following arguments are required: --mesh"),
     ],
 )
@@ -125,7 +125,7 @@ def test_options_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: l
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "a=1"], "python -m shardc calibrate: calibrate wants a mesh with an axis of two devices or more"),
+        (["--mesh", "a=1"], "python -m shardc calibrate: calibrate needs a mesh with an axis of at least two devices"),
         (["--mesh", "a=64"], "The mesh a=64 needs 64 devices, this machine has 8 (cpu)"),
     ],
 )

@@ -194,13 +194,13 @@ def test_what_does_not_fit_comes_last_and_is_marked():
 def test_nothing_fits():
     found = shardc.tune(step, *shapes(), devices=8, topology="v5p", tries=3, hbm="1MB")
     assert not any(c.fits for c in found.candidates)
-    assert str(found).endswith("Nothing fits.")
-    with pytest.raises(MeshError, match=r"step: no candidate fits the 1000000 bytes of a device"):
+    assert str(found).endswith("No candidate fits in memory.")
+    with pytest.raises(MeshError, match=r"step: no candidate fits in the 1000000 bytes of a device"):
         _ = found.best
 
 
-def test_a_mesh_that_cannot_be_planned_for_is_told(monkeypatch):
-    """As one will be whose memory no plan fits."""
+def test_a_mesh_without_a_plan_is_listed(monkeypatch):
+    """A mesh for which planning fails, as where no plan fits in memory."""
     plan = type(found := shardc.function(step, mesh=shardc.make_mesh(data=1))).plan
 
     def refuse(self, *args, **kwargs):
@@ -212,8 +212,8 @@ def test_a_mesh_that_cannot_be_planned_for_is_told(monkeypatch):
     got = shardc.tune(step, *shapes(), devices=8, tries=50)
     assert [sizes_of(c) for c in got.candidates if c.plan is None] == [{"data": 8}]
     assert got.candidates[-1].plan is None and not got.candidates[-1].fits
-    assert "Cannot be\n  data=8\n    step on data=8: too large\n    by far\n" in str(got)
-    assert len(got.candidates) == 3  # what refines it is looked at for its other sake
+    assert "Without a plan\n  data=8\n    step on data=8: too large\n    by far\n" in str(got)
+    assert len(got.candidates) == 3  # its refinements are planned: they refine another mesh too
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def test_without_a_loop_there_are_no_pipelines():
 def test_stages_that_are_too_many_are_told():
     params, rows = chain(1, 16)
     found = shardc.tune(training(chain_loss, 8), *as_shapes((params, rows)), devices=16, topology="v5p", pipe=(16,))
-    assert "Cannot be" in str(found)
-    assert "16 stages want 15 cuts" in str(found)
+    assert "Without a plan" in str(found)
+    assert "16 stages need 15 cuts" in str(found)
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_the_same_in_each_process():
     [
         ({"devices": 64}, MeshError, "needs 64 devices, this machine has 8"),
         ({"devices": 0}, ArgumentError, "devices=0; it has to be 1 or more"),
-        ({"topology": "v5p"}, MeshError, "does not say how many devices there are"),
+        ({"topology": "v5p"}, MeshError, "has no number of devices"),
         ({"topology": "v5q", "devices": 8}, MeshError, "There is no topology 'v5q'"),
         ({"topology": "v5p:2x2x1", "devices": 8}, MeshError, "devices=8: topology v5p:2x2x1 has 4"),
         ({"topology": "v5p:4x4x4", "devices": 24}, MeshError, "no mesh of 24 devices lies along whole parts"),
@@ -357,10 +357,10 @@ def test_the_same_in_each_process():
         ({"axes": ("data", "pipe")}, ArgumentError, '"pipe" is the axis of pipelines'),
         ({"tries": 0}, ArgumentError, "tries=0; it has to be 1 or more"),
         ({"schedules": ("1f1p",)}, PipelineError, 'unknown schedule "1f1p".*Did you mean "1f1b"'),
-        ({"pipe": (3,)}, PipelineError, "3 ranks; there have to be 2 or more, and divide 8 devices"),
+        ({"pipe": (3,)}, PipelineError, "3 ranks; a number of ranks has to be 2 or more and divide the 8 devices"),
         ({"in_placements": {"z": {"data": S(0)}}}, ArgumentError, "names 'z', which is no argument"),
         ({"in_placements": {"x": {"rows": S(0)}}}, PlacementError, "the mesh has no axis 'rows'"),
-        ({"microbatches": (2,)}, ArgumentError, "cannot be called with a number alone: missing"),
+        ({"microbatches": (2,)}, ArgumentError, "cannot be called with one number: missing"),
         ({"donate_argnames": "param"}, ArgumentError, "Did you mean"),
     ],
 )
@@ -372,5 +372,5 @@ def test_errors(options, kind, text):
 def test_arguments_that_do_not_fit():
     with pytest.raises(ArgumentError, match="missing a required argument: 'y'"):
         shardc.tune(step, *shapes()[:2], devices=8)
-    with pytest.raises(ArgumentError, match="gives a int"):
+    with pytest.raises(ArgumentError, match="returns a int"):
         shardc.tune(lambda m: m, f32(8), devices=8, microbatches=(2,))

@@ -391,9 +391,9 @@ def test_arrays_that_live_elsewhere(mesh):
         ROWS,
     ]
     assert text_of(ArgumentError, shardc.function(many, mesh=mesh), *elsewhere) == lines(
-        f"{line(many)}, {MESH}: 3 arrays live on other devices, or on another mesh. Bring all to this mesh with "
-        "xs = shardc.put(xs, mesh, {}), whole on each device, or placed as in_placements says it; or to the host with "
-        "xs = shardc.fetch(xs).",
+        f"{line(many)}, {MESH}: 3 arrays live on other devices, or on another mesh. Move the arguments to this "
+        "mesh with xs = shardc.put(xs, mesh, {}), which replicates them (instead of {}, placements as in in_placements "
+        "may stand there), or to the host with xs = shardc.fetch(xs).",
         "xs/*  x3 f32[8]: a=8 on devices 0-7; …; data=3 on devices 0-2",
     )
 
@@ -405,9 +405,10 @@ def test_many_arrays_that_live_elsewhere_are_folded(mesh):
     on = [jax.sharding.Mesh(np.asarray(jax.devices()[i : i + 2]), ("rows",)) for i in range(0, 8, 2)]
     params = {str(i): shardc.put({"w": ROWS, "b": ROWS}, m, {"w": {"rows": S(0)}, "b": {}}) for i, m in enumerate(on)}
     assert text_of(ArgumentError, shardc.function(many, mesh=mesh), params, shardc.put(1.0, on[1], {}), ROWS) == lines(
-        f"{line(many)}, {MESH}: 9 arrays live on other devices, or on another mesh. Bring all to this mesh with "
-        "params, scale = shardc.put((params, scale), mesh, {}), whole on each device, or placed as in_placements says "
-        "it; or to the host with params, scale = shardc.fetch((params, scale)).",
+        f"{line(many)}, {MESH}: 9 arrays live on other devices, or on another mesh. Move the arguments to this "
+        "mesh with params, scale = shardc.put((params, scale), mesh, {}), which replicates them (instead of {}, "
+        "placements as in in_placements may stand there), or to the host with params, scale = "
+        "shardc.fetch((params, scale)).",
         "params/*/{b,w}  x8 f32[8]: rows=2 on devices 0, 1; …; rows=2 on devices 6, 7",
         "scale f32[]: rows=2 on devices 2, 3",
     )
@@ -558,7 +559,7 @@ def test_nans(mesh, params, rows):
             f(params, -x)
     gone = isinstance(caught.value, shardc.StepFailedError)
     assert params["w"].is_deleted() == gone
-    assert not gone or "gone (donated): params/w" in str(caught.value)
+    assert not gone or "lost (donated): params/w" in str(caught.value)
 
 
 def test_an_ordered_effect(mesh):

@@ -50,9 +50,9 @@ def test_a_state_that_is_not_donated():
     assert said(f, *small) == []
     (text,) = said(f, *large)
     assert text == (
-        f"step (test_warnings.py:{step.__code__.co_firstlineno}): params and state come back as results, and are not "
-        "donated: while it runs each device holds their 1.5 MiB twice. donate_argnames=('params', 'state') has the new "
-        "ones take their place."
+        f"step (test_warnings.py:{step.__code__.co_firstlineno}): params and state are returned as results but not "
+        "donated: during a call each device holds their 1.5 MiB twice. With donate_argnames=('params', 'state') the "
+        "results reuse the buffers."
     )
     assert said(f, *large) == [] and said(f.compile, *large) == []  # once
     donated = shardc.function(step, mesh=MESH, in_placements=places, donate_argnames=("params", "state"))

@@ -1,4 +1,4 @@
-"""Adds to a sum as soon as the term is there, so that the term need not live until the end of its task."""
+"""Moves additions to a sum up to their terms, so that a term does not live until the end of its task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardc.compat import Eqn, Var
 
 
 def advance_sums(eqns: Sequence[Eqn], sums: Collection[Var]) -> list[Eqn]:
-    """The same equations, those that make `sums` right behind what they read.
+    """The equations with each one that makes one of `sums` moved right behind the equations that it reads.
 
         g = f x; h = f y; s' = s + g; t' = t + h   -->   g = f x; s' = s + g; h = f y; t' = t + h
 

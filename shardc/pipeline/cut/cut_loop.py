@@ -1,9 +1,10 @@
-"""Finds the microbatch loop of a program and says which stage computes each equation of its body, and in which task.
+"""Finds the microbatch loop of a program, and assigns each equation of its body to a stage and a task.
 
 With P stages an equation's *position* is its place in the order in which a microbatch passes the stages: F_s is s, B_s
-is 2P-1-s. What depends on the output of cut k stands behind it; what depends on nothing but the loop's inputs stands
-where it is first used, or at every use if it is cheap. A mark inside a rematerialised block is recompute: its value is
-the one that crossed the cut in the forward pass, so the block is opened and each stage recomputes its own part.
+is 2P-1-s. An equation that depends on the output of cut k comes after the cut. An equation that depends only on the
+loop's inputs is computed where it is first used, or at every use if it is cheap. A mark inside a rematerialised block
+is recompute: its value is the one that crossed the cut in the forward pass. So the block is opened, and each stage
+recomputes its own part.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ CHEAP: Final = LINEAR | frozenset(
         "random_bits", "threefry2x32", "shift_left", "shift_right_logical", "shift_right_arithmetic",
     )
 )  # fmt: skip
-"""Operations that are repeated rather than sent or kept, where they depend on nothing but the loop's inputs."""
+"""Operations that are repeated rather than sent or kept, if they depend only on the loop's inputs."""
 CHEAP_DEPTH: Final = 24
-"""Equations of such a computation, at most."""
+"""The most equations of such a computation."""
 _TRACED_ONCE: Final = (
     "a boundary in a function that JAX traces once and that is called several times (jax.jit, jax.checkpoint) is one "
-    "boundary. Call shardc.stage_boundary outside of that function, on what it gives."
+    "boundary. Call shardc.stage_boundary outside of that function, on its result."
 )
 
 
@@ -48,7 +49,7 @@ def backward_position(stage: int, stages: int) -> int:
 
 
 def weight_position(stage: int, stages: int) -> int:
-    """Of the task that computes what the gradient of the stage's input does not need."""
+    """The position of the task W, which computes what the gradient of the stage's input does not need."""
     return 3 * stages - 1 - stage
 
 
@@ -57,7 +58,7 @@ def stage_of(position: int, stages: int) -> int:
 
 
 @dataclass(frozen=True)
-class Loop:
+class MicrobatchLoop:
     """The scan over microbatches, and its place among the equations of the program."""
 
     eqn: Eqn
@@ -82,13 +83,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class CarryPart:
-    """A sum over microbatches, or the part of one that a stage makes: `total --> total + ...`. Or state.
+    """A sum over microbatches, or one stage's part of it, `total --> total + ...`; or state.
 
     Attributes:
-      number: of the carry.
-      before, after: the value as a microbatch finds it, and as it leaves it.
-      position: where `after` is made.
-      state: it is no sum: a microbatch may read what the one before it has left.
+      number: the number of the carry.
+      before, after: its values before and after a microbatch.
+      position: the position that makes `after`.
+      state: it is not a sum: a microbatch may read the value that the previous one left.
     """
 
     number: int
@@ -100,16 +101,16 @@ class CarryPart:
 
 @dataclass(frozen=True)
 class PlacedBody:
-    """The body of the loop, placed.
+    """The body of the loop with a position for each equation.
 
     Attributes:
       stages: P.
       fused: the last stage's forward lies inside its backward task.
-      backward: there is a backward pass at all.
-      eqns: (position, equation) in an order in which each stage can compute its own; a cheap one may stand several
-        times.
-      carries: for each carry its parts, in the order of stages.
-      ys: of each stacked result the variable and its position.
+      backward: whether there is a backward pass.
+      eqns: (position, equation), in an order in which each stage can compute its own; a cheap equation may occur
+        several times.
+      carries: the parts of each carry, in the order of stages.
+      ys: the variable and the position of each stacked result.
     """
 
     stages: int
@@ -120,11 +121,11 @@ class PlacedBody:
     ys: tuple[tuple[Atom, int], ...]
 
 
-def find_loop(program: Program, where: str) -> Loop:
+def find_loop(program: Program, where: str) -> MicrobatchLoop:
     """The one loop over microbatches of a program.
 
     Raises:
-      PipelineError: there is none, or more than one, or a stage boundary stands where none can be cut.
+      PipelineError: there is no loop, or more than one, or a stage boundary is in a place that cannot be cut.
     """
     loops = find_loops(program.jaxpr)
     if len(loops) != 1:
@@ -140,28 +141,28 @@ def find_loop(program: Program, where: str) -> Loop:
     for eqn in loop.body.eqns:
         wrong += _in_loops(eqn)
     if wrong:
-        raise PipelineError(all_offenders(f"{where}: stage boundaries that nothing can be cut at", _unique(wrong)))
+        raise PipelineError(all_offenders(f"{where}: stage boundaries in places that cannot be cut", _unique(wrong)))
     return loop
 
 
-def find_loops(jaxpr: Jaxpr) -> list[Loop]:
+def find_loops(jaxpr: Jaxpr) -> list[MicrobatchLoop]:
     """The scans over microbatches among the equations of a program."""
     marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is microbatches_p}
     return [
-        Loop(e, i)
+        MicrobatchLoop(e, i)
         for i, e in enumerate(jaxpr.eqns)
         if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
     ]
 
 
-def _not_one(program: Program, loops: Sequence[Loop]) -> str:
-    """What was found instead of one loop, and what to do."""
+def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
+    """The end of the error about a program without exactly one loop: what was found, and the fix."""
     if not loops:
         for eqn in program.jaxpr.eqns:
             if any(e.primitive is microbatches_p for e in _inside(eqn)):
                 return (
-                    f"found it inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}). Take it out: let "
-                    "the function be one step, and call it again and again."
+                    f"found it inside the body of a {eqn.primitive.name} ({compat.source_line(eqn)}). Make the "
+                    "function one step, and call it in a loop."
                 )
         return (
             "found none. Write the gradient as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, "
@@ -170,11 +171,11 @@ def _not_one(program: Program, loops: Sequence[Loop]) -> str:
     lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
     if any(compat.scan_of(x.eqn).reverse for x in loops):
         return (
-            f"and the gradient is taken of that loop as a whole ({lines}), which is a second one. Take it inside, "
-            "as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or jax.grad of an "
-            "accumulate of a function that gives one float."
+            f"but the gradient is taken of the whole loop ({lines}), which makes a second one. Take it inside the "
+            "loop, as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or as jax.grad of "
+            "an accumulate of a function that returns one float."
         )
-    return f"found {len(loops)} ({lines}). Make each a function of its own, or put what they compute into one loop."
+    return f"found {len(loops)} ({lines}). Put each loop into its own function, or merge them into one loop."
 
 
 def _inside(eqn: Eqn) -> list[Eqn]:
@@ -196,8 +197,8 @@ def _unique(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def boundary_lines(loop: Loop) -> list[str]:
-    """Of each boundary of the loop's forward pass the line that it stands in, in their order."""
+def boundary_lines(loop: MicrobatchLoop) -> list[str]:
+    """The source lines of the boundaries of the loop's forward pass, in order."""
     found: dict[int, str] = {}
     for eqn in all_eqns(loop.body):
         if eqn.primitive is stage_boundary_p and not eqn.params["backward"] and eqn.params["cut"] != END:
@@ -205,24 +206,24 @@ def boundary_lines(loop: Loop) -> list[str]:
     return list(found.values())
 
 
-def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
-    """Says where each equation of the loop's body is computed.
+def place_body(loop: MicrobatchLoop, stages: int, where: str) -> PlacedBody:
+    """Assign a position to each equation of the loop's body.
 
     Raises:
-      PipelineError: the boundaries are too many or too few, out of order, or a stage has no work.
+      PipelineError: there are too many or too few boundaries, they are out of order, or a stage has no work.
     """
     return _Placer(loop, stages, where).run()
 
 
 class _Placer:
-    def __init__(self, loop: Loop, stages: int, where: str) -> None:
+    def __init__(self, loop: MicrobatchLoop, stages: int, where: str) -> None:
         self.loop, self.stages, self.where = loop, stages, where
         self.alias: dict[Var, Atom] = {}
         self.floor: dict[Var, int] = {}
         self.low: dict[Var, int | None] = {}
-        self.late: set[int] = set()  # ids of equations of recompute: as late as their readers allow
-        self.limit: dict[Var, int] = {}  # the position in front of the first cut that a value crosses
-        self.depth: dict[Var, int] = {}  # equations in a cheap computation; absent: not cheap
+        self.late: set[int] = set()  # ids of equations of recompute: computed as late as their readers allow
+        self.limit: dict[Var, int] = {}  # the position before the first cut that a value crosses
+        self.depth: dict[Var, int] = {}  # number of equations of a cheap computation; absent: not cheap
 
     def run(self) -> PlacedBody:
         eqns = self._open(self.loop.body.eqns, recompute=False)
@@ -235,7 +236,7 @@ class _Placer:
             self._low_of(eqn)
         return self._resolve(kept, carries, ys)
 
-    # -- aliases: a boundary is the value that it is given, seen from behind the cut
+    # -- aliases: the result of a boundary is its operand, read from behind the cut
 
     def base(self, atom: Atom) -> Atom:
         while not compat.is_literal(atom) and atom in self.alias:
@@ -243,7 +244,7 @@ class _Placer:
         return atom
 
     def at(self, atom: Atom) -> int | None:
-        """The first position at which a value, read by this name, can be had; None: everywhere."""
+        """The first position at which a value is available under this name; None: everywhere."""
         found: int | None = None
         while not compat.is_literal(atom):
             if atom not in self.alias:
@@ -253,7 +254,7 @@ class _Placer:
         return found
 
     def _open(self, eqns: Sequence[Eqn], recompute: bool) -> list[Eqn]:
-        """Rematerialised blocks with boundaries in them, opened."""
+        """The equations, with rematerialised blocks that contain boundaries inlined."""
         found: list[Eqn] = []
         for eqn in eqns:
             if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
@@ -273,7 +274,7 @@ class _Placer:
         self.order = {c: k for k, c in enumerate(dict.fromkeys(e.params["cut"] for e in first))}
         self.backward = any(e.params["backward"] for e in marks)
         cuts = len(self.order)
-        if cuts == self.stages and self.stages > 0 and cuts:  # the last one marks where the loss is known
+        if cuts == self.stages and self.stages > 0 and cuts:  # the last one marks the end of the forward pass
             last = next(c for c, k in self.order.items() if k == cuts - 1)
             self.order[last] = END
             cuts -= 1
@@ -285,18 +286,18 @@ class _Placer:
     def _miscount(self, cuts: int, marks: Sequence[Eqn]) -> str:
         lines = _unique(compat.source_line(e) for e in marks)
         has = f"{cuts} ({', '.join(lines)})" if lines else "none"
-        rule = f"{_count(self.stages, 'stage')} want {_count(self.stages - 1, 'stage boundary')}, the loop has {has}"
+        rule = f"{_count(self.stages, 'stage')} need {_count(self.stages - 1, 'stage boundary')}, the loop has {has}"
         passed = [(e.params["cut"], e.params["leaf"]) for e in marks]
         if len(set(passed)) < len(passed):
             return f"{rule}; {_TRACED_ONCE}"
         if cuts < self.stages - 1:
             return (
-                f"{rule}. Write x = shardc.stage_boundary(x) between the stages and go on with what it gives, or write "
-                'stages="auto".'
+                f"{rule}. Write x = shardc.stage_boundary(x) between the stages and use its result from there on, or "
+                'set stages="auto".'
             )
         return (
-            f"{rule}. Take {cuts - self.stages + 1} out, or make as many stages as parts: a longer pipe axis, "
-            "or more chunks. (One more than stages - 1 may stand where the loss is known.)"
+            f"{rule}. Remove {cuts - self.stages + 1}, or use more stages: a longer pipe axis, or more chunks. (One "
+            "further boundary is allowed after the loss.)"
         )
 
     def _number(self, eqn: Eqn) -> int:
@@ -304,7 +305,7 @@ class _Placer:
         return cut if cut == END else self.order[cut]
 
     def _lows(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """Takes the boundaries out, and finds the first position of every other equation."""
+        """Remove the boundaries, and find the first position of every other equation."""
         kept: list[Eqn] = []
         crossed: dict[tuple[int, int], Atom] = {}
         wrong: list[str] = []
@@ -315,12 +316,12 @@ class _Placer:
                 continue
             k, key, x, y = self._number(eqn), (eqn.params["cut"], eqn.params["leaf"]), eqn.invars[0], eqn.outvars[0]
             if id(eqn) in self.late and not eqn.params["backward"] and key in crossed:
-                x = crossed[key]  # what recompute would send again is there already
+                x = crossed[key]  # recompute would send it again, but it is there already
             elif not eqn.params["backward"]:
                 if k != END and key in crossed and self.base(crossed[key]) is not self.base(x) and self.late:
                     wrong.append(
-                        f"{compat.source_line(eqn)}: this boundary was traced once and is passed twice inside "
-                        "rematerialised code; call it outside of the jitted function that is called twice."
+                        f"{compat.source_line(eqn)}: this boundary was traced once, but rematerialised code runs it "
+                        "twice; call it outside of the jitted function that is called twice."
                     )
                 crossed.setdefault(key, x)
             self.alias[y] = x
@@ -334,7 +335,7 @@ class _Placer:
                 before = self.at(x)
                 if before is not None and before >= behind:
                     wrong.append(
-                        f"{compat.source_line(eqn)}: boundary {k} takes a value that is made behind it "
+                        f"{compat.source_line(eqn)}: boundary {k} takes a value that is made after it "
                         f"(by stage {stage_of(before, self.stages)}): {_TRACED_ONCE}"
                     )
                 self.floor[y] = behind
@@ -369,7 +370,7 @@ class _Placer:
     # -- sums over microbatches, and state
 
     def _ys(self, eqns: list[Eqn]) -> list[Atom]:
-        """The stacked results; state is stacked as a copy."""
+        """The stacked results. State is stacked as a copy."""
         loop = self.loop
         carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
         ys = [self.base(a) for a in loop.body.outvars[loop.carries :]]
@@ -418,7 +419,7 @@ class _Placer:
         return parts, extra
 
     def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:
-        """For what is made of state alone, and kept, the task that replaces that state: it is made there too."""
+        """The positions of values that depend on state only and are kept: those of the tasks that replace the state."""
         states = [p for p in parts if p.state]
         behind: dict[Var, frozenset[Var]] = {p.before: frozenset((p.before,)) for p in states}
         for eqn in eqns:
@@ -449,10 +450,13 @@ class _Placer:
     def _fuse(self, position: int) -> int:
         return self.stages if self.fused and position == self.stages - 1 else position
 
-    # -- from the readers back to a position for each equation
+    # -- positions, from the readers back
 
     def _beside(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
-        """Of what depends on no microbatch the first stage that reads the largest input behind it, where that lives."""
+        """The stages of values that do not depend on a microbatch: that of their largest input.
+
+        An input lives on the first stage that reads it.
+        """
         at: dict[Var, int] = {}
         for eqn in reversed(eqns):
             reads = [at[v] for v in eqn.outvars if v in at]
@@ -521,5 +525,5 @@ def _latest(a: int | None, b: int | None) -> int | None:
 
 
 def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    """`eqn` reading other variables."""
+    """`eqn` with its operands renamed."""
     return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

@@ -3,12 +3,12 @@
     args -> before -> loop(body) -> after -> results
         -->  stage s: its args -> its part of before -> loop(F_s, B_s) -> its part of after -> its results
 
-What crosses stages is a `send` on one and a `receive` on the other. Each stage's program is planned like any other on
-the stage's mesh; its tasks are cut out of the plan (`split_tasks`).
+A value that crosses stages is a `send` on one and a `receive` on the other. Each stage's program is planned on the
+stage's mesh like any other program; its tasks are cut out of the plan (`split_tasks`).
 
 Before and after the loop an equation is computed where its large inputs are: gradients come from the loop on the stage
-that made them, and the update of a parameter follows its gradient. What depends on arguments alone is computed on every
-stage that reads it; a scalar made of scalars of several stages, on the lowest of them.
+that made them, and the update of a parameter follows its gradient. A value that depends only on arguments is computed
+on every stage that reads it. A scalar computed from scalars of several stages is computed on the lowest of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from shardc.errors import PipelineError, all_offenders
 from shardc.ir.boundary import MARKS
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p
-from shardc.pipeline.cut.cut_loop import Loop, PlacedBody, boundary_lines, find_loop, place_body, stage_of, with_atoms
+from shardc.pipeline.cut.cut_loop import (
+    MicrobatchLoop,
+    PlacedBody,
+    boundary_lines,
+    find_loop,
+    place_body,
+    stage_of,
+    with_atoms,
+)
 from shardc.pipeline.cut.find_homes import find_homes, largest
 from shardc.pipeline.cut.keep_state import keep_state
 from shardc.pipeline.cut.recompute_forward import recompute_forward
@@ -38,12 +46,12 @@ class Crossing:
     """A value that goes from one stage to another.
 
     Attributes:
-      number: of its send and its receive.
-      aval: what crosses.
+      number: the number of its send and its receive.
+      aval: its type.
       source, target: the stages.
-      sent, received: in the loop the positions of the tasks, after it their levels.
-      in_loop: once for each microbatch, or once.
-      line: of the equation that makes it.
+      sent, received: the positions of the tasks in the loop, or their levels after it.
+      in_loop: whether it is sent for each microbatch, or once.
+      line: the source line of the equation that makes it.
     """
 
     number: int
@@ -58,13 +66,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What one stage computes.
+    """The program of one stage.
 
     Attributes:
-      program: with sends and receives, and a scan over microbatches.
-      arguments, results: which inputs and results of the whole program these are.
-      position: of what the loop's body makes and receives, the task that does.
-      level: of what is received after the loop, the update task that takes it.
+      stage: the stage.
+      program: the program, with sends and receives, and a scan over microbatches.
+      arguments, results: numbers of its inputs and results in the whole program.
+      position: for each value that the loop's body makes or receives, the position of the task that does.
+      level: for each value received after the loop, the level of the update task that takes it.
     """
 
     stage: int
@@ -77,38 +86,38 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class Cut:
-    """A program in stages.
+    """A program cut into stages.
 
     Attributes:
       stages: their programs.
-      homes: of each input of the whole program the stage where it lives between calls: the lowest one that uses it; of
-        what is only read for its own new value, the one that has the largest value beside it.
-      crossings: what goes from stage to stage, by number.
-      loop: over the microbatches.
-      body: how the loop was placed.
+      homes: for each input of the whole program the stage where it lives between calls: the lowest one that uses it. An
+        input that is only read for its own new value lives with the largest value in the same equations.
+      crossings: the values that go from stage to stage, by number.
+      loop: the loop over microbatches.
+      body: its body with a position for each equation.
     """
 
     stages: tuple[StageProgram, ...]
     homes: tuple[int, ...]
     crossings: tuple[Crossing, ...]
-    loop: Loop
+    loop: MicrobatchLoop
     body: PlacedBody
 
 
 def cut_stages(
     program: Program, stages: int, where: str, *, recompute: Collection[int] = (), split: bool = False
 ) -> Cut:
-    """Cuts a program at its stage boundaries.
+    """Cut a program at its stage boundaries.
 
     Args:
-      program: traced with its marks.
-      stages: how many.
+      program: the program, traced with its marks.
+      stages: the number of stages.
       where: the function, for errors.
-      recompute: the stages that compute their forward again in their backward.
+      recompute: the stages that recompute their forward in their backward.
       split: whether the gradients of weights are tasks of their own.
 
     Raises:
-      PipelineError: it has no loop over microbatches, or its boundaries do not make so many stages.
+      PipelineError: it has no loop over microbatches, or its boundaries do not make this number of stages.
     """
     loop = find_loop(program, where)
     body = place_body(loop, stages, where)
@@ -118,7 +127,7 @@ def cut_stages(
         raise PipelineError(
             all_offenders(
                 f"{where}: stages without work",
-                [f"stage {s}: nothing is computed {_between(s, stages, lines)}; take one out." for s in idle],
+                [f"stage {s}: nothing is computed {_between(s, stages, lines)}; remove one boundary." for s in idle],
             )
         )
     body = recompute_forward(body, recompute)
@@ -129,7 +138,7 @@ def cut_stages(
 
 
 def _idle(body: PlacedBody) -> list[int]:
-    """The stages that compute nothing but sums over microbatches of what others made, or of zeros."""
+    """The stages that compute only sums over microbatches of other stages' values, or of zeros."""
     sums = {c.after for c in body.carries}
     working = {
         stage_of(p, body.stages)
@@ -140,18 +149,18 @@ def _idle(body: PlacedBody) -> list[int]:
 
 
 def _between(stage: int, stages: int, lines: Sequence[str]) -> str:
-    """The boundaries of a stage, for people."""
+    """The boundaries of a stage, for an error."""
     if stage == 0:
-        return f"in front of the boundary at {lines[0]}" if lines else "there"
+        return f"before the boundary at {lines[0]}" if lines else "there"
     if stage == stages - 1:
-        return f"behind the boundary at {lines[stage - 1]}"
+        return f"after the boundary at {lines[stage - 1]}"
     return f"between the boundaries at {lines[stage - 1]} and {lines[stage]}"
 
 
 @dataclass
 class _Assembler:
     program: Program
-    loop: Loop
+    loop: MicrobatchLoop
     body: PlacedBody
     crossings: list[Crossing] = field(default_factory=list[Crossing])
     positions: list[dict[Var, int]] = field(init=False)
@@ -169,37 +178,14 @@ class _Assembler:
     # -- the loop
 
     def _split_body(self) -> None:
-        """`self.scans`: the body of each stage and the outer atoms that its scan reads and makes."""
-        body, n = self.loop.body, self.count
-        inputs = {*body.invars, *(p.before for p in self.body.carries)}
+        """Make `self.scans`: the scan of each stage, with its sends and receives."""
+        n = self.count
         copies: dict[Var, list[int]] = {}
         for p, eqn in self.body.eqns:
             for v in eqn.outvars:
                 copies.setdefault(v, []).append(p)
-        names: dict[tuple[int, Var], Var] = {}
-        for v, at in copies.items():
-            for i, p in enumerate(at):
-                twice = any(stage_of(q, n) == stage_of(p, n) for q in at[:i])
-                names[p, v] = compat.fresh_var(v.aval) if twice else v
-        eqns: list[list[Eqn]] = [[] for _ in range(n)]
-        takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
-        for p, eqn in self.body.eqns:
-            for v in eqn.invars:
-                there = compat.is_literal(v) or v in inputs or p in copies[v]
-                if not there and stage_of(copies[v][0], n) != stage_of(p, n):
-                    key = v, stage_of(p, n)
-                    takes[key] = min(takes.get(key, p), p)
-        gives: dict[Var, list[int]] = {}
-        received: list[list[Eqn]] = [[] for _ in range(n)]
-        for (v, stage), p in takes.items():
-            q = copies[v][0]
-            if self.body.fused and stage == n - 1 and q < n - 1:
-                p = n - 1  # the fused stage's forward only takes its input in
-            line = next(compat.source_line(e) for _, e in self.body.eqns if v in e.outvars)
-            number = self._cross(v, stage_of(q, n), stage, q, p, in_loop=True, line=line)
-            gives.setdefault(v, []).append(number)
-            received[stage].append(_receive(v, number))
-            self.positions[stage][v] = p
+        names = self._copy_names(copies)
+        gives, eqns = self._loop_crossings(copies)
         for p, eqn in self.body.eqns:
             stage = stage_of(p, n)
             mine = {v: names[p, v] for v in eqn.invars if not compat.is_literal(v) and (p, v) in names}
@@ -217,10 +203,44 @@ class _Assembler:
         self.made_in: dict[Var, int] = {}
         outs = self._carry_results()
         for s in range(n):
-            self.scans.append(self._scan(s, [*received[s], *eqns[s]], outs))
+            self.scans.append(self._scan(s, eqns[s], outs))
+
+    def _copy_names(self, copies: Mapping[Var, Sequence[int]]) -> dict[tuple[int, Var], Var]:
+        """The variable of each value at each position: a fresh one if a stage computes the value twice."""
+        n = self.count
+        names: dict[tuple[int, Var], Var] = {}
+        for v, at in copies.items():
+            for i, p in enumerate(at):
+                twice = any(stage_of(q, n) == stage_of(p, n) for q in at[:i])
+                names[p, v] = compat.fresh_var(v.aval) if twice else v
+        return names
+
+    def _loop_crossings(self, copies: Mapping[Var, Sequence[int]]) -> tuple[dict[Var, list[int]], list[list[Eqn]]]:
+        """The numbers of the crossings of each value in the loop, and the receives of each stage."""
+        n = self.count
+        inputs = {*self.loop.body.invars, *(p.before for p in self.body.carries)}
+        takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
+        for p, eqn in self.body.eqns:
+            for v in eqn.invars:
+                there = compat.is_literal(v) or v in inputs or p in copies[v]
+                if not there and stage_of(copies[v][0], n) != stage_of(p, n):
+                    key = v, stage_of(p, n)
+                    takes[key] = min(takes.get(key, p), p)
+        gives: dict[Var, list[int]] = {}
+        received: list[list[Eqn]] = [[] for _ in range(n)]
+        for (v, stage), p in takes.items():
+            q = copies[v][0]
+            if self.body.fused and stage == n - 1 and q < n - 1:
+                p = n - 1  # the fused stage's forward only takes its input in
+            line = next(compat.source_line(e) for _, e in self.body.eqns if v in e.outvars)
+            number = self._cross(v, (stage_of(q, n), q), (stage, p), in_loop=True, line=line)
+            gives.setdefault(v, []).append(number)
+            received[stage].append(_receive(v, number))
+            self.positions[stage][v] = p
+        return gives, received
 
     def _carry_results(self) -> dict[int, list[Var]]:
-        """For each carry the outer variables of its parts; the sums of several parts go to `self.sums`."""
+        """For each carry, the outer variables of its parts. The additions of several parts go to `self.sums`."""
         outs: dict[int, list[Var]] = {}
         for j in range(self.loop.carries):
             parts = [p for p in self.body.carries if p.number == j]
@@ -268,15 +288,22 @@ class _Assembler:
         self.made_in |= dict.fromkeys(results, stage)
         return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
 
-    def _cross(self, v: Var, source: int, target: int, sent: int, received: int, in_loop: bool, line: str) -> int:
-        number = len(self.crossings)
-        self.crossings.append(Crossing(number, v.aval, source, target, sent, received, in_loop, line))
+    def _cross(self, v: Var, sent: tuple[int, int], received: tuple[int, int], *, in_loop: bool, line: str) -> int:
+        """Add a crossing. Returns its number.
+
+        Args:
+          v: the value.
+          sent, received: stage and position, or stage and level after the loop.
+          in_loop, line: as in `Crossing`.
+        """
+        number, (source, at), (target, then) = len(self.crossings), sent, received
+        self.crossings.append(Crossing(number, v.aval, source, target, at, then, in_loop, line))
         return number
 
     # -- before and after the loop
 
     def _spread(self) -> None:
-        """Where each equation outside of the loop is computed: `self.where`; and where each argument lives."""
+        """Find the stages of the equations outside of the loop and of results, and the homes of arguments."""
         jaxpr = self.program.jaxpr
         names: dict[Var, Atom] = {}
         outer: list[Eqn] = []
@@ -301,7 +328,7 @@ class _Assembler:
         uses = self._uses({})
         homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]
         at = {**belongs, **dict(zip(inputs, homes, strict=True)), **self.anchors}
-        for eqn in around:  # what is left: scalars made of arguments
+        for eqn in around:  # the rest: scalars computed from arguments
             top = largest(eqn.invars, at)
             at |= {} if top is None else {v: top for v in eqn.outvars if v not in at}
         replaced = match_donated(self.program, [Argument(donated=True)] * len(inputs))
@@ -319,7 +346,7 @@ class _Assembler:
         ]
 
     def _ahead(self, outer: Sequence[Eqn]) -> list[Eqn]:
-        """What the loop needs, in order."""
+        """The equations that the loop needs, in order."""
         needed = {a for s in self.scans if s is not None for a in s.invars if not compat.is_literal(a)}
         found: list[Eqn] = []
         for eqn in reversed(outer):
@@ -329,7 +356,7 @@ class _Assembler:
         return found[::-1]
 
     def _uses(self, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
-        """The stages that read each variable, given those that results are wanted on."""
+        """The stages that read each variable, given the stages on which results are wanted."""
         uses = {v: set(stages) for v, stages in wanted.items()}
         results = {a for a in self.outvars if not compat.is_literal(a)}
         for eqn in reversed(self.outer):
@@ -378,50 +405,50 @@ class _Assembler:
         return StageProgram(stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage])
 
     def _build(self) -> None:
-        """The equations of every stage, with sends and receives; `self.levels`: when each value is there."""
+        """Make `self.built`, the equations of every stage with sends and receives, and the levels of their values."""
         n = self.count
         results = {a for a in self.outvars if not compat.is_literal(a)}
         self.built: list[list[Eqn]] = [[] for _ in range(n)]
         self.levels: list[dict[Var, int]] = [{} for _ in range(n)]
-        home: dict[Var, int] = {}
-        at: dict[tuple[Var, int], int] = {}  # where the send of a value belongs: behind its equation
-
-        def fetch(a: Atom, stage: int) -> int:
-            """Makes a value be there on a stage; its level there."""
-            if compat.is_literal(a) or a in self.levels[stage] or a not in home:
-                return 0 if compat.is_literal(a) else self.levels[stage].get(a, 0)
-            source = home[a]
-            sent = self.levels[source][a]
-            number = self._cross(a, source, stage, sent, sent + 1, in_loop=False, line=lines.get(a, ""))
-            self.built[source].insert(at[a, source], _send(a, compat.fresh_var(a.aval), number, None))
-            for key, place in list(at.items()):
-                if key[1] == source and place >= at[a, source] and key != (a, source):
-                    at[key] = place + 1
-            self.built[stage].append(_receive(a, number))
-            self.levels[stage][a] = sent + 1
-            return sent + 1
-
-        lines: dict[Var, str] = {}
+        self.home: dict[Var, int] = {}
+        self.send_at: dict[tuple[Var, int], int] = {}  # the place of a value's send: behind its equation
+        self.lines: dict[Var, str] = {}
         for eqn in self.outer:
             if eqn is self.loop.eqn:
                 for s, scan in enumerate(self.scans):
                     if scan is not None:
-                        self.built[s] += [*self.zeros[s], scan]
-                        self.levels[s] |= dict.fromkeys(scan.outvars, 0)
-                        home |= dict.fromkeys(scan.outvars, s)
-                        at |= {(v, s): len(self.built[s]) for v in scan.outvars}
-                        lines |= dict.fromkeys(scan.outvars, compat.source_line(scan))
+                        self.built[s] += self.zeros[s]
+                        self._append(scan, s, 0, anchored=True)
                 continue
             for s in sorted(self._stages_of(eqn, self.uses, results)):
-                level = max([fetch(a, s) for a in eqn.invars], default=0)
-                self.built[s].append(eqn)
-                self.levels[s] |= dict.fromkeys(eqn.outvars, level)
-                if any(v in self.anchors for v in eqn.outvars):
-                    home |= dict.fromkeys(eqn.outvars, s)
-                    at |= {(v, s): len(self.built[s]) for v in eqn.outvars}
-                    lines |= dict.fromkeys(eqn.outvars, compat.source_line(eqn))
+                level = max([self._fetch(a, s) for a in eqn.invars], default=0)
+                self._append(eqn, s, level, anchored=any(v in self.anchors for v in eqn.outvars))
         for a, s in zip(self.outvars, self.result_stage, strict=True):
-            fetch(a, s)
+            self._fetch(a, s)
+
+    def _append(self, eqn: Eqn, stage: int, level: int, *, anchored: bool) -> None:
+        """Add an equation to a stage. The results of an anchored one are sent to other stages from there."""
+        self.built[stage].append(eqn)
+        self.levels[stage] |= dict.fromkeys(eqn.outvars, level)
+        if anchored:
+            self.home |= dict.fromkeys(eqn.outvars, stage)
+            self.send_at |= {(v, stage): len(self.built[stage]) for v in eqn.outvars}
+            self.lines |= dict.fromkeys(eqn.outvars, compat.source_line(eqn))
+
+    def _fetch(self, a: Atom, stage: int) -> int:
+        """Send a value to a stage if it is not there. Returns its level there."""
+        if compat.is_literal(a) or a in self.levels[stage] or a not in self.home:
+            return 0 if compat.is_literal(a) else self.levels[stage].get(a, 0)
+        source, at = self.home[a], self.send_at
+        sent = self.levels[source][a]
+        number = self._cross(a, (source, sent), (stage, sent + 1), in_loop=False, line=self.lines.get(a, ""))
+        self.built[source].insert(at[a, source], _send(a, compat.fresh_var(a.aval), number, None))
+        for key, place in list(at.items()):
+            if key[1] == source and place >= at[a, source] and key != (a, source):
+                at[key] = place + 1
+        self.built[stage].append(_receive(a, number))
+        self.levels[stage][a] = sent + 1
+        return sent + 1
 
 
 def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:

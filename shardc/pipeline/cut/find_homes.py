@@ -1,8 +1,9 @@
-"""Finds the stage that each value outside of the loop over microbatches belongs to, before anything is cut.
+"""Finds the stage of each value outside of the loop over microbatches, before the program is cut.
 
-A parameter belongs to the stage that reads it in the loop, its gradient to the one that makes it. What stands beside
-such a value in an equation belongs there too: an optimizer's moments, and what is made of them, also in the branches of
-conditions and in the bodies of loops. Scalars, and what is made of scalars alone, belong to no stage.
+A parameter belongs to the stage that reads it in the loop, its gradient to the stage that makes it. The other values of
+an equation with such a value belong to the same stage: an optimizer's moments, and the values computed from them, also
+in the branches of conditions and in the bodies of loops. Scalars, and values computed from scalars only, belong to no
+stage.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ def is_large(v: Var) -> bool:
 
 
 def largest(values: Sequence[Atom], at: Mapping[Var, int]) -> int | None:
-    """The stage of the largest of the values whose stage is known, of equal ones the lowest."""
+    """The stage of the largest value whose stage is known; the lowest stage for values of equal size."""
     return min(((-bytes_of(v), at[v]) for v in compat.variables(values) if v in at), default=(0, None))[1]
 
 
 @dataclass(frozen=True)
-class Loop:
-    """A scan or while loop.
+class NestedLoop:
+    """A scan or while loop outside of the loop over microbatches.
 
     Attributes:
-      eqn: it.
-      bodies: the jaxprs that it runs: of a while loop the condition too, the first one.
-      inputs: for each body the numbers of the operands that it takes.
-      carried: the first operand that is carried, and the one behind the last.
+      eqn: its equation.
+      bodies: its jaxprs; for a while loop the condition, then the body.
+      inputs: for each jaxpr the numbers of the operands that it takes.
+      carried: the numbers of the first carried operand and of the one after the last.
     """
 
     eqn: Eqn
@@ -43,7 +44,7 @@ class Loop:
     carried: tuple[int, int]
 
     @classmethod
-    def of(cls, eqn: Eqn) -> Loop:
+    def of(cls, eqn: Eqn) -> NestedLoop:
         count = len(eqn.invars)
         if eqn.primitive.name == "scan":
             scan = compat.scan_of(eqn)
@@ -57,11 +58,11 @@ class Loop:
 
 
 def find_homes(eqns: Sequence[Eqn], known: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of each value of more than one element, as far as it stands beside others.
+    """The stage of each value of more than one element that is connected with others by equations.
 
     Args:
-      eqns: outside of the loop, in order.
-      known: the stages of arguments that the loop reads, and of what it makes.
+      eqns: the equations outside of the loop, in order.
+      known: the stages of arguments that the loop reads, and of its results.
     """
     at = {v: s for v, s in known.items() if is_large(v)}
     together = [
@@ -78,14 +79,17 @@ def find_homes(eqns: Sequence[Eqn], known: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def _beside(eqns: Sequence[Eqn]) -> list[Sequence[Atom]]:
-    """The values of each equation; of one that nests others, and of these, those that are one and the same outside and
-    inside."""
+    """Groups of values that belong to one stage.
+
+    They are the operands and results of an equation. For an equation with bodies they are the pairs of equal values
+    outside and inside, and the groups of the bodies.
+    """
     found: list[Sequence[Atom]] = []
     for eqn in eqns:
         if eqn.primitive.name == "optimization_barrier":
             found += zip(eqn.invars, eqn.outvars, strict=True)
         elif eqn.primitive.name in ("scan", "while"):
-            loop = Loop.of(eqn)
+            loop = NestedLoop.of(eqn)
             begin, end = loop.carried
             for body, inputs in zip(loop.bodies, loop.inputs, strict=True):
                 found += [(v, eqn.invars[n]) for v, n in zip(body.invars, inputs, strict=True)]

@@ -1,10 +1,10 @@
-"""State of a microbatch loop that one task of a stage reads and replaces, microbatch after microbatch.
+"""Makes one task of a stage read and replace the state of a microbatch loop, microbatch after microbatch.
 
     task p: x' = f(s, x); s' = g(s, x)        task q: ... h(s)
         -->  task p: seen = copy s; x' = f(s, x); s' = g(s, x)       task q: ... h(seen)
 
-The buffer of the state is the stage's, and the task writes over it: what other tasks of the same microbatch read of it
-is a copy that goes with the microbatch.
+The buffer of the state belongs to the stage, and the task overwrites it. Other tasks of the same microbatch read a copy
+that is kept for the microbatch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of, with_atoms
 
 
 def keep_state(body: PlacedBody, where: str) -> PlacedBody:
-    """The body with each state read and replaced in one task, and copies for others.
+    """The body in which one task reads and replaces each state, and other tasks read copies.
 
     Raises:
-      PipelineError: a task reads a state in front of the one that replaces it: the next microbatch would have to wait.
+      PipelineError: a task before the one that replaces a state reads it: the next microbatch would have to wait.
     """
     states = [c for c in body.carries if c.state]
     if not states:
@@ -50,7 +50,7 @@ def keep_state(body: PlacedBody, where: str) -> PlacedBody:
     if wrong:
         raise PipelineError(
             all_offenders(
-                f"{where}: what a microbatch leaves for the next is read and replaced by one task of one stage", wrong
+                f"{where}: state that microbatches pass on has to be read and replaced by one task of one stage", wrong
             )
         )
     return replace(body, eqns=(*front, *eqns, *back), carries=tuple(carries))
@@ -64,9 +64,9 @@ def _too_early(body: PlacedBody, early: Sequence[tuple[int, Eqn]], at: int, made
     position, reader = min(early, key=lambda pair: pair[0])
     n = body.stages
     return (
-        f"{compat.source_line(reader)}, in the {_task(position, n)}, reads what {compat.source_line(made)} replaces in "
-        f"the {_task(at, n)}: each microbatch would wait until the one before it has come that far. Keep state where "
-        "it is used (one for each stage), or sum it over the microbatches and use it after the loop."
+        f"{compat.source_line(reader)}, in the {_task(position, n)}, reads state that {compat.source_line(made)} "
+        f"replaces in the {_task(at, n)}: each microbatch would wait until the previous one has reached that task. "
+        "Keep state where it is used (one for each stage), or sum it over the microbatches and use it after the loop."
     )
 
 

@@ -1,12 +1,11 @@
-"""State of a microbatch loop that no microbatch's data change, computed in front of the loop.
+"""Moves state of a microbatch loop that does not depend on data to a loop of its own before it.
 
     scan over j: k, c = split(key, c); x = f(rows[j], k); carry c
         -->  scan over j: _, c' = split(key, c); give c, carry c'      (small: keys and counters alone)
              scan over j: k, _ = split(key, cs[j]); x = f(rows[j], k)
 
-Random streams, counters and schedules of steps are such state. As rows of the batch every stage of a pipeline reads
-its own, in the forward and in the backward, in whatever order it computes microbatches. State that never changes
-becomes a constant of the loop.
+Random streams, counters and step schedules are such state. As rows of the batch, every stage of a pipeline reads its
+own, forward and backward, in any order of microbatches. State that never changes becomes a constant of the loop.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from shardc.ir.boundary import microbatches_p
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, bytes_of
 from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import Loop, find_loops, with_atoms
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops, with_atoms
 
 SMALL: Final = 1 << 12
-"""Bytes of a value, at most, that is computed for all microbatches in front of the loop."""
+"""The most bytes of a value that is computed for all microbatches before the loop."""
 
 
 def precompute_state(program: Program) -> Program:
-    """The program with such state as rows of the batch; the program itself if it has no one loop over microbatches."""
+    """The program with such state as rows of the batch; unchanged without exactly one loop over microbatches."""
     loops = find_loops(program.jaxpr)
     if len(loops) != 1 or compat.scan_of(loops[0].eqn).reverse:
         return program
@@ -50,9 +49,9 @@ def precompute_state(program: Program) -> Program:
 
 
 def _ahead(
-    loop: Loop, befores: Sequence[Var], afters: Sequence[Atom], fixed: Sequence[int]
+    loop: MicrobatchLoop, befores: Sequence[Var], afters: Sequence[Atom], fixed: Sequence[int]
 ) -> tuple[list[int], list[Eqn]]:
-    """The numbers of the carries that are computed in front of the loop, and the equations that make them."""
+    """The numbers of the carries that are computed before the loop, and the equations that compute them."""
     body = loop.body
     made = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
     reads = Counter(a for e in body.eqns for a in e.invars if not compat.is_literal(a))
@@ -74,7 +73,7 @@ def _ahead(
 
 
 def _is_sum(before: Var, after: Atom, made: Mapping[Var, int], body: Jaxpr, reads: Mapping[Var, int]) -> bool:
-    """Whether a carry is a sum over microbatches, of which each stage makes its own part."""
+    """Whether a carry is a sum over microbatches: each stage makes its own part of it."""
     if compat.is_literal(after) or after not in made:
         return False
     eqn = body.eqns[made[after]]
@@ -84,7 +83,7 @@ def _is_sum(before: Var, after: Atom, made: Mapping[Var, int], body: Jaxpr, read
 def _slice(
     after: Atom, made: Mapping[Var, int], body: Jaxpr, number: Mapping[Var, int], constant: set[Var]
 ) -> tuple[set[int], set[int]] | None:
-    """The equations behind a value and the carries that they read; None: they read data, or are no light work."""
+    """The equations that compute a value, and the carries that they read; None if they read data or are heavy."""
     eqns, carries, pending = set[int](), set[int](), [after]
     while pending:
         v = pending.pop()
@@ -104,10 +103,10 @@ def _slice(
 
 
 def _first_loop(
-    loop: Loop, ahead: Sequence[int], eqns: Sequence[Eqn], befores: Sequence[Var], afters: Sequence[Atom],
+    loop: MicrobatchLoop, ahead: Sequence[int], eqns: Sequence[Eqn], befores: Sequence[Var], afters: Sequence[Atom],
     starts: Sequence[Atom],
 ) -> tuple[list[Eqn], list[Var]]:  # fmt: skip
-    """The loop over the state alone, and what the other reads of it."""
+    """The loop over the state, and the rows that the other loop reads from it."""
     body, operand = loop.body, dict(zip(loop.body.invars, loop.eqn.invars, strict=True))
     mine = [befores[j] for j in ahead]
     read = {a for e in eqns for a in e.invars if not compat.is_literal(a)} | {afters[j] for j in ahead}
@@ -125,8 +124,8 @@ def _first_loop(
     return [scan, *marks], rows
 
 
-def _rest(loop: Loop, fixed: Sequence[int], ahead: Sequence[int], rows: Sequence[Var]) -> Eqn:
-    """The loop without the carries that are constants or rows now."""
+def _rest(loop: MicrobatchLoop, fixed: Sequence[int], ahead: Sequence[int], rows: Sequence[Var]) -> Eqn:
+    """The original loop without the carries that have become constants or rows."""
     body, eqn, nc, nk = loop.body, loop.eqn, loop.consts, loop.carries
     left = [j for j in range(nk) if j not in fixed and j not in ahead]
     order = [*range(nc), *(nc + j for j in fixed), *(nc + j for j in left), *range(nc + nk, len(body.invars))]

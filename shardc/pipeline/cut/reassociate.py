@@ -1,4 +1,4 @@
-"""Sums of what several stages make, put together anew: each stage sums its own, one sum of the partial sums is left.
+"""Reassociates sums over values of several stages: each stage sums its own terms, then the partial sums are added.
 
 convert(add(a0, add(b3, c0)))   -->   stage 0: convert a0 + convert c0;  stage 3: convert b3
 """
@@ -14,8 +14,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import ADDITIONS, LINEAR
 
-Group: TypeAlias = tuple[int, Atom, list[Eqn]]
-"""A stage, the sum of its terms, and the equations that make it."""
+StageSum: TypeAlias = tuple[int, Atom, list[Eqn]]
+"""A stage, the sum of its terms, and the equations that compute it."""
 
 
 def reassociate(
@@ -24,15 +24,15 @@ def reassociate(
     made: Mapping[Var, Eqn],
     readers: Mapping[Var, int],
     stage_of: Callable[[Atom], int | None],
-) -> list[Group]:
-    """The terms of a sum by the stage that makes them, lowest stage first.
+) -> list[StageSum]:
+    """The partial sums of each stage, lowest stage first.
 
     Args:
       atom: the sum.
-      base: the variable behind a name.
+      base: resolves aliases of a variable.
       made: the equation of each variable.
-      readers: how often each variable is read; only what the sum alone reads is taken apart.
-      stage_of: of a term; None: it can be had everywhere, and goes with the first.
+      readers: how often each variable is read; only values that nothing else reads are reassociated.
+      stage_of: the stage of a term; None: it is available everywhere, and is added on the first stage.
     """
     terms = sum_terms(atom, base, made, readers)
     stages = [stage_of(t) for t, _ in terms]
@@ -41,7 +41,7 @@ def reassociate(
         return [(known[0] if known else 0, atom, [])]
     found = base(atom)
     like = None if compat.is_literal(found) else made.get(found)  # its line is that of the sums of its parts
-    groups: list[Group] = []
+    groups: list[StageSum] = []
     for stage in known:
         eqns: list[Eqn] = []
         total: Atom | None = None
@@ -57,7 +57,7 @@ def reassociate(
 def sum_terms(
     atom: Atom, base: Callable[[Atom], Atom], made: Mapping[Var, Eqn], readers: Mapping[Var, int]
 ) -> list[tuple[Atom, list[Eqn]]]:
-    """The terms of a sum, each with the linear operations that are still to be done to it; arguments as above."""
+    """The terms of a sum, each with the linear operations that remain to be applied to it; arguments as above."""
     found = base(atom)
     eqn = None if compat.is_literal(found) else made.get(found)
     if eqn is None or readers.get(found, 0) > 1:
@@ -72,7 +72,7 @@ def sum_terms(
 
 
 def terms_of(eqn: Eqn, name: str, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> list[Atom]:
-    """The terms of a chain of one operation, in order; `readers` as above."""
+    """The operands of a nested binary operation, in order; `readers` as above."""
     found: list[Atom] = []
     pending = [*reversed(eqn.invars)]
     while pending:
@@ -86,7 +86,7 @@ def terms_of(eqn: Eqn, name: str, made: Mapping[Var, Eqn], readers: Mapping[Var,
 
 
 def _keeps_kind(eqn: Eqn) -> bool:
-    """Whether floats stay floats: other conversions are not linear."""
+    """Whether operand and result are both floats: other conversions are not linear."""
     return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (eqn.invars[0], eqn.outvars[0]))
 
 

@@ -1,10 +1,10 @@
-"""Activation recompute as a choice of the plan: a stage keeps its input only and computes its forward again.
+"""Activation recompute as a choice of the plan: a stage keeps only its input and recomputes its forward.
 
     F: y = f x; z = g y     B: dx = h(y, z, dz)
         -->   F: y = f x; z = g y     B: y' = f x; z' = g y'; dx = h(y', z', dz)
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". What the backward of the stage reads of its forward
-is made anew there; random bits come from keys, so they are the same.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". The backward of the stage recomputes the values of
+the forward that it reads. Random bits come from keys, so they are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_
 
 
 def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:
-    """The body with the forward of some stages repeated in their backward."""
+    """The body in which the backward of each of `stages` repeats the forward."""
     for stage in sorted(stages):
         if body.backward and not (body.fused and stage == body.stages - 1):
             body = replace(body, eqns=_repeated(body, stage))
@@ -31,12 +31,12 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
     made = {v: i for i, (p, e) in enumerate(body.eqns) if p == ahead for v in e.outvars}
     own = {v for p, e in body.eqns if p == back for v in e.outvars}
     wanted = {v for p, e in body.eqns if p == back for v in _vars(e) if v in made and v not in own}
-    again: set[int] = set()
+    repeated: set[int] = set()
     pending = list(wanted)
     while pending:
         i = made[pending.pop()]
-        if i not in again and not body.eqns[i][1].effects:
-            again.add(i)
+        if i not in repeated and not body.eqns[i][1].effects:
+            repeated.add(i)
             pending += [v for v in _vars(body.eqns[i][1]) if v in made]
     names: dict[Var, Atom] = {}
     found: list[tuple[int, Eqn]] = []
@@ -44,7 +44,7 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
     for p, eqn in body.eqns:
         if p == back and not begun:
             begun = True
-            for i in sorted(again):
+            for i in sorted(repeated):
                 copy = with_own_bodies(with_atoms(body.eqns[i][1], names))
                 fresh = [compat.fresh_var(v.aval) for v in copy.outvars]
                 names |= dict(zip(body.eqns[i][1].outvars, fresh, strict=True))

@@ -1,4 +1,6 @@
-"""Long sums of what several stages make, outside of the loop over microbatches: each stage sums its own first.
+"""Reassociates sums over values of several stages, outside of the loop over microbatches.
+
+Each stage sums its own terms first:
 
 add (add a0 b3) c0   -->   stage 0: s0 = add a0 c0;  s = add s0 b3
 reduce_and (concatenate a0 b3)   -->   stage 0: s0 = reduce_and a0;  stage 3: s3 = reduce_and b3;  s = and s0 s3
@@ -15,17 +17,18 @@ from jax.extend.core import Primitive
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import ADDITIONS
-from shardc.pipeline.cut.reassociate import Group, reassociate, terms_of
+from shardc.pipeline.cut.reassociate import StageSum, reassociate, terms_of
 
 
 def regroup(eqns: Sequence[Eqn], anchors: dict[Var, int], outvars: Sequence[Atom]) -> list[Eqn]:
-    """The equations with sums taken apart, such as a global norm, and what is like them, such as whether all gradients
-    are finite.
+    """The equations with sums and similar reductions reassociated.
+
+    Examples are a global norm, or whether all gradients are finite.
 
     Args:
-      eqns: in order.
-      anchors: the stage of each value that is made on one; those of new values are added.
-      outvars: what is read besides by others.
+      eqns: the equations, in order.
+      anchors: the stage of each value that is made on one stage; those of new values are added.
+      outvars: values that are also read by others.
     """
     made = {v: e for e in eqns for v in e.outvars}
     readers: dict[Var, int] = {}
@@ -40,7 +43,7 @@ def regroup(eqns: Sequence[Eqn], anchors: dict[Var, int], outvars: Sequence[Atom
     found: list[Eqn] = []
     for eqn in eqns:
         kind = _kind(eqn)
-        groups: list[Group] = []
+        groups: list[StageSum] = []
         if kind == "add" and ("add", eqn.outvars[0]) not in inner:
             (out,) = eqn.outvars
             count, readers[out] = readers.get(out, 0), 1
@@ -70,7 +73,7 @@ _ORDERLESS: Final = frozenset(("and", "or", "max", "min"))
 
 
 def _kind(eqn: Eqn) -> str:
-    """The name of an operation of two operands whose order does not matter; empty for others."""
+    """The name of a commutative operation of two operands; empty for other operations."""
     name = eqn.primitive.name
     return "add" if name in ADDITIONS else name if name in _ORDERLESS else ""
 
@@ -86,10 +89,10 @@ def _join(parts: Sequence[Atom], primitive: Primitive, like: Eqn, out: Var | Non
     return eqns
 
 
-def _in_groups(terms: Sequence[Atom], stage_of: Callable[[Atom], int | None], like: Eqn) -> list[Group]:
-    """Terms of one operation by the stage that makes them, those that are made on none with the first."""
+def _in_groups(terms: Sequence[Atom], stage_of: Callable[[Atom], int | None], like: Eqn) -> list[StageSum]:
+    """The terms of one operation grouped by stage; terms without a stage go to the first one."""
     by_stage = _by_stage(terms, stage_of)
-    found: list[Group] = []
+    found: list[StageSum] = []
     for stage, some in by_stage.items():
         eqns = _join(some, like.primitive, like)
         found.append((stage, eqns[-1].outvars[0] if eqns else some[0], eqns))
@@ -107,15 +110,15 @@ def _by_stage(terms: Sequence[Atom], stage_of: Callable[[Atom], int | None]) -> 
 
 def _stacked(
     eqn: Eqn, made: Mapping[Var, Eqn], readers: Mapping[Var, int], stage_of: Callable[[Atom], int | None]
-) -> list[Group]:
-    """`reduce (concatenate a b c)`, by the stages of a, b and c; JAX stacks many values in several concatenations."""
+) -> list[StageSum]:
+    """`reduce (concatenate a b c)` by the stages of a, b and c. JAX stacks many values in several concatenations."""
     x = eqn.invars[0]
     stack = None if compat.is_literal(x) else made.get(x)
     if stack is None or stack.primitive.name != "concatenate" or readers[x] > 1:
         return []
     if tuple(eqn.params["axes"]) != (0,) or len(x.aval.shape) != 1:
         return []
-    found: list[Group] = []
+    found: list[StageSum] = []
     for stage, some in _by_stage(terms_of(stack, "concatenate", made, readers), stage_of).items():
         part = compat.fresh_var(x.aval.update(shape=(sum(a.aval.shape[0] for a in some),)))
         out = compat.fresh_var(eqn.outvars[0].aval)

@@ -1,19 +1,19 @@
-"""Splits each stage's backward in two: what the stage before waits for, and the rest.
+"""Splits each stage's backward in two: the part that the stage before it waits for, and the rest.
 
     B: dx = f(dy); dw = g(x, dy); total' = total + dw   -->   I: dx = f(dy)     W: dw = g(x, dy); total' = total + dw
 
-I is what the gradient of the stage's input needs, W all else, above all the gradients of weights (Qi et al. 2023, "Zero
-Bubble Pipeline Parallelism"). A rematerialised block is opened, so that what both need is recomputed once, in I. A scan
-over layers is parted in two scans: the first keeps for the second what that reads of its steps.
+I computes what the gradient of the stage's input needs, W all else, above all the gradients of weights (Qi et al. 2023,
+"Zero Bubble Pipeline Parallelism"). A rematerialised block is inlined, so that values that both need are recomputed
+once, in I. A scan over layers is split into two scans: the first one keeps the values that the second one reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import REMAT, Atom, Eqn, Var, bodies_of
 from shardc.passes.trace.canonicalize import canonical_jaxpr
 from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
 
@@ -47,7 +47,7 @@ def split_backward(body: PlacedBody) -> PlacedBody:
 
 
 def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int, Eqn]]:
-    """By position: a microbatch passes them in this order, weight gradients of the last stages first."""
+    """The equations in the order in which a microbatch passes them, weight gradients of the last stages first."""
 
     def key(item: tuple[int, Eqn]) -> tuple[int, int]:
         p = item[0]
@@ -57,9 +57,12 @@ def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int,
 
 
 def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = ()) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that the awaited values need, and the others; nested ones that are both are taken apart.
+    """The equations that the awaited values need, and the others. Nested equations that are both are split.
 
-    `results` are wanted too, but not by those who wait.
+    Args:
+      eqns: the equations.
+      awaited: values that another stage waits for.
+      results: further values that are read, but that nobody waits for.
     """
     awaited, used = set(awaited), set(results)
     whole: set[int] = set()  # ids of nested equations that stay as they are
@@ -87,7 +90,7 @@ def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = (
             continue
         reads = [v for v in _vars(eqn) if v in own]
         if reads and eqn.primitive.name in ("add", "add_any") and all(v in there and v not in late for v in reads):
-            first.append(eqn)  # a sum of what the first part has: added at once, not kept
+            first.append(eqn)  # a sum of values of the first part: added at once instead of kept
         else:
             second.append(eqn)
             late |= set(eqn.outvars)
@@ -105,7 +108,7 @@ def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[int]:
 
 
 def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[bool]:
-    """Which results of an equation the first part reads."""
+    """For each result of an equation, whether the first part reads it."""
     read = {v for e in eqns if id(e) in needed and e is not eqn for v in _vars(e)} | awaited
     return [v in read for v in eqn.outvars]
 
@@ -119,7 +122,7 @@ def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var], r
 
 
 def _open(eqn: Eqn) -> list[Eqn]:
-    """The equations of a rematerialised block."""
+    """The equations of a rematerialised block, inlined."""
     (body,) = bodies_of(eqn)
     names: dict[Var, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
     outs = {a: v for a, v in zip(body.outvars, eqn.outvars, strict=True) if not compat.is_literal(a)}
@@ -129,7 +132,7 @@ def _open(eqn: Eqn) -> list[Eqn]:
         found.append(with_atoms(inner, names).replace(outvars=made))
         names |= dict(zip(inner.outvars, made, strict=True))
     given = {v for e in found for v in e.outvars}
-    for a, v in zip(body.outvars, eqn.outvars, strict=True):  # results that no equation makes, or twice the same
+    for a, v in zip(body.outvars, eqn.outvars, strict=True):  # results that no equation makes, or duplicates
         if v not in given:
             source = a if compat.is_literal(a) else names[a]
             found.append(compat.copy_eqn(source, v))
@@ -137,7 +140,7 @@ def _open(eqn: Eqn) -> list[Eqn]:
 
 
 def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[Eqn] | None:
-    """A scan as two: the first makes what is wanted, the second the rest. None: all of it is needed for the first."""
+    """A scan as two scans: the first makes the wanted results, the second the rest. None if the first needs all."""
     scan = compat.scan_of(eqn)
     body, nc, nk = scan.body, scan.consts, scan.carries
     wanted = _wanted(eqn, eqns, needed, awaited)
@@ -156,42 +159,50 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var])
     late = [i for i in range(len(body.outvars)) if i not in early]
     if not late or not second:
         return None
-    first_carry = [i for i in range(nk) if i in early]
     steps = {v for e in second for v in _vars(e)} | {
         body.outvars[i] for i in late if not compat.is_literal(body.outvars[i])
     }
-    there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in first_carry)])
+    there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in range(nk) if i in early)])
     kept = [v for v in there if v in steps]
     kept_outer = [compat.fresh_var(_stacked(v.aval, scan.length)) for v in kept]
-    consts, xs = body.invars[:nc], body.invars[nc + nk :]
-    operand = dict(zip(body.invars, eqn.invars, strict=True))
-    a = _scan(
-        eqn, body, first, consts, first_carry, xs, [i for i in range(nk, len(body.outvars)) if i in early],
-        kept, kept_outer, operand, (),
-    )  # fmt: skip
-    late_carry = [i for i in late if i < nk]
     stacks = dict(zip(kept, kept_outer, strict=True))
-    b = _scan(eqn, body, second, consts, late_carry, xs, [i for i in late if i >= nk], (), (), operand | stacks, kept)
-    return [a, b]
+    one = _ScanPart(first, [i for i in range(len(body.outvars)) if i in early], stacks, {})
+    return [_scan(eqn, one), _scan(eqn, _ScanPart(second, late, {}, stacks))]
 
 
-def _scan(
-    eqn: Eqn, body: Jaxpr, eqns: Sequence[Eqn], consts: Sequence[Var], carry: Sequence[int], xs: Sequence[Var],
-    ys: Sequence[int], more: Sequence[Var], more_outer: Sequence[Var], operand: dict[Var, Atom], extra: Sequence[Var],
-) -> Eqn:  # fmt: skip
-    """A scan of some equations of another's body: its carries, stacked results and what it keeps besides."""
-    nc = compat.scan_of(eqn).consts
-    befores = [body.invars[nc + i] for i in carry]
-    outs = [*(body.outvars[i] for i in carry), *(body.outvars[i] for i in ys), *more]
-    read = {v for e in eqns for v in _vars(e)} | {a for a in outs if not compat.is_literal(a)}
-    own_consts = [v for v in consts if v in read]
-    own_xs = [*(v for v in xs if v in read), *extra]
-    inner = compat.new_jaxpr([*own_consts, *befores, *own_xs], outs, eqns, body)
-    invars = [operand[v] for v in (*own_consts, *befores, *own_xs)]
+@dataclass(frozen=True)
+class _ScanPart:
+    """Equations of a scan's body that become a scan of their own.
+
+    Attributes:
+      eqns: the equations.
+      results: the numbers of the scan's results that they make, carries first.
+      gives: values that it stacks for the other part, with their stacks.
+      takes: values that it reads from the other part, with their stacks.
+    """
+
+    eqns: Sequence[Eqn]
+    results: Sequence[int]
+    gives: Mapping[Var, Var]
+    takes: Mapping[Var, Var]
+
+
+def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
+    """The scan of a part of another scan's body."""
+    scan = compat.scan_of(eqn)
+    body, nc, nk = scan.body, scan.consts, scan.carries
+    befores = [body.invars[nc + i] for i in part.results if i < nk]
+    outs = [*(body.outvars[i] for i in part.results), *part.gives]
+    read = {v for e in part.eqns for v in _vars(e)} | {a for a in outs if not compat.is_literal(a)}
+    consts = [v for v in body.invars[:nc] if v in read]
+    xs = [*(v for v in body.invars[nc + nk :] if v in read), *part.takes]
+    inner = compat.new_jaxpr([*consts, *befores, *xs], outs, part.eqns, body)
+    operand: dict[Var, Atom] = {**dict(zip(body.invars, eqn.invars, strict=True)), **part.takes}
+    invars = [operand[v] for v in (*consts, *befores, *xs)]
     inner = canonical_jaxpr(inner, ())  # the two scans share no variables
-    params = compat.scan_params(eqn, inner, len(own_consts), len(carry))
-    results = [eqn.outvars[i] for i in (*carry, *ys)]
-    return eqn.replace(invars=invars, outvars=[*results, *more_outer], params=params, effects=inner.effects)
+    params = compat.scan_params(eqn, inner, len(consts), len(befores))
+    outvars = [*(eqn.outvars[i] for i in part.results), *part.gives.values()]
+    return eqn.replace(invars=invars, outvars=outvars, params=params, effects=inner.effects)
 
 
 def _stacked(aval: object, length: int) -> object:

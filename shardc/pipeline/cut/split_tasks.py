@@ -2,19 +2,19 @@
 
     stage plan: before; loop(F_s, B_s); after   -->   load, F, B (or I and W), update 0, update 1, ...
 
-Every value has its placement by now, so a task is a part of the boxed program: what it reads from other tasks are its
-inputs, what others read of it its outputs. A boxing between two tasks belongs to the one that makes the value if it
-makes it smaller, else to the one that reads it.
+Every value already has a placement, so a task is a part of the boxed program. The values that it reads from other tasks
+are its inputs, those that other tasks read are its outputs. A boxing between two tasks belongs to the task that makes
+the value if it makes the value smaller, otherwise to the task that reads it.
 
-What a task reads comes from three places: *residents* of the stage (arguments, what `load` made, the sums), *messages*
-of other stages, and the *stash* of an earlier task of the same microbatch.
+A task reads three kinds of values: *residents* of the stage (arguments, results of `load`, sums), *messages* of other
+stages, and the *stash* of an earlier task of the same microbatch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,19 +30,19 @@ from shardc.plan.plan import PlacedProgram, SpmdPlan
 from shardc.sbp.placement import REPLICATED, Placement, S
 
 INDEX: Var = compat.fresh_var(compat.shaped_array((), np.dtype("int32")))
-"""Which microbatch a task computes: an input of the tasks that read the batch."""
+"""The number of the microbatch: an input of the tasks that read the batch."""
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """One task of a stage, and where its values come from and go.
+    """One task of a stage, with the sources and targets of its values.
 
     Attributes:
-      position: of a task of the loop; -1 for `load`; the level, counted from 0, of an update.
+      position: the position of a task of the loop; -1 for `load`; the level, counted from 0, of an update.
       plan: the program on the stage's mesh; None if there is nothing to compute.
       inputs, outputs: the variable of each input and output of the program.
-      received: numbers of the crossings whose values arrive at this task, and their variables.
-      sent: numbers of the crossings that it feeds, and the variable of each.
+      received: numbers and variables of the crossings whose values arrive at this task.
+      sent: numbers and variables of the crossings that it sends.
       kept: for each resident that it replaces or makes, the output that is its new value.
     """
 
@@ -60,10 +60,10 @@ class StageTasks:
     """The tasks of a stage.
 
     Attributes:
-      load: before the loop; makes the sums' first values.
-      loop: by position.
-      updates: after the loop, by level.
-      stash: (from position, to position): the variables that the one leaves for the other.
+      load: the task before the loop; it also makes the first values of sums.
+      loop: the tasks of the loop, by position.
+      updates: the tasks after the loop, by level.
+      stash: by (from position, to position), the variables that one task keeps for the other.
       arguments, results: the residents that are the stage's inputs, and those that are its results.
     """
 
@@ -79,13 +79,47 @@ def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = (
     """The tasks of a planned stage.
 
     Args:
-      stage, plan: what it computes, and where its values live.
-      shared: of its arguments those that another stage of the same rank reads: no task may take their buffers.
+      stage, plan: its program and plan.
+      shared: numbers of the arguments that another stage of the same rank reads too: no task may reuse their buffers.
     """
-    return _Splitter(stage, plan, shared).run()
+    return _TaskSplitter(stage, plan, shared).run()
 
 
-class _Splitter:
+@dataclass(frozen=True)
+class _Ends:
+    """The values that a task exchanges, as in `StageTask`.
+
+    Attributes:
+      received, sent, kept: as in `StageTask`.
+      ties: for outputs that reuse a resident's buffer, the resident.
+    """
+
+    received: Sequence[tuple[int, Var]] = ()
+    sent: Sequence[tuple[int, Var]] = ()
+    kept: Sequence[tuple[Var, Var]] = ()
+    ties: Mapping[Var, Var] = field(default_factory=dict[Var, Var])
+
+
+@dataclass
+class _LoopPart:
+    """The equations and exchanged values of one task of the loop, while they are collected.
+
+    Attributes:
+      eqns: its equations, without receives.
+      received, sent, kept: as in `StageTask`.
+      outputs: the values that others read, in order.
+      puts: equations that write rows of stacked results.
+    """
+
+    eqns: list[Eqn] = field(default_factory=list[Eqn])
+    received: list[tuple[int, Var]] = field(default_factory=list[tuple[int, Var]])
+    sent: list[tuple[int, Var]] = field(default_factory=list[tuple[int, Var]])
+    kept: list[tuple[Var, Var]] = field(default_factory=list[tuple[Var, Var]])
+    outputs: dict[Atom, None] = field(default_factory=dict[Atom, None])
+    puts: list[Eqn] = field(default_factory=list[Eqn])
+
+
+class _TaskSplitter:
     def __init__(self, stage: StageProgram, plan: SpmdPlan, shared: Collection[int]) -> None:
         self.stage, self.plan, self.mesh, self.shared = stage, plan, plan.mesh, shared
         self.placements: dict[Var, Placement] = {**plan.boxed.placements, INDEX: REPLICATED}
@@ -101,107 +135,117 @@ class _Splitter:
         updates = self._updates()
         return StageTasks(load, loop, updates, stash, tuple(self.arguments), tuple(self.jaxpr.outvars))
 
-    def _task(
-        self, name: str, position: int, eqns: Sequence[Eqn], outputs: Iterable[Atom], *,
-        received: Sequence[tuple[int, Var]] = (), sent: Sequence[tuple[int, Var]] = (),
-        kept: Sequence[tuple[Var, Var]] = (), ties: Mapping[Var, Var] | None = None,
-    ) -> StageTask:  # fmt: skip
-        """A task of these equations; its inputs are what they read and do not make."""
+    def _task(self, name: str, position: int, eqns: Sequence[Eqn], outputs: Iterable[Atom], ends: _Ends) -> StageTask:
+        """The task of these equations. Its inputs are the values that they read and do not make."""
         made = {v for e in eqns for v in e.outvars}
         read = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
         outs = list(dict.fromkeys(v for v in outputs if not compat.is_literal(v) and v in made))
         inputs = list(read)
+        received, sent, kept = tuple(ends.received), tuple(ends.sent), tuple(ends.kept)
         if not eqns:
-            return StageTask(position, None, (), (), tuple(received), tuple(sent), tuple(kept))
+            return StageTask(position, None, (), (), received, sent, kept)
         jaxpr = compat.new_jaxpr(inputs, outs, eqns, self.jaxpr)
         program = Program(
             f"{self.stage.program.name}.{name}", jaxpr, tuple(f"{name}/in/{i}" for i in range(len(inputs))),
             tuple(f"{name}/out/{i}" for i in range(len(outs))), (), None, None,
         )  # fmt: skip
         numbers = {v: i for i, v in enumerate(inputs)}
-        taken = [numbers.get((ties or {}).get(v, v)) if v in (ties or {}) else None for v in outs]
+        taken = [numbers.get(ends.ties[v]) if v in ends.ties else None for v in outs]
         plan = PlacedProgram(
             program, self.mesh, Boxed(jaxpr, self.placements), tuple(self.placements[v] for v in inputs),
             tuple(self.placements[v] for v in outs), tuple(taken),
         )  # fmt: skip
-        return StageTask(position, plan, tuple(inputs), tuple(outs), tuple(received), tuple(sent), tuple(kept))
+        return StageTask(position, plan, tuple(inputs), tuple(outs), received, sent, kept)
 
     # -- the loop
 
     def _loop(self) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
-        scan = self.scan
-        assert scan is not None
-        view = compat.scan_of(scan)
-        body, consts, carries = view.body, view.consts, view.carries
-        operand = dict(zip(body.invars, scan.invars, strict=True))
-        where = self._positions(body)
+        assert self.scan is not None
+        made, parts = self._parts(compat.scan_of(self.scan).body)
+        stash = self._exchanged(made, parts)
+        self._keep(made, parts)
+        return {p: self._loop_task(p, parts[p]) for p in parts}, stash
+
+    def _parts(self, body: Jaxpr) -> tuple[dict[Var, int], dict[int, _LoopPart]]:
+        """The position that makes each value, and the equations and receives of each position, in order."""
         made: dict[Var, int] = {}
-        received: dict[int, list[tuple[int, Var]]] = {}
-        parts: dict[int, list[Eqn]] = {}
-        for eqn, positions in zip(body.eqns, where, strict=True):
+        parts: dict[int, _LoopPart] = {}
+        for eqn, positions in zip(body.eqns, self._positions(body), strict=True):
             for p in positions:
+                part = parts.setdefault(p, _LoopPart())
                 if eqn.primitive is receive_p:
-                    received.setdefault(p, []).append((transfer_number(eqn), eqn.outvars[0]))
+                    part.received.append((transfer_number(eqn), eqn.outvars[0]))
                 else:
-                    parts.setdefault(p, []).append(eqn)
+                    part.eqns.append(eqn)
                 for v in eqn.outvars:
                     made.setdefault(v, p)
-        sums = dict(zip(body.invars[consts : consts + carries], scan.outvars[:carries], strict=True))
-        stacks = {v: operand[v] for v in body.invars[consts + carries :]}
-        names: dict[Var, Atom] = {v: operand[v] for v in body.invars[:consts]}
-        names |= sums
+        return made, {p: parts[p] for p in sorted(parts)}
+
+    def _exchanged(
+        self, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]
+    ) -> dict[tuple[int, int], tuple[Var, ...]]:
+        """The stash between tasks. Adds the values that tasks send or keep for others to their outputs."""
         stash: dict[tuple[int, int], dict[Var, None]] = {}
-        outputs: dict[int, dict[Atom, None]] = {}
-        sent: dict[int, list[tuple[int, Var]]] = {}
-        positions = sorted(set(parts) | set(received))
-        for p in positions:
-            own = {v for e in parts.get(p, ()) for v in e.outvars}
-            for eqn in parts.get(p, ()):
+        for p, part in parts.items():
+            own = {v for e in part.eqns for v in e.outvars}
+            for eqn in part.eqns:
                 for a in eqn.invars:
                     if not compat.is_literal(a) and a in made and a not in own and made[a] != p:
                         stash.setdefault((made[a], p), {})[a] = None
-                        outputs.setdefault(made[a], {})[a] = None
+                        parts[made[a]].outputs[a] = None
                 if eqn.primitive is send_p:
                     value = eqn.invars[0]
-                    sent.setdefault(p, []).append((transfer_number(eqn), value))
-                    outputs.setdefault(p, {})[value] = None
-        kept: dict[int, list[tuple[Var, Var]]] = {}
-        for after, total in zip(body.outvars[:carries], scan.outvars[:carries], strict=True):
-            p = made[after]
-            kept.setdefault(p, []).append((total, after))
-            outputs.setdefault(p, {})[after] = None
-        extra: dict[int, list[Eqn]] = {}
-        for y, buffer in zip(body.outvars[carries:], scan.outvars[carries:], strict=True):
-            p = min(positions) if compat.is_literal(y) or y not in made else made[y]
-            eqns, after = self._put(y, buffer)
-            extra.setdefault(p, []).extend(eqns)
-            kept.setdefault(p, []).append((buffer, after))
-            outputs.setdefault(p, {})[after] = None
-        tasks: dict[int, StageTask] = {}
-        for p in positions:
-            eqns = [e for e in parts.get(p, ()) if e.primitive is not send_p] + extra.get(p, [])
-            read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
-            takes = [e for v, stack in stacks.items() if v in read for e in self._take(v, stack)]
-            ties = {after: total for total, after in kept.get(p, ())}
-            eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
-            tasks[p] = self._task(
-                f"task{p}", p, eqns, outputs.get(p, {}), received=received.get(p, ()), sent=sent.get(p, ()),
-                kept=kept.get(p, ()), ties=ties,
-            )  # fmt: skip
-        return tasks, {k: tuple(v) for k, v in stash.items()}
+                    part.sent.append((transfer_number(eqn), value))
+                    part.outputs[value] = None
+        return {k: tuple(v) for k, v in stash.items()}
 
-    def _positions(self, body: Jaxpr) -> list[list[int]]:
-        """Of each equation of the boxed body; a boxing of something that is there all the time may have several."""
-        known = self.stage.position
-        readers: dict[Var, set[int]] = {}
-        found: list[list[int]] = []
+    def _keep(self, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]) -> None:
+        """Add the new values of sums and stacked results to the tasks that make them."""
+        assert self.scan is not None
+        scan, view = self.scan, compat.scan_of(self.scan)
+        outvars, carries = view.body.outvars, view.carries
+        for after, total in zip(outvars[:carries], scan.outvars[:carries], strict=True):
+            part = parts[made[after]]
+            part.kept.append((total, after))
+            part.outputs[after] = None
+        for y, buffer in zip(outvars[carries:], scan.outvars[carries:], strict=True):
+            part = parts[min(parts) if compat.is_literal(y) or y not in made else made[y]]
+            eqns, after = self._put(y, buffer)
+            part.puts += eqns
+            part.kept.append((buffer, after))
+            part.outputs[after] = None
+
+    def _loop_task(self, position: int, part: _LoopPart) -> StageTask:
+        assert self.scan is not None
+        scan, view = self.scan, compat.scan_of(self.scan)
+        operand = dict(zip(view.body.invars, scan.invars, strict=True))
+        consts, sums, rows = _sections(view.body.invars, view.consts, view.carries)
+        names: dict[Var, Atom] = {v: operand[v] for v in consts}
+        names |= zip(sums, scan.outvars[: view.carries], strict=True)
+        eqns = [e for e in part.eqns if e.primitive is not send_p] + part.puts
+        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        takes = [e for v in rows if v in read for e in self._take(v, operand[v])]
+        ties = {after: total for total, after in part.kept}
+        eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
+        ends = _Ends(part.received, part.sent, part.kept, ties)
+        return self._task(f"task{position}", position, eqns, part.outputs, ends)
+
+    def _made_at(self, body: Jaxpr) -> dict[Var, int]:
+        """The position that makes each value; for a boxing the position of its operand."""
         made: dict[Var, int] = {}
-        for eqn in body.eqns:  # where a value is made; a boxing's is that of its operand
-            p = known.get(eqn.outvars[0], None) if eqn.outvars else None
+        for eqn in body.eqns:
+            p = self.stage.position.get(eqn.outvars[0], None) if eqn.outvars else None
             if p is None:
                 p = next((made[a] for a in eqn.invars if not compat.is_literal(a) and a in made), None)
             if p is not None:
                 made |= dict.fromkeys(eqn.outvars, p)
+        return made
+
+    def _positions(self, body: Jaxpr) -> list[list[int]]:
+        """The positions of each equation of the boxed body. A boxing of a value without a position may have several."""
+        readers: dict[Var, set[int]] = {}
+        found: list[list[int]] = []
+        made = self._made_at(body)
         for eqn in reversed(body.eqns):
             at = made.get(eqn.outvars[0]) if eqn.outvars else self._effect(eqn, made)
             read = readers.get(eqn.outvars[0], set()) if eqn.primitive is box_p else set[int]()
@@ -224,7 +268,7 @@ class _Splitter:
         return found
 
     def _effect(self, eqn: Eqn, made: Mapping[Var, int]) -> int:
-        """The position of an equation that makes nothing, such as a print: when the last of what it reads is there."""
+        """The position of an equation without results, such as a print: the last one of its operands."""
         known = [made[a] for a in eqn.invars if not compat.is_literal(a) and a in made]
         return max(known, default=min(made.values()))
 
@@ -247,7 +291,7 @@ class _Splitter:
     # -- before and after it
 
     def _load(self) -> StageTask:
-        """What the loop wants, and the first values of its sums and stacks."""
+        """The task `load`: it computes what the loop reads, and the first values of its sums and stacks."""
         eqns: list[Eqn] = []
         self.loaded: set[int] = set()
         kept: list[tuple[Var, Var]] = []
@@ -283,13 +327,13 @@ class _Splitter:
             read = (*scan.invars[: view.consts], *scan.invars[view.rows_at :], *self.jaxpr.outvars)
             kept += [(a, a) for a in read if not compat.is_literal(a) and a in made]
             kept = list(dict.fromkeys(kept))
-        return self._task("load", -1, eqns, [v for _, v in kept], kept=kept)
+        return self._task("load", -1, eqns, [v for _, v in kept], _Ends(kept=kept))
 
     def _after(self) -> list[Eqn]:
         return [e for i, e in enumerate(self.jaxpr.eqns) if e is not self.scan and i not in self.loaded]
 
     def _levels(self) -> list[tuple[Eqn, int]]:
-        """What follows the loop, each equation as late as its readers allow, unless another stage waits for it."""
+        """The equations after the loop with their levels: as late as readers allow, unless another stage waits."""
         eqns = self._after()
         level: dict[Var, int] = {}
         for eqn in eqns:
@@ -309,7 +353,7 @@ class _Splitter:
         return found[::-1]
 
     def _updates(self) -> dict[int, StageTask]:
-        """What follows the loop, in as many tasks as it takes for others to answer."""
+        """The tasks after the loop: a new one begins wherever the stage has to wait for a message of another stage."""
         received: dict[int, list[tuple[int, Var]]] = {}
         parts: dict[int, list[Eqn]] = {}
         for eqn, at in self._levels():
@@ -339,14 +383,12 @@ class _Splitter:
                 out: a for out, a in ties.items() if out in made and last_read.get(a, 0) <= at and a not in results
             }  # fmt: skip
             mine |= self._reused([v for v in order if v not in mine], [v for v in spare if last_read.get(v) == at])
-            tasks[at] = self._task(
-                f"update{at or ''}", at, eqns, [*order, *(v for _, v in sent)], received=received.get(at, ()),
-                sent=sent, kept=[(v, v) for v in order], ties=mine,
-            )  # fmt: skip
+            ends = _Ends(received.get(at, ()), sent, [(v, v) for v in order], mine)
+            tasks[at] = self._task(f"update{at or ''}", at, eqns, [*order, *(v for _, v in sent)], ends)
         return tasks
 
     def _reused(self, outputs: Sequence[Var], spare: Sequence[Var]) -> dict[Var, Var]:
-        """For outputs of an update the sums whose buffers they can take, which nobody reads any more."""
+        """For outputs of an update, the sums whose buffers they can reuse because nobody reads them any more."""
         left: dict[tuple[tuple[int, ...], np.dtype, Placement], list[Var]] = {}
         for v in spare:
             left.setdefault((v.aval.shape, v.aval.dtype, self.placements[v]), []).append(v)
@@ -355,6 +397,12 @@ class _Splitter:
             if alike := left.get((out.aval.shape, out.aval.dtype, self.placements[out])):
                 found[out] = alike.pop(0)
         return found
+
+
+def _sections(invars: Sequence[Var], consts: int, carries: int) -> tuple[Sequence[Var], Sequence[Var], Sequence[Var]]:
+    """The constants, carries and rows among the inputs of a scan's body."""
+    rows = consts + carries
+    return invars[:consts], invars[consts:rows], invars[rows:]
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
@@ -366,5 +414,5 @@ def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
 
 
 def _shifted(placement: Placement) -> Placement:
-    """With one more leading dimension."""
+    """The placement of a value with one more leading dimension."""
     return Placement([(a, S(s.dim + 1) if isinstance(s, S) else s) for a, s in placement.items()])

@@ -1,11 +1,11 @@
-"""Takes conditions and loops outside of the loop over microbatches apart, by the stages of what they make.
+"""Splits conditions and loops outside of the loop over microbatches, by the stages of their results.
 
     a, b = cond p f x y     -->   stage 0: a = cond p f0 x;  stage 1: b = cond p f1 y
 
-An equation is computed on one stage, so an update under a condition (every few steps, if all gradients are finite)
-would draw all weights and gradients to one. The predicate is a scalar, which goes to every stage; each has the branches
-with its own results alone. What one stage's part of a branch makes for another's, as its part of a global norm, is a
-result of an earlier condition, zeros if another branch runs:
+An equation is computed on one stage. So an update under a condition (every few steps, if all gradients are finite)
+would move all weights and gradients to one stage. The predicate is a scalar, which goes to every stage; each stage gets
+the branches with only its own results. If one stage's part of a branch makes a value for another stage, such as a part
+of a global norm, the value is a result of an earlier condition, zero if another branch runs:
 
     cond p f x y, f sums over x and y   -->   s0 = cond p sum x;  s1 = cond p sum y;  s = cond p add s0 s1;  ...
 """
@@ -20,26 +20,29 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.find_homes import Loop, is_large, largest
+from shardc.pipeline.cut.find_homes import NestedLoop, is_large, largest
 from shardc.pipeline.cut.regroup import regroup
 from shardc.sbp.signature import is_extended
 
-Group: TypeAlias = tuple[int, int]
-"""A stage and 0; or -1 and a number, of results that follow their readers."""
+ResultGroup: TypeAlias = tuple[int, int]
+"""Results that are computed together: (stage, 0), or (-1, number) for results that are computed where they are read."""
 
 
 def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
-    """The stage of an equation outside of the loop: that of its largest operands that are made on one; None if it is
-    computed wherever its results are read.
+    """The stage of an equation outside of the loop: that of most bytes of its operands.
 
     Args:
-      anchors: the stage of each value that is made on one.
+      eqn: the equation.
+      anchors: the stage of each value that is made on one stage.
+
+    Returns:
+      None if the equation is computed wherever its results are read.
     """
     operands = [v for v in eqn.invars if not compat.is_literal(v)]
     known = [v for v in operands if v in anchors]
     large = [v for v in known if is_large(v)]
     if not large and any(map(is_large, operands)):
-        return None  # it follows its readers: its large inputs are arguments, which live there too
+        return None  # it is computed where it is read: its large inputs are arguments, which live there too
     weights: dict[int, int] = {}
     for v in large or known:
         weights[anchors[v]] = weights.get(anchors[v], 0) + (bytes_of(v) if large else 0)
@@ -47,13 +50,13 @@ def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
 
 
 def take_apart(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """The equations, with those that nest others as one for each stage that they make something on.
+    """The equations, with nested ones split into one for each stage of their results.
 
     Args:
-      eqns: in order, outside of the loop over microbatches.
-      anchors: the stage of each value that is made on one; what these equations make is added.
-      homes: the stages that values belong to. A scalar made of what is made on no stage, as the norm of a parameter, is
-        made where that belongs.
+      eqns: the equations outside of the loop over microbatches, in order.
+      anchors: the stage of each value that is made on one stage; the results of these equations are added.
+      homes: the stages that values belong to. A scalar computed from values without an anchor, such as the norm of a
+        parameter, is made on their home.
     """
     found: list[Eqn] = []
     for eqn in eqns:
@@ -72,7 +75,7 @@ def _whole(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
 
 
 def _barriers(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """An optimization barrier for the values of each stage."""
+    """An optimization barrier for each stage."""
     del homes
     groups: dict[int | None, list[int]] = {}
     for i, a in enumerate(eqn.invars):
@@ -89,13 +92,13 @@ def _barriers(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> li
 
 @dataclass
 class _Branch:
-    """One branch of a condition, its operands named as outside.
+    """One branch of a condition, with the outside names of its operands.
 
     Attributes:
       eqns, outs: its equations and results.
-      anchors: the stage of each value that is made on one, outside or here.
+      anchors: the stage of each value that is made on one stage, outside or here.
       made: the equation of each value.
-      groups: that compute each equation.
+      groups: by the identity of an equation, the groups that compute it.
       level: the round in which a group computes an equation.
     """
 
@@ -103,8 +106,10 @@ class _Branch:
     outs: list[Atom]
     anchors: dict[Var, int]
     made: dict[Var, Eqn] = field(init=False)
-    groups: dict[int, set[Group]] = field(default_factory=dict[int, set[Group]])  # by the equation's identity
-    level: dict[tuple[int, Group], int] = field(default_factory=dict[tuple[int, Group], int])
+    groups: dict[int, set[ResultGroup]] = field(
+        default_factory=dict[int, set[ResultGroup]]
+    )  # by the equation's identity
+    level: dict[tuple[int, ResultGroup], int] = field(default_factory=dict[tuple[int, ResultGroup], int])
 
     def __post_init__(self) -> None:
         self.made = {v: e for e in self.eqns for v in e.outvars}
@@ -117,20 +122,20 @@ class _Branch:
         anchors = dict(outer)
         return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
 
-    def home(self, atom: Atom) -> Group | None:
-        """The group that alone makes a value; None: it is from outside, or made wherever it is read."""
+    def home(self, atom: Atom) -> ResultGroup | None:
+        """The only group that makes a value; None: it comes from outside, or is made wherever it is read."""
         if compat.is_literal(atom) or atom not in self.made or atom not in self.anchors:
             return None
         return self.anchors[atom], 0
 
-    def put(self, of_results: Sequence[Group], first: Group) -> None:
-        """Says which groups compute each equation; effects without a stage of their own happen in the `first`."""
-        wanted: dict[Var, set[Group]] = {}
+    def put(self, of_results: Sequence[ResultGroup], first: ResultGroup) -> None:
+        """Find the groups that compute each equation. Effects without a stage go to the group `first`."""
+        wanted: dict[Var, set[ResultGroup]] = {}
         for a, group in zip(self.outs, of_results, strict=True):
             if not compat.is_literal(a):
                 wanted.setdefault(a, set()).add(group)
         for eqn in reversed(self.eqns):
-            read = set[Group]().union(*(wanted.get(v, ()) for v in eqn.outvars))
+            read = set[ResultGroup]().union(*(wanted.get(v, ()) for v in eqn.outvars))
             at = anchor_of(eqn, self.anchors) if not eqn.outvars else self.anchors.get(eqn.outvars[0])
             if eqn.effects:
                 groups = {first if at is None else (at, 0)}
@@ -140,28 +145,28 @@ class _Branch:
             for v in compat.variables(eqn.invars):
                 wanted.setdefault(v, set()).update(groups)
 
-    def levels(self, of_results: Sequence[Group]) -> dict[Group, int]:
-        """How many rounds each group needs: a round begins with what others made in those before."""
+    def levels(self, of_results: Sequence[ResultGroup]) -> dict[ResultGroup, int]:
+        """The last round of each group. A round reads values that other groups made in earlier rounds."""
         for eqn in self.eqns:
             for group in self.groups[id(eqn)]:
                 self.level[id(eqn), group] = max((self._there(a, group) for a in eqn.invars), default=0)
-        last: dict[Group, int] = {}
+        last: dict[ResultGroup, int] = {}
         for a, group in zip(self.outs, of_results, strict=True):
             last[group] = max(last.get(group, 0), self._there(a, group))
         return last
 
-    def _there(self, a: Atom, group: Group) -> int:
+    def _there(self, a: Atom, group: ResultGroup) -> int:
         """The first round of a group that can read a value."""
         home = self.home(a)
         if home is None or home == group:
             return 0 if compat.is_literal(a) or a not in self.made else self.level[id(self.made[a]), group]
         return self.level[id(self.made[a]), home] + 1
 
-    def delay(self, of_results: Sequence[Group], last: Mapping[Group, int]) -> None:
-        """Puts off what no other group waits for until its first reader's round."""
-        due: dict[tuple[Var, Group], int] = {}
+    def delay(self, of_results: Sequence[ResultGroup], last: Mapping[ResultGroup, int]) -> None:
+        """Delay equations that no other group waits for to the round of their first reader."""
+        due: dict[tuple[Var, ResultGroup], int] = {}
 
-        def read(a: Atom, group: Group, at: int) -> None:
+        def read(a: Atom, group: ResultGroup, at: int) -> None:
             if compat.is_literal(a) or a not in self.made:
                 return
             home = self.home(a) or group
@@ -180,7 +185,7 @@ class _Branch:
 
 
 def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """A condition for each group of results, and round."""
+    """A condition for each group of results and each round."""
     branches = [_Branch.of(body, eqn.invars[1:], anchors, homes) for body in bodies_of(eqn)]
     of_results = _groups_of(eqn, branches)
     stages = {g for g in of_results if g[0] >= 0}
@@ -188,7 +193,7 @@ def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> 
         return [eqn]
     for b in branches:
         b.put(of_results, min(stages, default=of_results[0]))
-    last: dict[Group, int] = {}
+    last: dict[ResultGroup, int] = {}
     for b in branches:
         for group, level in b.levels(of_results).items():
             last[group] = max(level, last.get(group, 0))
@@ -204,10 +209,9 @@ def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> 
     return [part for part, _ in parts]
 
 
-def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[Group]:
-    """The group of each result: the stage that it is made on; those that are made on none are together if they have a
-    large value in common."""
-    groups: list[Group] = []
+def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[ResultGroup]:
+    """The group of each result: its stage. Results without one are together if they depend on a common large value."""
+    groups: list[ResultGroup] = []
     shared: dict[Var, int] = {}
     for i in range(len(eqn.outvars)):
         at = {b.anchors[b.outs[i]] for b in branches if not compat.is_literal(b.outs[i]) and b.outs[i] in b.anchors}
@@ -224,7 +228,7 @@ def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[Group]:
 
 
 def _behind(branch: _Branch, result: Atom) -> list[Var]:
-    """The large values made in a branch that a result without a stage is made of."""
+    """The large values, made in a branch, that a result without a stage depends on."""
     found: dict[Var, None] = {}
     pending = [result]
     while pending:
@@ -237,27 +241,28 @@ def _behind(branch: _Branch, result: Atom) -> list[Var]:
 
 
 class _Segments:
-    """The conditions that a condition is taken apart into.
+    """The conditions that a condition is split into.
 
     Attributes:
-      names: for each branch what one of them makes for another, by the group that makes it, and its name outside.
+      names: for each branch, the outside names of the values that one part makes for another, by the group that makes
+        them.
     """
 
     def __init__(
-        self, eqn: Eqn, branches: Sequence[_Branch], of_results: Sequence[Group], last: Mapping[Group, int]
+        self, eqn: Eqn, branches: Sequence[_Branch], of_results: Sequence[ResultGroup], last: Mapping[ResultGroup, int]
     ) -> None:
         self.eqn, self.branches, self.of_results, self.last = eqn, branches, of_results, last
         self.names = [self._crossing(b) for b in branches]
 
-    def run(self) -> list[tuple[Eqn, Group]]:
+    def run(self) -> list[tuple[Eqn, ResultGroup]]:
         places = {(at, g) for b in self.branches for (_, g), at in b.level.items()}
         places |= {(at, g) for g, at in self.last.items()}
         return [(self._segment(at, g), g) for at, g in sorted(places)]
 
-    def _crossing(self, b: _Branch) -> dict[tuple[Group, Var], Var]:
+    def _crossing(self, b: _Branch) -> dict[tuple[ResultGroup, Var], Var]:
         reads = [(a, b.level[id(e), g], g) for e in b.eqns for g in b.groups[id(e)] for a in e.invars]
         reads += [(a, self.last[g], g) for a, g in zip(b.outs, self.of_results, strict=True)]
-        found: dict[tuple[Group, Var], Var] = {}
+        found: dict[tuple[ResultGroup, Var], Var] = {}
         for a, at, group in reads:
             if not compat.is_literal(a) and a in b.made:
                 home = b.home(a) or group
@@ -265,8 +270,8 @@ class _Segments:
                     found[home, a] = compat.fresh_var(a.aval)
         return found
 
-    def _segment(self, at: int, group: Group) -> Eqn:
-        """The condition with what a group computes in one round."""
+    def _segment(self, at: int, group: ResultGroup) -> Eqn:
+        """The condition with the equations of a group in one round."""
         mine = [i for i, g in enumerate(self.of_results) if g == group and at == self.last[group]]
         parts = [[e for e in b.eqns if b.level.get((id(e), group)) == at] for b in self.branches]
         made = [{v for e in eqns for v in e.outvars} for eqns in parts]
@@ -304,8 +309,8 @@ class _Segments:
             )
         )  # fmt: skip
 
-    def _outside(self, k: int, group: Group, v: Var) -> Var:
-        """The name outside of what a group reads in a branch."""
+    def _outside(self, k: int, group: ResultGroup, v: Var) -> Var:
+        """The outside name of a value that a group reads in a branch."""
         b = self.branches[k]
         return self.names[k][b.home(v) or group, v] if v in b.made else v
 
@@ -314,12 +319,14 @@ class _Segments:
 
 
 def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """A scan or while loop for each stage of results, with those alone that they depend on; the loop as it is where
-    what one stage makes depends in any step on what another has."""
+    """A scan or while loop for each stage of results, with only the operands that these depend on.
+
+    The loop stays whole if a step's results of one stage depend on values of another stage.
+    """
     del homes
     if eqn.effects:
         return [eqn]
-    loop = Loop.of(eqn)
+    loop = NestedLoop.of(eqn)
     needs = _needs(loop)
     groups: dict[int | None, list[int]] = {}
     for i, need in enumerate(needs):
@@ -339,9 +346,9 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
 
 
 def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[list[int]]:
-    """Results by what they have in common: those that need the same large carry are together."""
+    """Groups of results: those that need a common large carry are together."""
     found: list[tuple[list[int], set[int]]] = []
-    carries = range(*Loop.of(eqn).carried)
+    carries = range(*NestedLoop.of(eqn).carried)
     for i in results:
         mine = {n for n in needs[i] if n in carries and not compat.is_literal(a := eqn.invars[n]) and is_large(a)}
         some = [i]
@@ -352,8 +359,8 @@ def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[
     return [sorted(some) for some, _ in found]
 
 
-def _needs(loop: Loop) -> list[set[int]]:
-    """For each result the operands that it depends on."""
+def _needs(loop: NestedLoop) -> list[set[int]]:
+    """For each result of a loop, the numbers of the operands that it depends on."""
     direct = [_needs_of(body, inputs) for body, inputs in zip(loop.bodies, loop.inputs, strict=True)]
     begin, end = loop.carried
     always = set[int]().union(*(need for body in direct[:-1] for need in body))
@@ -369,8 +376,8 @@ def _needs(loop: Loop) -> list[set[int]]:
     return found
 
 
-def _only(loop: Loop, results: Sequence[int], operands: set[int]) -> Eqn:
-    """The loop with these results, and carries without results that they need, of these operands."""
+def _only(loop: NestedLoop, results: Sequence[int], operands: set[int]) -> Eqn:
+    """The loop with only these results and operands; it keeps the carries that the results need."""
     begin, end = loop.carried
     mine = sorted({*(n - begin for n in operands if begin <= n < end), *results})
     bodies: list[Jaxpr] = []
@@ -390,7 +397,7 @@ def _only(loop: Loop, results: Sequence[int], operands: set[int]) -> Eqn:
 
 
 def _needs_of(body: Jaxpr, inputs: Sequence[int]) -> list[set[int]]:
-    """For each result of a body the numbers of the operands that it is made of."""
+    """For each result of a body, the numbers of the operands that it depends on."""
     needs: dict[Var, set[int]] = {v: {n} for v, n in zip(body.invars, inputs, strict=True)}
     for eqn in body.eqns:
         need = set[int]().union(*(needs[v] for v in compat.variables(eqn.invars)))
@@ -399,7 +406,7 @@ def _needs_of(body: Jaxpr, inputs: Sequence[int]) -> list[set[int]]:
 
 
 def _live(body: Jaxpr, outs: Sequence[Atom]) -> list[Eqn]:
-    """The equations of a body that some of its results are made of."""
+    """The equations of a body that some of its results depend on."""
     read = set(compat.variables(outs))
     found: list[Eqn] = []
     for eqn in reversed(body.eqns):

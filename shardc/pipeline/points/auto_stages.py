@@ -1,4 +1,4 @@
-"""Stages cut by cost: measures a loop's body, chooses the points between stages, and marks them."""
+"""Cuts stages by cost: estimates the costs of a loop's body, chooses the points between stages, and marks them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
-from shardc.pipeline.cut.cut_loop import Loop, find_loop
-from shardc.pipeline.points.cut_points import Floats, Points, find_points
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loop
+from shardc.pipeline.points.cut_points import Points, find_points
 from shardc.pipeline.points.fold_body import FoldedBody, fold_body
 from shardc.pipeline.points.mark_stages import mark_stages
 from shardc.pipeline.points.owners import Owned, find_owned
 from shardc.pipeline.points.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
 from shardc.pipeline.points.stage_memory import StageMemory, stage_memory
-from shardc.pipeline.schedule.costs import Costs
-from shardc.pipeline.schedule.partition import Chain, Cuts, choose_cuts, in_flight, tightest_cuts
+from shardc.pipeline.schedule.costs import StageCosts
+from shardc.pipeline.schedule.partition import CutProblem, Cuts, Floats, choose_cuts, in_flight, tightest_cuts
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.plan.request import Argument
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the stages are to be cut for.
+    """The request for stages.
 
     Attributes:
-      views: of each stage its mesh.
-      arguments: what is known of the program's inputs.
-      ordered: the order of the actions, for the costs of the stages, so many microbatches, and with or without a
-        backward pass.
-      recomputed: the stages that keep their inputs only.
-      memory_scale: of each stage what its memory is, to the estimate of it.
-      least: seconds that any task costs.
+      views: the mesh of each stage.
+      arguments: pins and arrivals of the program's inputs.
+      ordered: a function from the costs of the stages, the number of microbatches, and whether there is a backward
+        pass, to the order of the actions.
+      recomputed: the stages that keep only their inputs.
+      memory_scale: for each stage the factor from its estimated memory to its memory.
+      least: the least seconds of a task.
       where: the function, for errors.
     """
 
     views: Sequence[MeshView]
     arguments: Sequence[Argument]
-    ordered: Callable[[Costs, int, bool], Schedule]
+    ordered: Callable[[StageCosts, int, bool], Schedule]
     recomputed: Collection[int]
     memory_scale: Sequence[float]
     least: float
@@ -55,17 +55,17 @@ class Wanted:
 
 
 def cut_automatically(program: Program, wanted: Wanted) -> tuple[Pieces, Sequence[float]]:
-    """The program with the boundaries under which a call is fastest and every stage fits its memory.
+    """The program with the boundaries under which a call is fastest and every stage fits in memory.
 
-    What is not pinned, and all activations, count as split over all devices of a stage's mesh. Scans over layers are
-    split where a boundary falls between two of their layers.
+    Values that are not pinned, and all activations, are counted as split over all devices of a stage's mesh. Scans over
+    layers are split if a boundary lies between two of their layers.
 
     Returns:
-      the program in pieces, and for each stage the estimated bytes on each of its devices; 0, unknown, for one stage.
+      The program in pieces, and the estimated bytes on each device of each stage; 0 (unknown) for a single stage.
 
     Raises:
-      PipelineError: there are boundaries already, or too little work for so many stages.
-      StageMemoryError: no cuts fit the memory.
+      PipelineError: there are boundaries already, or too little work for this number of stages.
+      StageMemoryError: no cuts fit in memory.
     """
     loop = find_loop(program, wanted.where)
     _refuse_marks(loop, wanted.where)
@@ -97,7 +97,7 @@ def _cuts(measured: _Measured) -> Cuts:
 
 
 def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cuts) -> list[Ends]:
-    """Where each dimension of layers is to be split, given cuts between single layers."""
+    """The pieces of each dimension of layers, given cuts between single layers."""
     at = {id(e): t for t, e in enumerate(measured.body.eqns)}
     found: list[Ends] = []
     for n, dimension in enumerate(layers):
@@ -111,14 +111,14 @@ def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cu
     return found
 
 
-def _refuse_marks(loop: Loop, where: str) -> None:
+def _refuse_marks(loop: MicrobatchLoop, where: str) -> None:
     marks = [e for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END]
     if marks:
         lines = list(dict.fromkeys(compat.source_line(e) for e in marks))
         raise PipelineError(
             all_offenders(
-                f'{where}: stages="auto" cuts a model without boundaries, and this one has some. Take them out, or '
-                'write stages="marked" to cut there',
+                f'{where}: stages="auto" cuts a model without boundaries, but this one has some. Remove them, or '
+                'set stages="marked" to cut there',
                 [f"a stage_boundary at {line}" for line in lines],
             )
         )
@@ -126,10 +126,10 @@ def _refuse_marks(loop: Loop, where: str) -> None:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The tables of a loop's body."""
+    """The tables of costs of a loop's body."""
 
     program: Program
-    loop: Loop
+    loop: MicrobatchLoop
     wanted: Wanted
 
     @cached_property
@@ -152,34 +152,34 @@ class _Measured:
     def has_backward(self) -> bool:
         return self.body.fold < len(self.body.eqns)
 
-    def schedule(self, costs: Costs) -> Schedule:
+    def schedule(self, costs: StageCosts) -> Schedule:
         return self.wanted.ordered(costs, self.loop.microbatches, self.has_backward)
 
     @cached_property
     def holds(self) -> Sequence[int]:
-        """Microbatches that each stage holds at once."""
-        return in_flight(self.schedule(Costs()))
+        """The peak of the microbatches that each stage holds."""
+        return in_flight(self.schedule(StageCosts()))
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> CutProblem:
         views = self.wanted.views
         work = {v: self._work(v) for v in set(views)}
         memory = [self.memory(s) for s in range(len(views))]
         link, size = views[0].link, min(v.size for v in views)
         points = self.points
-        return Chain(
+        return CutProblem(
             np.stack([work[v][0] for v in views]),
-            np.stack([work[v][1] + (work[v][0] if self.again(s) else 0) for s, v in enumerate(views)]),
+            np.stack([work[v][1] + (work[v][0] if self.recomputes(s) else 0) for s, v in enumerate(views)]),
             points.activation / size, points.gradient / size, points.once / size, points.back,
             np.stack([
-                m.needed(self.holds[s], self.again(s)) * self.wanted.memory_scale[s] for s, m in enumerate(memory)
+                m.needed(self.holds[s], self.recomputes(s)) * self.wanted.memory_scale[s] for s, m in enumerate(memory)
             ]),
             np.asarray([float(v.topology.hbm) for v in views]),
             self.fused, link.latency, link.bandwidth, self.wanted.least,
         )  # fmt: skip
 
     def estimates(self, cuts: Cuts) -> list[float]:
-        """Bytes on each device of each stage."""
+        """Estimated bytes on each device of each stage."""
         ends = [0, *cuts, len(self.points.ahead) - 1]
         return [
             self.chain.memory[s, i, j] / scale
@@ -191,33 +191,33 @@ class _Measured:
         """Whether the last stage's forward lies inside its backward."""
         return self.has_backward and not any(e.primitive is stage_boundary_p for e in self.body.eqns)
 
-    def again(self, stage: int) -> bool:
-        """Whether a stage computes its forward again."""
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage recomputes its forward."""
         return stage in self.wanted.recomputed and not (self.fused and stage == len(self.wanted.views) - 1)
 
     @cached_property
     def body_seconds(self) -> Floats:
-        """Of each equation, on the first stage's mesh."""
+        """The seconds of each equation on the first stage's mesh."""
         return self._seconds(self.wanted.views[0])
 
     def _seconds(self, view: MeshView) -> Floats:
-        """Of each equation, its work shared by all devices of a mesh."""
+        """The seconds of each equation if its work is divided over all devices of a mesh."""
         return np.asarray([whole_seconds(e, view) for e in self.body.eqns]) / view.size
 
     def _work(self, view: MeshView) -> tuple[Floats, Floats]:
-        """(n,) seconds of the forward, and of the backward, in front of each point."""
+        """(n,) seconds of the forward, and of the backward, before each point."""
         total = np.concatenate([[0.0], self._seconds(view).cumsum()])
         return total[self.points.ahead], total[-1] - total[self.points.back]
 
     def memory(self, stage: int) -> StageMemory:
-        """Bytes per device of a stage's mesh."""
+        """The memory of a stage per device of its mesh."""
         view = self.wanted.views[stage]
         found = self._whole_memory(view).share(view.size)
         last = self.fused and stage == len(self.wanted.views) - 1
-        return found.at_once() if last and not self.schedule(Costs()).splits_backward else found
+        return found.at_once() if last and not self.schedule(StageCosts()).splits_backward else found
 
     def _whole_memory(self, view: MeshView) -> StageMemory:
-        """The same on a device that holds all that the loop makes, but of its state only its part."""
+        """The memory on a device that holds all of the loop's values, but only its part of the state."""
         if view not in self._memories:
             self._memories[view] = stage_memory(self.body, self.points, lambda v: self._state(v, view))
         return self._memories[view]
@@ -227,7 +227,7 @@ class _Measured:
         return {}
 
     def _state(self, v: Var, view: MeshView) -> float:
-        """Bytes per device that are kept with an input of the body."""
+        """Bytes per device of an input of the body and the values that are kept with it."""
         owned = self.owned.get(v)
         if owned is None or not owned.arguments:
             stacked = v in self.loop.body.invars[self.loop.consts + self.loop.carries :]
@@ -245,47 +245,48 @@ def _local_bytes(v: Var, argument: Argument, view: MeshView) -> float:
 
 
 def _why_not(measured: _Measured) -> PipelineError:
-    """Why there are no cuts: what each stage would hold, in the cuts that come nearest."""
+    """The error if there are no cuts, with the memory of each stage in the cuts that come closest."""
     wanted, chain = measured.wanted, measured.chain
     cuts = tightest_cuts(chain)
     if cuts is None:
         return PipelineError(
-            f"{wanted.where}: {chain.stages} stages want {chain.stages - 1} cuts; the loop's body has "
+            f"{wanted.where}: {chain.stages} stages need {chain.stages - 1} cuts; the loop's body has "
             f"{len(measured.points.ahead) - 2} places between operations that take time. {_instead(measured)}"
         )
     return StageMemoryError(
         all_offenders(
-            f"{wanted.where}: no {chain.stages} stages fit the memory. Those that come nearest hold, per device,",
+            f"{wanted.where}: no cut into {chain.stages} stages fits in memory. The cut that comes closest needs, per "
+            "device,",
             _breakdown(measured, cuts),
         )
-        + "\nTake more stages or more devices for each, split parameters and optimizer state over the stages' axes, or "
-        'recompute activations (recompute="full"), take a schedule that holds fewer microbatches, or smaller ones.'
+        + "\nUse more stages or more devices for each, split parameters and optimizer state over the stages' axes, "
+        'recompute activations (recompute="full"), or use smaller microbatches or a schedule that holds fewer of them.'
     )
 
 
 def _instead(measured: _Measured) -> str:
-    """What to do where there are too few places."""
+    """The fix if there are too few places."""
     body = measured.body
     seconds = measured.body_seconds
     largest = body.eqns[int(seconds.argmax())]
     if largest.primitive.name in REMAT and seconds.max() > seconds.sum() / len(measured.wanted.views):
         return (
             f"Most of the work is rematerialised as one block ({compat.source_line(largest)}), which runs as a whole "
-            'on one stage: put jax.checkpoint around the layers, or leave it to shardc.Pipeline(recompute="full").'
+            'on one stage: put jax.checkpoint around each layer, or use shardc.Pipeline(recompute="full") instead.'
         )
-    return "Take fewer stages."
+    return "Use fewer stages."
 
 
 def _breakdown(measured: _Measured, cuts: Cuts) -> list[str]:
     chain, lines = measured.chain, list[str]()
     ends = [0, *cuts, len(measured.points.ahead) - 1]
     for s, (i, j) in enumerate(pairwise(ends)):
-        memory, held, again = measured.memory(s), measured.holds[s], measured.again(s)
+        memory, held, recomputes = measured.memory(s), measured.holds[s], measured.recomputes(s)
         total, room = chain.memory[s, i, j], chain.room[s]
         lines.append(
             f"stage {s}: {_text(total)} of {_text(room)}{'' if total <= room else ', too much'}: parameters, their "
             f"gradients and optimizer state {_text(memory.state[i, j])}, activations of {held} microbatches "
-            f"{_text(memory.activations(held, again)[i, j])}, while it computes {_text(memory.working[i, j])}"
+            f"{_text(memory.activations(held, recomputes)[i, j])}, while it computes {_text(memory.working[i, j])}"
         )
     return lines
 

@@ -1,10 +1,10 @@
-"""The points at which a folded body may be cut, and what crosses each.
+"""The points at which a folded body may be cut, and the bytes that cross each point.
 
-    forward  0 1 2 . c . . . | fold        over a point go values that are made in front of it and read behind it, and
-    backward 9 8 7 . c'. . . |             cotangents that are made behind it and read in front
+    forward  0 1 2 . c . . . | fold        values cross a point if they are made before it and read after it;
+    backward 9 8 7 . c'. . . |             cotangents, if they are made after it and read before it
 
-A cut is a point c of the forward and a point c' of the backward. A point c has many c'; the best is that at which the
-fewest bytes cross: cotangents, and residuals, parameters and gradients that are then on the wrong side.
+A cut is a point c of the forward and a point c' of the backward. For each c the best c' is the one that the fewest
+bytes cross: cotangents, and the residuals, parameters and gradients that are then on the other side.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from numpy.typing import NDArray
 from shardc.compat import Var
 from shardc.ir.walk import bytes_of
 from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.schedule.partition import Floats
 
 Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
+
 
 NEVER: Final = 1 << 40
 PLACES: Final = 192
-"""Pieces of equal work that the forward is taken apart into: each offers the points that the fewest bytes cross."""
+"""Number of pieces of equal work in the forward. Each piece offers the points that the fewest bytes cross."""
 
 
 @dataclass(frozen=True)
 class Points:
-    """Where a body may be cut; the first point is its start, the last its end.
+    """The points at which a body may be cut; the first point is its start, the last its end.
 
     Attributes:
-      ahead: (n,) forward equations in front of each.
-      back: (n,) the equation, counted from the start of the forward, at which the backward in front of it begins.
+      ahead: (n,) the number of forward equations before each point.
+      back: (n,) the equation, counted from the start of the forward, at which the backward of these equations begins.
       activation, gradient: (n,) bytes that cross for each microbatch, forwards and backwards.
       once: (n,) bytes of inputs, and their gradients, that are needed on both sides.
     """
@@ -47,18 +48,18 @@ class Points:
 
 
 def find_points(body: FoldedBody, seconds: Floats, owners: Mapping[int, Sequence[Var]]) -> Points:
-    """The points worth cutting at.
+    """The points that are good places for a cut.
 
     Args:
-      body: what is to be cut.
-      seconds: of each of its equations.
-      owners: for each sum over microbatches the inputs that it is the gradient of, where that is known.
+      body: the body to cut.
+      seconds: the time of each of its equations.
+      owners: for each sum over microbatches the inputs whose gradient it is, if known.
     """
     return _Crossings(body, owners).points(seconds)
 
 
 class _Crossings:
-    """What crosses each point. Times are places in `body.eqns`."""
+    """Computes the bytes that cross each point. Times are places in `body.eqns`."""
 
     def __init__(self, body: FoldedBody, owners: Mapping[int, Sequence[Var]]) -> None:
         self.body, self.fold, self.n = body, body.fold, len(body.eqns)
@@ -108,7 +109,7 @@ class _Crossings:
         return Points(_ints(columns[0]), _ints(columns[1]), *map(_floats, columns[2:]))
 
     def _places(self, waiting: Floats, seconds: Floats) -> list[int]:
-        """Of each piece of the forward's work, the points that the fewest bytes cross."""
+        """The points that the fewest bytes cross, for each piece of the forward's work."""
         work = np.cumsum([0.0, *seconds[: self.fold]])
         piece = np.minimum((work / max(work[-1], 1e-300) * PLACES).astype(int), PLACES - 1)
         free = np.ones(self.fold + 1, bool)
@@ -124,7 +125,7 @@ class _Crossings:
         return found
 
     def _row(self, c: int) -> list[tuple[float, ...]]:
-        """Point c of the forward with the best of the backward; nothing if no gradient crosses it."""
+        """Point c of the forward with the best point of the backward; empty if no gradient crosses it."""
         span = np.arange(self.fold, self.n + 1)
         front = self.time < c
         forward = front & (self.last_ahead >= c)
@@ -148,7 +149,7 @@ class _Crossings:
 
 
 def _live(spans: Sequence[tuple[int, int]], sizes: Sequence[float] | Floats, n: int) -> Floats:
-    """(n + 1,) bytes of all whose span, ends included, holds each place."""
+    """(n + 1,) bytes that are live at each place, given spans with their ends included."""
     change = np.zeros(n + 2)
     for (start, end), size in zip(spans, sizes, strict=True):
         if start <= end:
@@ -158,14 +159,14 @@ def _live(spans: Sequence[tuple[int, int]], sizes: Sequence[float] | Floats, n: 
 
 
 def _since(starts: Ints, sizes: Floats, span: Ints) -> Floats:
-    """For each place of a span the bytes of all that start there or in front of it."""
+    """For each place of a span, the bytes of the values that start there or before."""
     order = np.argsort(starts, kind="stable")
     total = np.concatenate([[0.0], np.cumsum(sizes[order])])
     return total[np.searchsorted(starts[order], span, side="right")]
 
 
 def _until(ends: Ints, sizes: Floats, span: Ints) -> Floats:
-    """For each place of a span the bytes of all that end there or behind it."""
+    """For each place of a span, the bytes of the values that end there or after."""
     return _since(-ends, sizes, -span)
 
 

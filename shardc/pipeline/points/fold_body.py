@@ -1,7 +1,7 @@
-"""The body of a microbatch loop as a row of work folded at the loss: forward equations, then backward ones.
+"""The body of a microbatch loop as a sequence folded at the loss: forward equations, then backward ones.
 
-JAX differentiates backwards: the gradient's equations come in the reverse order of the forward's. So what lies between
-two points of the forward and the same two of the backward is a stage.
+JAX's gradient has its equations in the reverse order of the forward's. So the equations between two points of the
+forward and the same two points of the backward form a stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of
-from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, Loop
+from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, MicrobatchLoop
 from shardc.pipeline.cut.reassociate import sum_terms
 
 
@@ -23,15 +23,16 @@ class FoldedBody:
     """The equations of a loop's body in the order of a microbatch.
 
     Attributes:
-      loop: whose body this is.
-      eqns: all of them; one that depends on inputs alone stands in front of its first reader.
-      fold: how many are forward.
-      sums: ids of equations that only sum what the loop gives back: they are no readers, each stage sums its own.
-      cheap: values that are computed again wherever they are read, and the inputs that each needs for it.
-      terms: for each sum over microbatches what is added to it.
+      loop: the loop.
+      eqns: its equations; an equation that depends only on inputs comes right before its first reader.
+      fold: the number of forward equations.
+      sums: ids of equations that only sum results of the loop: they do not count as readers, as each stage sums its
+        own part.
+      cheap: values that are recomputed wherever they are read, with the inputs that each needs for it.
+      terms: for each sum over microbatches, the values that are added to it.
     """
 
-    loop: Loop
+    loop: MicrobatchLoop
     eqns: tuple[Eqn, ...]
     fold: int
     sums: frozenset[int]
@@ -40,12 +41,12 @@ class FoldedBody:
 
     @cached_property
     def made(self) -> dict[Var, int]:
-        """When each value is made."""
+        """The place at which each value is made."""
         return {v: t for t, e in enumerate(self.eqns) for v in e.outvars}
 
     @cached_property
     def state(self) -> list[tuple[int, int]]:
-        """For each state, which is no sum, when it is first read and when it is replaced: on one stage."""
+        """The first read and the replacement of each state that is not a sum. Both have to be on one stage."""
         loop = self.loop
         befores = loop.body.invars[loop.consts : loop.consts + loop.carries]
         found: list[tuple[int, int]] = []
@@ -57,7 +58,7 @@ class FoldedBody:
 
     @cached_property
     def reads(self) -> dict[Var, list[int]]:
-        """When each value is read, in order; of an input also when what is made of it cheaply is."""
+        """The places at which each value is read, in order. Reads of a cheap value count as reads of its inputs too."""
         found: dict[Var, list[int]] = {}
         for t, eqn in enumerate(self.eqns):
             if id(eqn) in self.sums or any(v in self.cheap for v in eqn.outvars):
@@ -68,8 +69,8 @@ class FoldedBody:
         return found
 
 
-def fold_body(loop: Loop) -> FoldedBody:
-    """The body of a loop, in order."""
+def fold_body(loop: MicrobatchLoop) -> FoldedBody:
+    """Fold the body of a loop."""
     eqns = loop.body.eqns
     fold = next((i for i, e in enumerate(eqns) if is_transposed(e)), len(eqns))
     sums, terms = _sums(loop)
@@ -80,12 +81,12 @@ def fold_body(loop: Loop) -> FoldedBody:
 
 
 def is_transposed(eqn: Eqn) -> bool:
-    """Whether an equation belongs to the outermost backward pass: what JAX transposes says so in its name."""
+    """Whether an equation belongs to the outermost backward pass: JAX marks transposed equations in the name stack."""
     return "transpose(" in str(eqn.source_info.name_stack).partition("jvp(")[0]
 
 
-def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
-    """The equations that only add up what is carried, and what they add."""
+def _sums(loop: MicrobatchLoop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
+    """The ids of the equations that only sum into carries, and the terms of each carry."""
     body = loop.body
     made = {v: e for e in body.eqns for v in e.outvars}
     readers: dict[Var, int] = {}
@@ -110,7 +111,7 @@ def _sums(loop: Loop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
 
 
 def _behind_linear(v: Var, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) -> Var:
-    """What a term is a transpose, reshape or conversion of, if nothing else reads that."""
+    """The value that a term is a transpose, reshape or conversion of, if nothing else reads it."""
     while (eqn := made.get(v)) is not None and eqn.primitive.name in LINEAR and len(eqn.invars) == 1:
         (operand,) = eqn.invars
         if compat.is_literal(operand) or operand not in made or readers[operand] > 1:
@@ -126,8 +127,8 @@ def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[int]:
     return {id(made[atom])}.union(*(_between(a, leaves, made) for a in made[atom].invars))
 
 
-def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
-    """What is computed again wherever it is read, as `cut_loop` does, and the inputs behind it."""
+def _cheap(loop: MicrobatchLoop) -> dict[Var, frozenset[Var]]:
+    """The values that are recomputed wherever they are read, as in `cut_loop`, and the inputs that they depend on."""
     body = loop.body
     carried = body.invars[loop.consts : loop.consts + loop.carries]
     roots: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in set(body.invars) - set(carried)}
@@ -146,9 +147,9 @@ def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
 
 
 def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eqn]:
-    """Equations moved to their first reader where no more bytes wait then.
+    """The equations, each moved to its first reader if this does not increase the live bytes.
 
-    An embedding of the decoder's input stands by the decoder then, though it was computed beside the encoder's.
+    For example, the embedding of a decoder's input moves to the decoder, even if it was traced with the encoder's.
     """
     first: dict[Var, int] = {}
     last: dict[Var, int] = {}
@@ -171,9 +172,9 @@ def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eq
 
 
 def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: frozenset[int]) -> list[Eqn]:
-    """The same for the backward pass: equations moved to the maker of what they read, if they make no more than that.
+    """The equations of the backward, each moved to the maker of its operands if its results are not larger.
 
-    All that reads a cotangent stands together: what JAX emits when it transposes the equation that made the value.
+    Then all readers of a cotangent stand together: JAX emits them when it transposes the equation that made the value.
     """
     maker = {v: t for t, e in enumerate(eqns) for v in e.outvars}
     read = {a for e in eqns if id(e) not in sums for a in e.invars if not compat.is_literal(a)}

@@ -1,11 +1,11 @@
-"""Puts the marks of stage boundaries into a program that has none.
+"""Inserts stage boundaries into a program that has none.
 
     a = f x; b = g a; ...; ct_a = g' ct_b; ct_x = f' ct_a
         -->  a = f x; a1 = stage_boundary[cut 0] a; b = g a1; ...; ct_a = g' ct_b; ct1 = stage_boundary[cut 0, backward]
              ct_a; ct_x = f' ct1
 
-All that a point of the folded body leaves waiting passes the boundary there, as if the user had written
-`stage_boundary((x, skip, ...))`; what is computed again wherever it is read needs no mark.
+All values that cross a point of the folded body pass the boundary there, as if the user had written
+`stage_boundary((x, skip, ...))`. Values that are recomputed wherever they are read need no boundary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardc.pipeline.points.fold_body import FoldedBody
 
 
 def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequence[int]) -> Program:
-    """The program with a boundary at each of the points `cuts`, which ascend."""
+    """The program with a boundary at each of the points `cuts`, in ascending order."""
     eqns = _Marker(body, points, cuts).run()
     old = body.loop.body
     inner = compat.new_jaxpr(old.invars, old.outvars, eqns, old)
@@ -37,7 +37,7 @@ class _Marker:
         self.body = body
         self.ahead = [int(points.ahead[i]) for i in cuts]
         self.back = [int(points.back[i]) for i in cuts]
-        self.names: dict[Var, list[tuple[int, Var]]] = {}  # of a value behind each cut that it crosses
+        self.names: dict[Var, list[tuple[int, Var]]] = {}  # the name of a value after each cut that it crosses
         self.found: list[Eqn] = []
 
     def run(self) -> list[Eqn]:
@@ -53,7 +53,7 @@ class _Marker:
         return self.found
 
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:
-        """`eqn` reading values by their names on its stage."""
+        """`eqn` with its operands renamed to their names on its stage."""
         stage = sum(c <= t for c in self.ahead) if t < self.body.fold else sum(c > t for c in self.back)
         return eqn.replace(invars=[self._name(a, stage, t) for a in eqn.invars])
 

@@ -1,6 +1,6 @@
-"""What belongs together in a training step: a parameter, the sum of its gradients, what the optimizer keeps of it.
+"""Groups each parameter of a training step with the sum of its gradients and its optimizer state.
 
-They meet after the loop in operations on values of one shape, as in `p + rate * mu / sqrt(nu)`.
+They are connected after the loop by operations on values of one shape, as in `p + rate * mu / sqrt(nu)`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from shardc import compat
 from shardc.compat import NESTED, Var
 from shardc.ir.program import Program
-from shardc.pipeline.cut.cut_loop import Loop
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 
 
 @dataclass(frozen=True)
 class Owned:
-    """What is kept with one input of a loop's body.
+    """The values that are kept with one input of a loop's body.
 
     Attributes:
-      arguments: numbers of the program's inputs: the one that it is, or is made of, and those that are updated with it.
-      sums: numbers of the loop's sums over microbatches that it is updated with.
+      arguments: numbers of the program's inputs: the input itself, and those that are updated together with it.
+      sums: numbers of the loop's sums over microbatches that update it.
     """
 
     arguments: tuple[int, ...]
     sums: tuple[int, ...]
 
 
-def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
-    """For each input of the loop's body what is kept with it."""
+def find_owned(program: Program, loop: MicrobatchLoop) -> Mapping[Var, Owned]:
+    """The values that are kept with each input of the loop's body."""
     group = _groups(program, loop)
     inputs = {v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)}
     carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
@@ -50,8 +50,11 @@ def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
     return found
 
 
-def _groups(program: Program, loop: Loop) -> Callable[[Var], Var]:
-    """Outside of the loop, one variable for all that operations on values of one shape connect."""
+def _groups(program: Program, loop: MicrobatchLoop) -> Callable[[Var], Var]:
+    """A function from a variable to the representative of its group.
+
+    Operations outside of the loop on values of one shape connect these values to a group.
+    """
     parent: dict[Var, Var] = {}
 
     def top(v: Var) -> Var:

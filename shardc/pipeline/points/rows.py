@@ -1,9 +1,9 @@
-"""How equations treat the rows of stacked values: those whose dimension 0 counts layers.
+"""Splits equations on stacked values, whose dimension 0 counts layers, into equations on some rows.
 
     c = add a b            -->  c[0:3] = add a[0:3] b[0:3]; c[3:5] = add a[3:5] b[3:5]
     n = reduce_sum[0 1] a  -->  n0 = reduce_sum[0 1] a[0:3]; n1 = reduce_sum[0 1] a[3:5]; n = add n0 n1
 
-The factors of an equation's rule say which it is.
+The factors of an equation's rule decide which form applies.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Rule, bind_same, find_rule
 
 SHAPES: Final = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
-"""Operations with the shape of their result among their parameters."""
+"""Operations that have the shape of their result as a parameter."""
 
 
 @dataclass(frozen=True)
 class RowUse:
-    """What an equation does with rows.
+    """How an equation uses the rows of its operands.
 
     Attributes:
-      stacked: for each operand whether the rows are its dimension 0; other operands are read whole.
-      op: None: each row of the results comes from the same row of the operands. Else results are this reduction of
-        what all rows give.
+      stacked: for each operand, whether its dimension 0 is the rows; other operands are read whole.
+      op: None: each row of the results comes from the same row of the operands. Otherwise the results are this
+        reduction over all rows.
     """
 
     stacked: tuple[bool, ...]
@@ -39,7 +39,7 @@ class RowUse:
 
 
 def row_use(eqn: Eqn) -> RowUse | None:
-    """How an equation treats the rows of its values; None: as one whole."""
+    """How an equation uses the rows of its values; None if it cannot be split by rows."""
     if eqn.primitive.name in NESTED or eqn.effects:
         return None
     rule = find_rule(operation_of(eqn))
@@ -55,7 +55,7 @@ def row_use(eqn: Eqn) -> RowUse | None:
 
 
 def _use(rule: Rule, factor: str | None, op: ReduceOp | None) -> RowUse | None:
-    """The use of rows that are this factor; None if it stands elsewhere than in front, or where it must not."""
+    """The use of rows that are this factor; None if it is not the first dimension, or if it may not be split."""
     if factor is None or factor in rule.granule or factor in rule.crossing:
         return None
     sides = (*rule.operands, *rule.results)
@@ -66,7 +66,7 @@ def _use(rule: Rule, factor: str | None, op: ReduceOp | None) -> RowUse | None:
 
 
 def _fits(eqn: Eqn, use: RowUse) -> bool:
-    """Whether the equation can be had for one row."""
+    """Whether the equation is valid for one row."""
     outs = [_with_rows(v.aval, 1) if use.op is None else v.aval for v in eqn.outvars]
     ins = [
         jax.ShapeDtypeStruct((1, *a.aval.shape[1:]) if stacked else a.aval.shape, a.aval.dtype)
@@ -80,12 +80,12 @@ def _fits(eqn: Eqn, use: RowUse) -> bool:
 
 
 def rows_of(v: Var, count: int) -> Var:
-    """A variable for `count` rows of a stacked one."""
+    """A fresh variable for `count` rows of a stacked one."""
     return compat.fresh_var(_with_rows(v.aval, count))
 
 
 def piece_eqn(eqn: Eqn, use: RowUse, count: int, operands: Sequence[Atom]) -> Eqn:
-    """The equation for `count` rows, whose operands are given; its results are fresh."""
+    """The equation for `count` rows of given operands; its results are fresh variables."""
     outs = [rows_of(v, count) if use.op is None else compat.fresh_var(v.aval) for v in eqn.outvars]
     return eqn.replace(invars=list(operands), outvars=outs, params=_params(eqn, use, count))
 

@@ -2,10 +2,10 @@
 
     c, ys = scan[5] c0 xs     -->   c1, ys0 = scan[3] c0 xs[0:3]; c, ys1 = scan[2] c1 xs[3:5]
 
-Nothing is unrolled. What is stacked over the layers lives in pieces from end to end: a parameter, what the optimizer
-keeps of it and its new value become an argument, or result, for each piece, and the equations between are done to each
-piece (`rows`), so that a stage holds and updates its own layers only. What an equation wants as a whole is put
-together in front of it.
+Nothing is unrolled. Values that are stacked over the layers are in pieces throughout the program: a parameter, its
+optimizer state and its new value become one argument, or result, for each piece. The equations between them run on each
+piece (`rows`), so that a stage holds and updates only its own layers. If an equation needs a whole value, the pieces
+are concatenated before it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import Loop
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 from shardc.pipeline.points.rows import RowUse, piece_eqn, row_use, rows_of
 
 Ends: TypeAlias = tuple[int, ...]
-"""Where pieces of rows begin, and the end of the last: `(0, 3, 5)`."""
+"""The starts of pieces of rows, and the end of the last one: `(0, 3, 5)`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start:stop` of an input or result, by number; all of it if `rows` is None."""
+    """Rows `start:stop` of the input or result with this number; all of it if `rows` is None."""
 
     number: int
     rows: tuple[int, int] | None = None
@@ -36,12 +36,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layers:
-    """A dimension that scans run over.
+    """A dimension of layers, over which scans run.
 
     Attributes:
-      count: how many layers, L.
+      count: the number of layers, L.
       scans: the scans over it, in the loop's body.
-      values: the variables that have it in front, inside and outside of the loop.
+      values: the variables whose first dimension it is, inside and outside of the loop.
     """
 
     count: int
@@ -51,13 +51,13 @@ class Layers:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A program whose stacked inputs and results are there in pieces.
+    """A program whose stacked inputs and results are in pieces.
 
     Attributes:
-      program: with an input, or result, for each piece.
-      inputs, outputs: what each is of the program that was split.
-      scans: of each dimension of layers its scans, each the pieces in the order in which they run, with their first
-        rows.
+      program: the program, with an input, or result, for each piece.
+      inputs, outputs: for each of them its piece of the original program's inputs or results.
+      scans: for each dimension of layers its scans; each scan as (first row, equation) of its pieces, in the order in
+        which they run.
     """
 
     program: Program
@@ -67,17 +67,17 @@ class Pieces:
 
 
 def whole_program(program: Program) -> Pieces:
-    """A program in one piece."""
+    """The program with each input and result in one piece."""
     inputs, outputs = program.in_paths, program.out_paths
     return Pieces(program, tuple(map(Piece, range(len(inputs)))), tuple(map(Piece, range(len(outputs)))))
 
 
-def find_layers(program: Program, loop: Loop) -> list[Layers]:
-    """The dimensions of layers: what scans in the loop's body run over, if parameters have it too."""
+def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
+    """The dimensions of layers: dimensions of parameters that scans in the loop's body run over."""
     scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
     if not scans:
         return []
-    group = _Groups()
+    group = _UnionFind()
     for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
         if eqn in scans:
             group.join([*_stacks(eqn), *eqn.outvars[compat.scan_of(eqn).carries :]])
@@ -101,7 +101,7 @@ def find_layers(program: Program, loop: Loop) -> list[Layers]:
 
 
 def _stacks(scan: Eqn) -> list[Var]:
-    """What a scan takes a row of in each step."""
+    """The operands of which a scan reads one row in each step."""
     return [a for a in scan.invars[compat.scan_of(scan).rows_at :] if not compat.is_literal(a)]
 
 
@@ -109,8 +109,8 @@ def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
     return [a for a, stacked in zip(eqn.invars, use.stacked, strict=True) if stacked and not compat.is_literal(a)]
 
 
-class _Groups:
-    """Variables that were joined (union and find)."""
+class _UnionFind:
+    """Groups of joined variables (a union-find structure)."""
 
     def __init__(self) -> None:
         self.parent: dict[Var, Var] = {}
@@ -133,36 +133,36 @@ class _Groups:
         return found
 
 
-def split_scans(program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
-    """The program with each dimension of layers cut into pieces.
+def split_scans(program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
+    """The program with each dimension of layers split into pieces.
 
     Args:
-      program, loop: what is split, and its loop over microbatches.
+      program, loop: the program, and its loop over microbatches.
       layers: its dimensions of layers.
-      ends: for each of them where pieces begin, and its end.
+      ends: the pieces of each dimension.
     """
-    return _Splitter(program, loop, layers, ends).run()
+    return _ScanSplitter(program, loop, layers, ends).run()
 
 
-class _Level:
-    """The equations of one jaxpr, some of whose values are there in pieces."""
+class _PieceBuilder:
+    """Builds the equations of one jaxpr in which some values are in pieces."""
 
     def __init__(self, ends_of: dict[Var, Ends]) -> None:
         self.ends_of = ends_of
         self.eqns: list[Eqn] = []
         self.parts: dict[Var, list[Atom]] = {}
-        self.sliced: set[Var] = set()  # made whole, their parts taken from that
-        self.joined: set[Var] = set()  # made in parts, put together
+        self.sliced: set[Var] = set()  # made whole; the parts are slices
+        self.joined: set[Var] = set()  # made in parts, and concatenated
 
     def receive(self, v: Var) -> list[Var]:
-        """The variables that a value from outside comes in."""
+        """The variables of a value that comes from outside."""
         if v not in self.ends_of:
             return [v]
         self.parts[v] = made = [rows_of(v, b - a) for a, b in pairwise(self.ends_of[v])]
         return made
 
     def give(self, atom: Atom) -> list[Atom]:
-        """The atoms that a value goes out in."""
+        """The atoms of a value that goes outside."""
         return self.pieces(atom) if not compat.is_literal(atom) and atom in self.ends_of else [self.whole(atom)]
 
     def whole(self, atom: Atom) -> Atom:
@@ -182,7 +182,7 @@ class _Level:
         return self.parts[v]
 
     def add(self, eqn: Eqn) -> None:
-        """An equation, piece by piece where its operands are there in pieces."""
+        """Add an equation, piece by piece if its operands are in pieces."""
         if not any(not compat.is_literal(a) and a in self.ends_of for a in (*eqn.invars, *eqn.outvars)):
             self.eqns.append(eqn)
             return
@@ -208,7 +208,7 @@ class _Level:
         return v in self.parts and v not in self.sliced
 
     def _join(self, out: Var, parts: Sequence[Var], op: str) -> None:
-        """`out`, the reduction of its parts."""
+        """Add the reduction of parts to `out`."""
         total = parts[0]
         for i, part in enumerate(parts[1:], 2):
             after = out if i == len(parts) else compat.fresh_var(out.aval)
@@ -216,15 +216,15 @@ class _Level:
             total = after
 
 
-class _Splitter:
-    def __init__(self, program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
+class _ScanSplitter:
+    def __init__(self, program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
         self.program, self.loop = program, loop
         self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
         self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
         self.scans: list[list[tuple[tuple[int, Eqn], ...]]] = [[] for _ in layers]
 
     def run(self) -> Pieces:
-        jaxpr, outer = self.program.jaxpr, _Level(self.ends_of)
+        jaxpr, outer = self.program.jaxpr, _PieceBuilder(self.ends_of)
         invars, inputs = self._border(jaxpr.invars, outer.receive)
         for eqn in jaxpr.eqns:
             if eqn is self.loop.eqn:
@@ -243,7 +243,7 @@ class _Splitter:
     def _border(
         self, atoms: Sequence[Atom], names: Callable[[Atom], Sequence[Atom]]
     ) -> tuple[list[Atom], tuple[Piece, ...]]:
-        """The atoms that inputs or results come or go in, and what each is."""
+        """The atoms of inputs or results, and the piece of each."""
         found: list[Atom] = []
         pieces: list[Piece] = []
         for i, atom in enumerate(atoms):
@@ -252,9 +252,9 @@ class _Splitter:
             pieces += [Piece(i)] if ends is None else [Piece(i, rows) for rows in pairwise(ends)]
         return found, tuple(pieces)
 
-    def _loop(self, outer: _Level) -> None:
+    def _loop(self, outer: _PieceBuilder) -> None:
         loop, old = self.loop, self.loop.body
-        inner = _Level(self.ends_of)
+        inner = _PieceBuilder(self.ends_of)
         consts = [v for a in old.invars[: loop.consts] for v in inner.receive(a)]
         carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
         stacks = old.invars[loop.consts + loop.carries :]
@@ -276,8 +276,8 @@ class _Splitter:
             )
         )  # fmt: skip
 
-    def _scan(self, level: _Level, eqn: Eqn) -> None:
-        """A scan over layers as scans over the pieces, one after the other."""
+    def _scan(self, level: _PieceBuilder, eqn: Eqn) -> None:
+        """Add a scan over layers as scans over the pieces, one after the other."""
         scan = compat.scan_of(eqn)
         nc, nk = scan.consts, scan.carries
         consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]

@@ -1,4 +1,4 @@
-"""What a stage between two points of a folded body holds, for all pairs of points at once."""
+"""The memory of a stage between two points of a folded body, for all pairs of points at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from shardc.compat import Var
 from shardc.ir.walk import bytes_of
 from shardc.passes.estimate.memory import working_bytes
-from shardc.pipeline.points.cut_points import Floats, Points
+from shardc.pipeline.points.cut_points import Points
 from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.schedule.partition import Floats
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,11 @@ class StageMemory:
     """Bytes of a stage from point i to point j; each (n, n).
 
     Attributes:
-      state: its parameters and what is kept with them.
-      stash: what one microbatch leaves for the backward pass, its inputs included.
-      inputs: these alone; (n, 1).
-      working: the most that lives while it computes besides these.
-      whole: of a last stage that computes forward and backward at once, what lives besides state and inputs; (n, 1).
+      state: its parameters, and the values that are kept with them.
+      stash: values of one microbatch that are kept for the backward pass, including the stage's inputs.
+      inputs: the stage's inputs alone; (n, 1).
+      working: the peak of other live values while the stage computes.
+      whole: the same for a last stage that computes forward and backward at once; (n, 1).
     """
 
     state: Floats
@@ -32,20 +33,23 @@ class StageMemory:
     working: Floats
     whole: Floats
 
-    def activations(self, held: int, again: bool) -> Floats:
-        """Of so many microbatches; a stage that computes its forward again keeps inputs, and all of one."""
-        return held * self.inputs + self.stash if again else held * self.stash
+    def activations(self, held: int, recomputes: bool) -> Floats:
+        """Bytes of activations for `held` microbatches.
 
-    def needed(self, held: int, again: bool) -> Floats:
-        return self.state + self.activations(held, again) + self.working
+        A recomputing stage keeps only the inputs, plus one full set while it runs.
+        """
+        return held * self.inputs + self.stash if recomputes else held * self.stash
+
+    def needed(self, held: int, recomputes: bool) -> Floats:
+        return self.state + self.activations(held, recomputes) + self.working
 
     def share(self, devices: int) -> StageMemory:
-        """The same on each of several devices that hold equal parts of what the loop makes."""
+        """The memory on each of several devices that hold equal parts of the loop's values."""
         made = (self.stash, self.inputs, self.working, self.whole)
         return StageMemory(self.state, *(size / devices for size in made))
 
     def at_once(self) -> StageMemory:
-        """The same if forward and backward are computed at once: nothing but inputs is left between them."""
+        """The memory if forward and backward are computed at once: only the inputs are kept for the backward."""
         alike = np.zeros_like(self.state)
         return replace(self, stash=alike + self.inputs, working=alike + self.whole)
 
@@ -54,11 +58,11 @@ def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]
     """The memory of every possible stage, on a device that holds all of its values.
 
     Args:
-      body, points: what is cut, and where.
-      state: bytes that live wherever an input of the body is read.
+      body, points: the body and its points.
+      state: bytes that each stage that reads an input of the body keeps for it.
     """
     n = len(points.ahead)
-    where = np.searchsorted(points.ahead, np.arange(body.fold), side="right") - 1  # the point in front of each equation
+    where = np.searchsorted(points.ahead, np.arange(body.fold), side="right") - 1  # the point before each equation
     held = np.zeros((n + 1, n + 1))
     for v in body.loop.body.invars:
         places = sorted({int(where[t]) for t in body.reads.get(v, ()) if t < body.fold})
@@ -67,13 +71,13 @@ def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]
             held[before + 1, place + 1] += size  # end behind `place`, but those that begin behind `place`
             held[place + 1, place + 1] -= size
     left, inputs = _stash(body, points, where)
-    live = _Live(body)
+    live = _LiveBytes(body)
     whole = np.asarray([[live.most(int(i), int(j))] for i, j in zip(points.ahead, points.back, strict=True)])
     return StageMemory(held.cumsum(0).cumsum(1)[:n, :n], left, inputs, _working(body, live, points, where), whole)
 
 
 def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> tuple[Floats, Floats]:
-    """What each stage keeps for one microbatch, (n, n), and the part that comes from the stage before, (n, 1)."""
+    """Bytes that each stage keeps for one microbatch, (n, n), and the part received from the stage before, (n, 1)."""
     n = len(points.ahead)
     left = np.zeros(n + 1)
     received = np.zeros(n)
@@ -87,8 +91,8 @@ def _stash(body: FoldedBody, points: Points, where: np.ndarray) -> tuple[Floats,
     return total[None, :] - total[:, None] + received[:, None], received[:, None]
 
 
-def _working(body: FoldedBody, live: _Live, points: Points, where: np.ndarray) -> Floats:
-    """The largest operation of each stage's forward, or the most that lives at once of what its backward makes."""
+def _working(body: FoldedBody, live: _LiveBytes, points: Points, where: np.ndarray) -> Floats:
+    """The larger of the largest operation of each stage's forward, and the peak of live values of its backward."""
     n, count = len(points.ahead), len(body.eqns)
     back = (points.back[None, :] > np.arange(body.fold, count)[:, None]).sum(1) - 1  # as `where`, of the backward
     most = np.zeros(n)
@@ -100,8 +104,8 @@ def _working(body: FoldedBody, live: _Live, points: Points, where: np.ndarray) -
     return found
 
 
-class _Live:
-    """What lives at each equation of what some of them make. A term of a sum is added to it at once."""
+class _LiveBytes:
+    """Live bytes at each equation, of the values that a range of equations makes. Terms of sums are added at once."""
 
     def __init__(self, body: FoldedBody) -> None:
         made = body.made.items()
@@ -111,7 +115,7 @@ class _Live:
         self.inside = np.asarray([working_bytes(e) - sum(map(bytes_of, e.outvars)) for e in body.eqns], float)
 
     def between(self, begin: int, end: int) -> Floats:
-        """(end - begin,) bytes of what the equations from `begin` to `end` make, at each of them."""
+        """(end - begin,) live bytes of the values that equations `begin` to `end` make, at each of them."""
         mine = (begin <= self.made) & (self.made < end)
         change = np.zeros(end - begin + 1)
         np.add.at(change, self.made[mine] - begin, self.size[mine])

@@ -1,4 +1,4 @@
-"""An action of a pipeline: what one rank does at one time, `2F0` = stage 2, forward, microbatch 0."""
+"""An action of a pipeline: one task of one stage on one microbatch. `2F0` is stage 2, forward, microbatch 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Final, NamedTuple
 
 KINDS: Final = {"F": "forward", "B": "full backward", "I": "input gradient", "W": "weight gradient"}
-"""The letters of torch.distributed.pipelining, so that schedules travel both ways. B is I and W in one task."""
+"""The letters of torch.distributed.pipelining, so that schedules can be exchanged. B is I and W in one task."""
 
 _ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 
@@ -28,9 +28,9 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that `text` is. Raises ValueError if it is none."""
+        """Parse an action. Raises ValueError if the text is not one."""
         found = _ACTION.fullmatch(text.strip())
         if not found:
-            raise ValueError(f'"{text}" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.')
+            raise ValueError(f'"{text}" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.')
         stage, kind, microbatch = found.groups()
         return Action(int(stage), kind, int(microbatch))

@@ -1,6 +1,6 @@
-"""Whether a schedule is one: every action once, a stage on one rank, nothing before what it needs on its own rank.
+"""Checks of a schedule: every action once, a stage on one rank, no action before one of its rank that it needs.
 
-What ranks make each other wait for is not looked at here: `shardc.runtime.deadlock.find_deadlock` decides that.
+Waits between ranks are not checked here: `shardc.runtime.deadlock.find_deadlock` does that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.text import marked
 
 _SHOWN: Final = 20
-"""Offenders shown in an error; `check_schedule` has them all."""
+"""The most offenders shown in an error; `check_schedule` returns all."""
 
 
 class _Place(NamedTuple):
@@ -24,10 +24,10 @@ class _Place(NamedTuple):
 
 
 def check_schedule(schedule: Schedule) -> list[str]:
-    """What is wrong with a schedule, an entry for each offender; empty if nothing is.
+    """The faults of a schedule, one text for each; empty if it is valid.
 
-    An entry names the rank and the column, which is the position among the rank's actions counted from 0 (idle cells
-    do not count), and shows that part of the row with the action in brackets.
+    A text names the rank and the column, and shows that part of the row with the action in brackets. The column is the
+    position among the rank's actions, counted from 0 without idle cells.
     """
     places = _places(schedule)
     if not places:
@@ -44,11 +44,11 @@ def check_schedule(schedule: Schedule) -> list[str]:
 
 
 def checked(schedule: Schedule) -> Schedule:
-    """The schedule itself. Raises PipelineError with all offenders if there are any."""
+    """The schedule itself. Raises PipelineError with all faults if there are any."""
     wrong = check_schedule(schedule)
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
-        head = f'Schedule "{schedule.name}" cannot be:'
+        head = f'Schedule "{schedule.name}" is not valid:'
         raise PipelineError(all_offenders(head, [*wrong[:_SHOWN], *more]))
     return schedule
 
@@ -72,30 +72,30 @@ def _marked(schedule: Schedule, place: _Place) -> str:
 def _idle_ranks(schedule: Schedule) -> Iterator[str]:
     for rank, row in enumerate(schedule.rows):
         if not row:
-            yield f"rank {rank} has no actions: every rank runs a stage. Leave the row out, or give it one."
+            yield f"rank {rank} has no actions, but every rank has to run a stage. Leave the row out, or add actions."
 
 
-def _gaps(what: str, there: set[int], schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
-    """Numbers that are left out, such as stage 2 where there are 0, 1 and 3."""
-    numbers = sorted(there)
+def _gaps(field: str, present: set[int], schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+    """Numbers that are left out, such as stage 2 of stages 0, 1 and 3."""
+    numbers = sorted(present)
     for before, after in zip([-1, *numbers], numbers, strict=False):
         if after > before + 1:
-            first = next(a for a in places if getattr(a, what) == after)
+            first = next(a for a in places if getattr(a, field) == after)
             out = str(before + 1) if after == before + 2 else f"{before + 1} to {after - 1}"
             place = places[first][0]
-            plural = {"stage": "stages", "microbatch": "microbatches"}[what] if " " in out else what
-            verb = "stand" if " " in out else "stands"
-            yield f"{_at(place)}: {first}, but {plural} {out} {verb} nowhere.{_marked(schedule, place)}"
+            plural = {"stage": "stages", "microbatch": "microbatches"}[field] if " " in out else field
+            verb = "have" if " " in out else "has"
+            yield f"{_at(place)}: {first}, but {plural} {out} {verb} no actions.{_marked(schedule, place)}"
 
 
 def _doubled(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
     for action, found in places.items():
-        for again in found[1:]:
-            yield f"{_at(again)}: {action} again, after {_at(found[0])}.{_marked(schedule, again)}"
+        for repeated in found[1:]:
+            yield f"{_at(repeated)}: {action} again, after {_at(found[0])}.{_marked(schedule, repeated)}"
 
 
 def _split_stages(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
-    """Stages on several ranks. The rank where most of its actions stand is taken as the right one."""
+    """Stages on several ranks. The rank with most of the stage's actions is taken as the right one."""
     by_stage: dict[int, Counter[int]] = {}
     for action, found in places.items():
         by_stage.setdefault(action.stage, Counter()).update(p.rank for p in found)
@@ -105,45 +105,39 @@ def _split_stages(schedule: Schedule, places: dict[Action, list[_Place]]) -> Ite
             place = next(p for a, found in places.items() for p in found if (a.stage, p.rank) == (stage, rank))
             yield (
                 f"{_at(place)}: stage {stage} has {ranks[rank]} actions here and {ranks[home]} on rank {home}; "
-                f"a stage lives on one rank.{_marked(schedule, place)}"
+                f"a stage runs on one rank.{_marked(schedule, place)}"
             )
 
 
 def _missing(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
-    """F, and either B or both I and W, of every stage and microbatch."""
+    """Missing actions: every stage and microbatch has F, and either B or both I and W."""
     for stage in sorted({a.stage for a in places}):
         for microbatch in sorted({a.microbatch for a in places}):
-            there = [k for k in KINDS if Action(stage, k, microbatch) in places]
-            wanted = "FB" if "B" in there or not {"I", "W"} & set(there) else "FIW"
-            lacks = [k for k in wanted if k not in there]
-            if "B" in there and len(there) > len(set(there) & {"F", "B"}):
-                other = Action(stage, "I" if "I" in there else "W", microbatch)
+            present = [k for k in KINDS if Action(stage, k, microbatch) in places]
+            wanted = "FB" if "B" in present or not {"I", "W"} & set(present) else "FIW"
+            lacks = [k for k in wanted if k not in present]
+            if "B" in present and len(present) > len(set(present) & {"F", "B"}):
+                other = Action(stage, "I" if "I" in present else "W", microbatch)
                 place = places[other][0]
                 full = Action(stage, "B", microbatch)
                 yield (
-                    f"{_at(place)}: {other} and, at {_at(places[full][0])}, {full}: a full backward B already holds "
+                    f"{_at(place)}: {other} and, at {_at(places[full][0])}, {full}: a full backward B already contains "
                     f"I and W. Keep B, or I and W.{_marked(schedule, place)}"
                 )
             if lacks:
-                yield _lack(schedule, places, stage, microbatch, lacks, there)
+                wants = [Action(stage, k, microbatch) for k in lacks]
+                yield _lack(schedule, places, wants, Action(stage, present[-1], microbatch) if present else None)
 
 
-def _lack(
-    schedule: Schedule,
-    places: dict[Action, list[_Place]],
-    stage: int,
-    microbatch: int,
-    lacks: Sequence[str],
-    there: Sequence[str],
-) -> str:
-    wants = [Action(stage, k, microbatch) for k in lacks]
+def _lack(schedule: Schedule, places: dict[Action, list[_Place]], wants: Sequence[Action], last: Action | None) -> str:
+    """The text about missing actions of one stage and microbatch, whose last present action is `last`."""
     names = " and ".join(f"{a} ({KINDS[a.kind]}{', or I and W' if a.kind == 'B' else ''})" for a in wants)
-    missing = f"{names} {'is' if len(lacks) == 1 else 'are'} missing"
-    if not there:
+    missing = f"{names} {'is' if len(wants) == 1 else 'are'} missing"
+    stage = wants[0].stage
+    if last is None:
         return f"rank {schedule.rank_of[stage]}: {missing}; this rank runs stage {stage}."
-    last = Action(stage, there[-1], microbatch)
     place = places[last][0]
-    return f"{_at(place)}: {missing}, though {last} stands here.{_marked(schedule, place)}"
+    return f"{_at(place)}: {missing}, but {last} is here.{_marked(schedule, place)}"
 
 
 def _too_early(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
@@ -153,6 +147,6 @@ def _too_early(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterat
             later = places.get(need)
             if later and later[0].rank == place.rank and later[0].column > place.column:
                 yield (
-                    f"{_at(place)}: {action} stands before {need} (column {later[0].column}), which it needs."
+                    f"{_at(place)}: {action} comes before {need} (column {later[0].column}), which it needs."
                     f"{_marked(schedule, place)}"
                 )

@@ -1,4 +1,4 @@
-"""What the actions of each stage cost: forward, input gradient, weight gradient."""
+"""The costs of the actions of each stage: forward, input gradient, weight gradient."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from shardc.errors import PipelineError, all_offenders
 from shardc.pipeline.schedule.action import Action
 
 Triple: TypeAlias = tuple[float, float, float]
-"""F, B, W as papers have it: forward, input gradient, weight gradient. A full backward costs B + W."""
+"""F, B, W as in papers: forward, input gradient, weight gradient. A full backward costs B + W."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Seconds (or any unit) of the actions of each stage. Called with an action, it gives that action's cost.
 
     Args:
       stages: one triple (F, B, W) for all stages, or one for each stage.
 
     Example:
-      >>> costs = Costs.read((1, 2, 0.5))
+      >>> costs = StageCosts.read((1, 2, 0.5))
       >>> costs(Action(3, "F", 0)), costs(Action(3, "I", 0)), costs(Action(3, "B", 0))
       (1.0, 2.0, 2.5)
     """
@@ -36,17 +36,17 @@ class Costs:
         return {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}[action.kind]
 
     @staticmethod
-    def read(given: CostsLike, stages: int | None = None) -> Costs:
-        """Costs from a triple for all stages or a sequence of triples.
+    def read(given: CostsLike, stages: int | None = None) -> StageCosts:
+        """StageCosts from a triple for all stages or a sequence of triples.
 
         Raises:
-          PipelineError: numbers that are no costs, or (where `stages` is given) triples for another number of stages.
+          PipelineError: numbers that are no costs, or (if `stages` is given) triples for another number of stages.
         """
-        if isinstance(given, Costs):
+        if isinstance(given, StageCosts):
             costs = given
         else:
             one = all(isinstance(x, (int, float)) for x in given)
-            costs = Costs((_triple(given),) if one else tuple(_triple(row) for row in given))
+            costs = StageCosts((_triple(given),) if one else tuple(_triple(row) for row in given))
         if not costs.stages or (stages is not None and len(costs.stages) not in (1, stages)):
             raise PipelineError(
                 f"costs has {len(costs.stages)} triples for {stages or 'some'} stages; "
@@ -59,15 +59,15 @@ class Costs:
             if not 0 <= cost < float("inf")
         ]
         if wrong:
-            raise PipelineError(all_offenders("A cost is a number, 0 or more:", wrong))
+            raise PipelineError(all_offenders("A cost has to be a number of 0 or more:", wrong))
         return costs
 
 
-CostsLike: TypeAlias = Costs | Sequence[float] | Sequence[Sequence[float]]
+CostsLike: TypeAlias = StageCosts | Sequence[float] | Sequence[Sequence[float]]
 
 
 def _triple(row: object) -> Triple:
     if not isinstance(row, Sequence) or len(row) != 3:
-        raise PipelineError(f"costs: {row} is not three numbers F, B, W (forward, input gradient, weight gradient).")
+        raise PipelineError(f"costs: {row} has to be three numbers F, B, W (forward, input gradient, weight gradient).")
     forward, inputs, weights = row
     return float(forward), float(inputs), float(weights)

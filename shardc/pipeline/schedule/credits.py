@@ -1,4 +1,4 @@
-"""How many registers each channel gets, and orders of actions that follow from registers."""
+"""The number of registers of each channel, and orders of actions that are derived from credits."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import TypeAlias
 from shardc.errors import PipelineError, all_offenders
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.pipeline.schedule.simulate import Cost, Link, Timeline, run_timed, simulate
+from shardc.pipeline.schedule.simulate import Cost, LinkCost, Timeline, run_timed, simulate
 from shardc.runtime.actor import Message, Network
 
 _SAME = 1 + 1e-9
-"""Times that differ by less are the same: sums of costs in another order."""
+"""Times that differ by less than this factor are equal: sums of costs in another order."""
 
 
 TooFull: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""The actors that hold too much, if the channels have so many registers."""
+"""A function from the channels' numbers of registers to the actors that hold too much."""
 
 
 def auto_credits(
-    net: Network, cost: Cost, link: Link | None = None, bound: int | Sequence[int] | TooFull | None = None
+    net: Network, cost: Cost, link: LinkCost | None = None, bound: int | Sequence[int] | TooFull | None = None
 ) -> tuple[int, ...]:
-    """Registers for each channel: few that keep the best time, or a good time within a bound on memory.
+    """The number of registers of each channel: few that keep the best makespan, or that fit a bound on memory.
 
     Channels that have a number of registers keep it; the others are chosen.
 
-    Without a bound: the network is run with no limits, which gives the best makespan and, as peaks, registers that
-    keep it. Then channels are lowered, those with large messages first, each as far as the best makespan allows while
-    those after it keep their peaks. A shorter makespan never comes from fewer registers, so a bisection finds each
-    one's fewest, and in the end none can be lowered any more. It is greedy, though: where one register more here
-    would save two elsewhere it is not seen, so the sum need not be the least. Most channels need no bisection: the
-    longest path into a taker plus that out of a giver bounds the registers from below, and whole groups of channels
-    are lowered to that at once when it keeps the time; where it does for all, nobody can do with fewer anywhere.
+    Without a bound: the network is run without limits. This gives the best makespan and, as peaks, registers that keep
+    it. Then channels are lowered, those with large messages first, each as far as the best makespan allows while the
+    later ones keep their peaks. Fewer registers never make a makespan shorter, so a bisection finds the fewest of each
+    channel. The method is greedy: it does not see that one register more in one place may save two elsewhere, so the
+    sum need not be minimal. Most channels need no bisection: the longest path to a receiver plus the longest path from
+    a sender bounds the registers from below, and whole groups of channels are lowered to this bound at once if that
+    keeps the makespan. If all channels are at the bound, the numbers are minimal.
 
-    With a bound: from there, as long as an actor is over it, the register is taken from it that costs the least time
-    (then: that saves the most bytes), one at a time; then again what the time reached allows is saved. The order of
-    the actions is not touched, and this too is greedy: it may miss a better set of registers, and, as the fewest
-    registers that do not deadlock are not unique, in principle any that fits.
+    With a bound: while an actor is over its bound, it loses one register at a time: the one that costs the least time,
+    then the one that saves the most bytes. Then registers are lowered again as far as the reached makespan allows. The
+    order of the actions does not change. This is greedy too: it may miss a better set of registers and, as the fewest
+    registers without deadlock are not unique, in principle any that fits.
 
     Args:
-      net: actors and channels; `Channel.bytes` says what a register holds.
+      net: actors and channels; `Channel.bytes` is the size of a register.
       cost, link: as for `simulate`.
       bound: bytes for the registers of each actor, one number for all or one each. A register lies at the channel's
-        target, as messages move when they are made. Or a function that says who holds too much.
+        target, because messages move when they are sent. Or a function that gives the actors that hold too much.
 
     Raises:
-      PipelineError: the network deadlocks whatever the registers, or the bound cannot be kept; the message has the
+      PipelineError: the network deadlocks with any registers, or the bound cannot be kept; the message has the
         breakdown.
     """
     unbounded = simulate(net, cost, link)
@@ -68,9 +68,9 @@ def auto_credits(
 
 
 class _Makespan:
-    """The makespan for some numbers of registers, infinite where they deadlock."""
+    """The makespan as a function of the numbers of registers; infinite for a deadlock."""
 
-    def __init__(self, net: Network, cost: Cost, link: Link | None) -> None:
+    def __init__(self, net: Network, cost: Cost, link: LinkCost | None) -> None:
         self.net = net
         self._cost = cost
         self._link = link
@@ -81,7 +81,10 @@ class _Makespan:
 
 
 def _lower(group: Sequence[int], floor: Sequence[int], chosen: list[int], limit: float, makespan: _Makespan) -> None:
-    """Lowers the registers of a group of channels as far as `limit` allows: all to the floor, or one half, or one."""
+    """Lower the registers of a group of channels as far as the makespan's `limit` allows.
+
+    All are lowered to the floor, or else each half of the group on its own; a single channel by bisection.
+    """
     if not any(chosen[i] > floor[i] for i in group):
         return
     trial = list(chosen)
@@ -95,7 +98,7 @@ def _lower(group: Sequence[int], floor: Sequence[int], chosen: list[int], limit:
         _lower(group[len(group) // 2 :], floor, chosen, limit, makespan)
         return
     channel = group[0]
-    few, enough = floor[channel], chosen[channel]  # too few, enough
+    few, enough = floor[channel], chosen[channel]  # `few` is too few
     while enough - few > 1:
         trial[channel] = (few + enough) // 2
         if makespan(trial) <= limit:
@@ -105,10 +108,10 @@ def _lower(group: Sequence[int], floor: Sequence[int], chosen: list[int], limit:
     chosen[channel] = enough
 
 
-def _fewest(timeline: Timeline, link: Link | None) -> list[int]:
-    """For each channel a number of registers below which the makespan grows for certain.
+def _fewest(timeline: Timeline, link: LinkCost | None) -> list[int]:
+    """A lower bound of the registers of each channel: with fewer the makespan grows.
 
-    With R registers message k+R starts no earlier than message k is released. So the longest path up to that release
+    With R registers, message k+R starts no earlier than message k is released. So the longest path to that release
     plus the longest path from that start to the end must not exceed the makespan.
     """
     net = timeline.network
@@ -132,8 +135,8 @@ def _fewest(timeline: Timeline, link: Link | None) -> list[int]:
     return fewest
 
 
-def _tails(timeline: Timeline, link: Link | None) -> list[list[float]]:
-    """By actor and step, the longest path from its start to the end of all, but for waits for links and registers."""
+def _tails(timeline: Timeline, link: LinkCost | None) -> list[list[float]]:
+    """By actor and step, the longest path from the step's start to the end, without waits for links and registers."""
     net = timeline.network
     way = [0.0 if link is None or c.source == c.target else sum(link(c)) for c in net.channels]
     tails = [[0.0] * len(steps) for steps in net.actors]
@@ -149,7 +152,7 @@ def _tails(timeline: Timeline, link: Link | None) -> list[list[float]]:
 
 
 class _Limits:
-    """The actors whose registers have more bytes than their limits."""
+    """The actors whose registers take more bytes than their limits."""
 
     def __init__(self, net: Network, bound: int | Sequence[int]) -> None:
         self.channels = net.channels
@@ -163,7 +166,7 @@ class _Limits:
 
 
 def _fit(free: Sequence[int], too_full: TooFull, chosen: list[int], makespan: _Makespan) -> float:
-    """Takes registers away until no actor holds too much; gives the makespan that is left."""
+    """Remove registers until no actor holds too much. Returns the makespan."""
     channels = makespan.net.channels
     best = makespan(chosen)
     while over := too_full(chosen):
@@ -195,7 +198,7 @@ def _too_large(net: Network, over: Sequence[int], too_full: TooFull, chosen: Seq
             "The registers do not fit the bound, and with fewer at the first of these actors the order deadlocks:",
             blocks,
         )
-        + "\nTake a schedule that holds fewer activations, recompute more, or cut smaller stages."
+        + "\nUse a schedule that holds fewer activations, recompute more, or cut smaller stages."
     )
 
 
@@ -207,23 +210,21 @@ def derive_order(
     latency: float = 0.0,
     *,
     split: bool = False,
-    name: str = "derived",
 ) -> Schedule:
-    """The order in which ranks would run if each, whenever it is free, took what is there, backward first.
+    """The order in which ranks run if each free rank starts any action whose inputs are there, backward first.
 
-    A rank prefers a backward (B, or I where it is split), then a forward if its stage has a credit left, then a weight
-    gradient W; among equals the lowest microbatch, then the latest stage. A credit is taken when F starts and given
-    back when B or W ends. With p-i credits for stage i of p this is 1F1B exactly, whatever the latency; with 2(p-i)-1
-    it hides a latency of up to half of F+B+W, as eager 1F1B does: the bubble is (p-1)(F+B+W) + 2(p-1)·latency.
+    A rank prefers a backward (B, or I if it is split), then a forward if its stage has a credit left, then a weight
+    gradient W; among equals the lowest microbatch, then the latest stage. A credit is taken when F starts and returned
+    when B or W ends. With p-i credits for stage i of p this is exactly 1F1B, for any latency. With 2(p-i)-1 credits it
+    hides a latency of up to half of F+B+W, as eager 1F1B does: the bubble is (p-1)(F+B+W) + 2(p-1)·latency.
 
     Args:
       rank_of: the rank of each stage.
       microbatches: m.
-      credits: for each stage, how many microbatches' activations it may hold; at least 1.
+      credits: for each stage, the most microbatches whose activations it may hold; at least 1.
       cost: seconds of an action.
       latency: seconds from the end of an action on one rank until another rank has its result.
       split: whether backwards are split into I and W.
-      name: of the schedule.
 
     Raises:
       PipelineError: credits that are not one for each stage, or fewer than 1.
@@ -233,54 +234,87 @@ def derive_order(
         raise PipelineError(
             f"derive_order: credits {list(credits)}; give one number, at least 1, for each of {stages} stages."
         )
-    back = "I" if split else "B"
-    urgency = {back: 0, "F": 1, "W": 2}
-    left = list(credits)
-    rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of, default=-1))]
-    offers: list[list[tuple[int, int, int, Action]]] = [[] for _ in rows]  # what has its inputs, best first
-    busy = [False] * len(rows)
-    missing: dict[Action, int] = {}
-    count = itertools.count()
-    events: list[tuple[float, int, Action, bool]] = []  # an action gets an input, or ends
+    return _Derivation(rank_of, credits, cost, latency, split).run(microbatches)
 
-    def feeds(action: Action) -> list[Action]:
+
+class _Derivation:
+    """The state of `derive_order`: a simulation by events."""
+
+    def __init__(
+        self,
+        rank_of: Sequence[int],
+        credits: Sequence[int],
+        cost: Callable[[Action], float],
+        latency: float,
+        split: bool,
+    ) -> None:
+        self.rank_of, self.cost, self.latency, self.split = rank_of, cost, latency, split
+        self.last = len(rank_of) - 1
+        self.back = "I" if split else "B"
+        self.urgency = {self.back: 0, "F": 1, "W": 2}
+        self.left = list(credits)
+        self.rows: list[list[Action]] = [[] for _ in range(1 + max(rank_of, default=-1))]
+        self.offers: list[list[tuple[int, int, int, Action]]] = [[] for _ in self.rows]  # with their inputs, best first
+        self.busy = [False] * len(self.rows)
+        self.missing: dict[Action, int] = {}
+        self.count = itertools.count()
+        self.events: list[tuple[float, int, Action, bool]] = []  # an action gets an input, or ends
+
+    def run(self, microbatches: int) -> Schedule:
+        for j in range(microbatches):
+            self._push(0.0, Action(0, "F", j), ends=False)
+        while self.events:
+            time = self.events[0][0]
+            while self.events and self.events[0][0] == time:
+                _, _, action, ends = heapq.heappop(self.events)
+                if ends:
+                    self._end(time, action)
+                else:
+                    self._offer(action)
+            self._start(time)
+        return Schedule("derived", tuple(map(tuple, self.rows)))
+
+    def _push(self, time: float, action: Action, *, ends: bool) -> None:
+        heapq.heappush(self.events, (time, next(self.count), action, ends))
+
+    def _offer(self, action: Action) -> None:
+        """Count an input of an action, and offer the action to its rank once all inputs are there."""
+        needs = 2 if action.kind == self.back and action.stage < self.last else 1
+        missing = self.missing[action] = self.missing.get(action, needs) - 1
+        if not missing:
+            offers = self.offers[self.rank_of[action.stage]]
+            heapq.heappush(offers, (self.urgency[action.kind], action.microbatch, -action.stage, action))
+
+    def _end(self, time: float, action: Action) -> None:
+        rank = self.rank_of[action.stage]
+        self.busy[rank] = False
+        self.left[action.stage] += action.kind in "BW"
+        for reader in self._readers(action):
+            delay = self.latency if self.rank_of[reader.stage] != rank else 0.0
+            self._push(time + delay, reader, ends=False)
+
+    def _readers(self, action: Action) -> list[Action]:
+        """The actions that read the results of an action."""
         s, kind, j = action
         if kind == "F":
-            return [Action(s + 1, "F", j)] * (s + 1 < stages) + [Action(s, back, j)]
+            return [Action(s + 1, "F", j)] * (s < self.last) + [Action(s, self.back, j)]
         if kind == "W":
             return []
-        return [Action(s - 1, back, j)] * (s > 0) + [Action(s, "W", j)] * split
+        return [Action(s - 1, self.back, j)] * (s > 0) + [Action(s, "W", j)] * self.split
 
-    for j in range(microbatches):
-        heapq.heappush(events, (0.0, next(count), Action(0, "F", j), False))
-    while events:
-        time = events[0][0]
-        while events and events[0][0] == time:
-            _, _, action, ends = heapq.heappop(events)
-            rank = rank_of[action.stage]
-            if not ends:
-                need = 2 if action.kind == back and action.stage + 1 < stages else 1
-                missing[action] = missing.get(action, need) - 1
-                if not missing[action]:
-                    heapq.heappush(offers[rank], (urgency[action.kind], action.microbatch, -action.stage, action))
-                continue
-            busy[rank] = False
-            left[action.stage] += action.kind in "BW"
-            for fed in feeds(action):
-                delay = latency if rank_of[fed.stage] != rank else 0.0
-                heapq.heappush(events, (time + delay, next(count), fed, False))
-        for rank, offered in enumerate(offers):
-            action = None if busy[rank] else _pick(offered, left)
+    def _start(self, time: float) -> None:
+        """Start the best offered action of each free rank."""
+        for rank, offered in enumerate(self.offers):
+            action = None if self.busy[rank] else _pick(offered, self.left)
             if action is not None:
-                busy[rank] = True
-                left[action.stage] -= action.kind == "F"
-                rows[rank].append(action)
-                heapq.heappush(events, (time + cost(action), next(count), action, True))
-    return Schedule(name, tuple(map(tuple, rows)))
+                self.busy[rank] = True
+                self.left[action.stage] -= action.kind == "F"
+                self.rows[rank].append(action)
+                self._push(time + self.cost(action), action, ends=True)
 
 
 def _pick(offered: list[tuple[int, int, int, Action]], left: Sequence[int]) -> Action | None:
-    """The best action that has a credit, taken out; those without stay."""
+    """Pop the best action whose stage has a credit."""
     without: list[tuple[int, int, int, Action]] = []
     found: Action | None = None
     while offered and found is None:

@@ -1,8 +1,9 @@
-"""When a message may be at its taker, whatever the timing.
+"""The earliest time at which a message can be at its receiver, for every timing.
 
-An actor may be late, and the others run ahead of it as far as messages and registers let them. So a step waits for
-some number of steps of every other actor, and that is all that is certain: a message may be there as soon as its taker
-has ended as many steps as the giving step waits for. Those numbers are a vector clock (Fidge 1988, Mattern 1989).
+An actor may be late, and the others run ahead of it as far as messages and registers allow. The only certain fact is
+that a step waits for some number of steps of every other actor. So a message can be at its receiver as soon as the
+receiver has ended as many steps as the sending step waits for. These numbers are a vector clock (Fidge 1988, Mattern
+1989).
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from shardc.runtime.actor import Message
 
 
 def earliest_arrivals(timeline: Timeline) -> list[list[list[Message]]]:
-    """For each actor and each of its steps, the messages of others that may be there during it and not before it.
+    """For each actor and step, the messages of other actors that can be there during this step, but not before it.
 
     Args:
-      timeline: of a network under its registers; only its order counts.
+      timeline: a run of a network with its registers; only its order matters.
 
-    Example: with one register for two messages the second is not made before the first is taken.
+    Example: with one register for two messages, the second is not sent before the first is received.
       >>> from shardc.pipeline.schedule.simulate import simulate
       >>> from shardc.runtime.actor import Channel, Network, Step
       >>> give = tuple(Step(f"give {j}", (), ((0, j),)) for j in range(2))
@@ -32,8 +33,8 @@ def earliest_arrivals(timeline: Timeline) -> list[list[list[Message]]]:
     count = len(net.actors)
     registers = [c.registers for c in net.channels]
     given = [0] * len(net.channels)  # messages so far, by channel
-    released: list[list[tuple[int, int]]] = [[] for _ in net.channels]  # the steps that took them
-    waits: list[list[list[int]]] = [[] for _ in net.actors]  # by actor and step: the steps of each that ended before
+    released: list[list[tuple[int, int]]] = [[] for _ in net.channels]  # the steps that received them
+    waits: list[list[list[int]]] = [[] for _ in net.actors]  # by actor and step: ended steps of each actor before it
     giver: dict[Message, tuple[int, int]] = {}
     found: list[list[list[Message]]] = [[[] for _ in steps] for steps in net.actors]
     order = sorted((number, a, i) for a, row in enumerate(timeline.sequence) for i, number in enumerate(row))

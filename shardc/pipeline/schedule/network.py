@@ -1,8 +1,8 @@
-"""The network of a plain chain of stages: what the actions of a schedule take from and give to each other."""
+"""The network of a plain chain of stages: the messages between the actions of a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from shardc.errors import PipelineError, did_you_mean
@@ -25,16 +25,16 @@ def network(
     """The actors of a schedule, one for each rank, and their channels.
 
     Stage s has up to four channels of its own: `activation s->s+1`, `gradient s->s-1`, `stash s` from its forward to
-    its backward (B, or I where that is split), and `weight_stash s` from I to W.
+    its backward (B, or I if that is split), and `weight_stash s` from I to W.
 
     Args:
-      schedule: what `check_schedule` accepts. Others give a network that `find_deadlock` refuses.
-      bytes: of one message, by kind of channel ("activation", "gradient", "stash", "weight_stash"): for all stages,
-        or a sequence with one entry for each stage, that of the stage which gives.
-      registers: the same for registers; None, and what is not named: no bound.
+      schedule: a schedule that `check_schedule` accepts. Others give a network that `find_deadlock` refuses.
+      bytes: bytes of one message, by kind of channel ("activation", "gradient", "stash", "weight_stash"): one number
+        for all stages, or a sequence with one entry for each sending stage.
+      registers: number of registers, in the same form; None, or a kind that is not named: unbounded.
 
     Raises:
-      PipelineError: an unknown kind of channel, or a sequence that has not one entry for each stage.
+      PipelineError: an unknown kind of channel, or a sequence without one entry for each stage.
 
     Example:
       >>> schedule = Schedule.parse("0F0 0B0\\n1F0 1B0")
@@ -49,30 +49,14 @@ def network(
     sizes = _by_stage("bytes", bytes or {}, schedule.stages, 0)
     counts = _by_stage("registers", registers or {}, schedule.stages, None)
     rank = schedule.rank_of
-    last = schedule.stages - 1
     channels: list[Channel] = []
     number: dict[tuple[str, int], int] = {}
-
-    def add(kind: str, stage: int, name: str, to: int) -> None:
+    for kind, stage, to in _ends(schedule):
         number[kind, stage] = len(channels)
         size = sizes[kind][stage]
         assert size is not None
+        name = f"{kind} {stage}" if stage == to else f"{kind} {stage}->{to}"
         channels.append(Channel(name, rank[stage], rank[to], counts[kind][stage], size))
-
-    for s in range(schedule.stages):
-        if s < last:
-            add("activation", s, f"activation {s}->{s + 1}", s + 1)
-    split = {a.stage for row in schedule.rows for a in row if a.kind == "W"}
-    back = {a.stage for row in schedule.rows for a in row if a.kind in "BI"}
-    for s in range(schedule.stages):
-        if s in back:
-            add("stash", s, f"stash {s}", s)
-        if s in split:
-            add("weight_stash", s, f"weight_stash {s}", s)
-    for s in range(1, schedule.stages):
-        if s in back and s - 1 in back:
-            add("gradient", s, f"gradient {s}->{s - 1}", s - 1)
-
     sides = {(s, kind): _sides(number, s, kind) for s in range(schedule.stages) for kind in "FBIW"}
     actors: list[tuple[Step, ...]] = []
     for row in schedule.rows:
@@ -85,8 +69,22 @@ def network(
     return Network(tuple(actors), tuple(channels))
 
 
+def _ends(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
+    """The kind, the sending and the receiving stage of each channel."""
+    stages = range(schedule.stages)
+    split = {a.stage for row in schedule.rows for a in row if a.kind == "W"}
+    back = {a.stage for row in schedule.rows for a in row if a.kind in "BI"}
+    yield from (("activation", s, s + 1) for s in stages[:-1])
+    for s in stages:
+        if s in back:
+            yield "stash", s, s
+        if s in split:
+            yield "weight_stash", s, s
+    yield from (("gradient", s, s - 1) for s in stages[1:] if s in back and s - 1 in back)
+
+
 def _sides(number: Mapping[tuple[str, int], int], s: int, kind: str) -> tuple[list[int], list[int]]:
-    """The channels that an action of stage s takes from and gives to, of those that there are."""
+    """The existing channels that an action of stage s receives from and sends to."""
     own = ("stash", s)
     takes, gives = {
         "F": ([("activation", s - 1)], [("activation", s), own]),
@@ -98,18 +96,19 @@ def _sides(number: Mapping[tuple[str, int], int], s: int, kind: str) -> tuple[li
 
 
 def _by_stage(
-    what: str, given: Mapping[str, Registers], stages: int, default: int | None
+    argument: str, given: Mapping[str, Registers], stages: int, default: int | None
 ) -> dict[str, Sequence[int | None]]:
     found: dict[str, Sequence[int | None]] = {kind: [default] * stages for kind in CHANNELS}
     for kind, value in given.items():
         if kind not in CHANNELS:
             raise PipelineError(
-                f'network: {what} has "{kind}"; the channels are {", ".join(CHANNELS)}.{did_you_mean(kind, CHANNELS)}'
+                f'network: {argument} has "{kind}"; the channels are {", ".join(CHANNELS)}.'
+                f"{did_you_mean(kind, CHANNELS)}"
             )
         if value is None or isinstance(value, int):
             found[kind] = [value] * stages
             continue
         if len(value) != stages:
-            raise PipelineError(f'network: {what}["{kind}"] has {len(value)} entries; there are {stages} stages.')
+            raise PipelineError(f'network: {argument}["{kind}"] has {len(value)} entries; there are {stages} stages.')
         found[kind] = value
     return found

@@ -1,11 +1,12 @@
-"""Where a chain of work is cut into stages: on tables of numbers.
+"""Chooses the cuts of a chain of work into stages, from tables of numbers.
 
-    point:  0 . . i . . j . . n-1        stage (i, j) does what lies between two points, forwards and backwards
+    point:  0 . . i . . j . . n-1        stage (i, j) runs the work between two points, forwards and backwards
 
-First the least that the slowest stage can take, by dynamic programming over the points; then, for that bound and a few
-looser ones, the cuts whose transfers are least. A stage that is slightly slower may save far more in transfers: each of
-the few is run under the schedule in the simulator. From the fastest on cuts are moved one by one, as long as the
-simulated call becomes faster and no stage slower than the loosest bound; where there are few places, all are tried.
+First, dynamic programming over the points finds the least time of the slowest stage. Then, for this bound and a few
+looser ones, it finds the cuts with the least transfers: a slightly slower stage may save far more in transfers. Each of
+these cuts is run under the schedule in the simulator. Starting from the fastest one, cuts are moved one by one while
+the simulated call becomes faster and no stage becomes slower than the loosest bound. If there are few points, all cuts
+are tried.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import simulate
@@ -27,36 +28,36 @@ from shardc.runtime.actor import Channel
 
 Floats: TypeAlias = NDArray[np.float64]
 Cuts: TypeAlias = tuple[int, ...]
-"""The points between stages: P-1 of them, ascending."""
+"""The P-1 points between stages, ascending."""
 
 SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06)
-"""How much slower than need be the slowest stage may become, to save transfers."""
+"""Factors on the least time of the slowest stage that are tried to save transfers."""
 SHARED: Final = 1.5
-"""The same where a rank runs several stages, whose sum counts more than the slowest."""
+"""The largest such factor if a rank runs several stages, as their sum matters more than the slowest one."""
 WORTH: Final = 1.001
-"""How much faster a call has to become for that."""
+"""The least factor by which a call has to become faster for other cuts."""
 ACTIONS: Final = 100_000
-"""How many actions are simulated in the search, about: some of 10 us each."""
+"""About the number of actions that a search simulates; one takes about 10 us."""
 REACH: Final = 12
-"""How many points a cut is moved at once, at most."""
+"""The most points by which a cut is moved at once."""
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Work in a row that may be cut at n points, of which the first is its start and the last its end.
+class CutProblem:
+    """The costs of cutting a chain of work at n points, of which the first is its start and the last its end.
 
     Attributes:
-      forward, backward: (stages, n) seconds of all forward (backward) work in front of each point, on the devices of
-        each stage.
+      forward, backward: (stages, n) seconds of all forward (backward) work before each point, on the devices of each
+        stage.
       activation, gradient: (n,) bytes that each device sends over a cut there, forwards and backwards, for each
         microbatch.
-      once: (n,) bytes that a cut there costs besides, in the whole call.
-      back: (n,) the place of each point in the backward pass, which a later point never exceeds.
-      memory: (stages, n, n) bytes that each device of stage s needs for what lies between points i and j.
-      room: (stages,) bytes that it has.
+      once: (n,) further bytes that a cut there sends once per call.
+      back: (n,) the place of each point in the backward pass; it does not increase with the points.
+      memory: (stages, n, n) bytes that each device of stage s needs for the work between points i and j.
+      room: (stages,) bytes that each device of stage s has.
       fused: the last stage's forward lies inside its backward.
-      latency, bandwidth: of the link between two stages; seconds, and bytes per second.
-      least: seconds that any task costs.
+      latency, bandwidth: seconds and bytes per second of the link between two stages.
+      least: the least seconds of a task.
     """
 
     forward: Floats
@@ -76,8 +77,8 @@ class Chain:
     def stages(self) -> int:
         return len(self.forward)
 
-    def costs(self, cuts: Cuts) -> Costs:
-        """F, input gradient and weight gradient of each stage; the two gradients share their time evenly."""
+    def costs(self, cuts: Cuts) -> StageCosts:
+        """The costs of each stage; input and weight gradient get half of the backward's time each."""
         ends = [0, *cuts, self.forward.shape[1] - 1]
         rows: list[tuple[float, float, float]] = []
         for s, (i, j) in enumerate(pairwise(ends)):
@@ -86,28 +87,28 @@ class Chain:
             fused = self.fused and s == self.stages - 1
             half = max(ahead + behind if fused else behind, self.least) / 2
             rows.append((0.0 if fused else max(ahead, self.least), half, half))
-        return Costs(tuple(rows))
+        return StageCosts(tuple(rows))
 
     def transfer_seconds(self) -> Floats:
-        """For each point, the time to cross a cut there and come back."""
+        """For each point, the time of an activation and a gradient over a cut there."""
         return (self.activation + self.gradient) / self.bandwidth + 2 * self.latency
 
 
-def choose_cuts(chain: Chain, schedule: Callable[[Costs], Schedule]) -> Cuts | None:
+def choose_cuts(chain: CutProblem, schedule: Callable[[StageCosts], Schedule]) -> Cuts | None:
     """The cuts under which a call is fastest.
 
     Args:
-      chain: the work, and what each cut costs.
-      schedule: the order of the actions, for the costs of the stages.
+      chain: the work, and the costs of cuts.
+      schedule: a function from the costs of the stages to the order of the actions.
 
     Returns:
-      None if no cuts fit the memory, or there are not as many places.
+      None if no cuts fit in memory, or there are too few points.
     """
     seconds = _stage_seconds(chain)
     least = _slowest_at_least(seconds)
     if least is None:
         return None
-    search = _Search(chain, schedule)
+    search = _CutSearch(chain, schedule)
     for slack in SLACK:
         search.try_all([_least_transfers(chain, seconds <= least * slack * (1 + 1e-9))])
     order = schedule(chain.costs(search.best))
@@ -121,10 +122,10 @@ def choose_cuts(chain: Chain, schedule: Callable[[Costs], Schedule]) -> Cuts | N
     return search.best
 
 
-class _Search:
-    """The fastest cuts so far, and how many may still be tried."""
+class _CutSearch:
+    """The fastest cuts so far, and the number of actions that may still be simulated."""
 
-    def __init__(self, chain: Chain, schedule: Callable[[Costs], Schedule]) -> None:
+    def __init__(self, chain: CutProblem, schedule: Callable[[StageCosts], Schedule]) -> None:
         self.chain, self.schedule = chain, schedule
         self.best: Cuts = ()
         self.fastest = np.inf
@@ -132,7 +133,7 @@ class _Search:
         self.left = ACTIONS
 
     def try_all(self, candidates: Iterable[Cuts | None]) -> bool:
-        """Whether one of the candidates is faster than what was found before."""
+        """Simulate candidates. Returns whether one of them is faster than the best one before."""
         before = self.best
         for cuts in candidates:
             if cuts is None or cuts in self.tried or (self.left <= 0 and self.best):
@@ -147,7 +148,7 @@ class _Search:
 
 
 def _moved(cuts: Cuts, allowed: NDArray[np.bool_]) -> Iterator[Cuts]:
-    """The cuts with one of them elsewhere, near moves first; and with all of them moved."""
+    """The cuts with one of them moved, or with all of them moved; short moves first."""
     n = allowed.shape[1]
     for distance in range(1, REACH + 1):
         for step in (-distance, distance):
@@ -164,13 +165,13 @@ def _with(cuts: Cuts, k: int, step: int) -> Cuts:
     return (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
 
 
-def tightest_cuts(chain: Chain) -> Cuts | None:
-    """The cuts that come nearest to fitting the memory; None if there are not as many places."""
+def tightest_cuts(chain: CutProblem) -> Cuts | None:
+    """The cuts that come closest to fitting in memory; None if there are too few points."""
     share = chain.memory / chain.room[:, None, None]
     return _bottleneck(np.where(_may_follow(chain), share, np.inf))
 
 
-def makespan(chain: Chain, cuts: Cuts, order: Schedule) -> float:
+def makespan(chain: CutProblem, cuts: Cuts, order: Schedule) -> float:
     """Seconds of the loop over microbatches in the simulator."""
     at = list(cuts)
     net = network(
@@ -185,15 +186,15 @@ def makespan(chain: Chain, cuts: Cuts, order: Schedule) -> float:
     return simulate(net, chain.costs(cuts), link).makespan + once
 
 
-def _may_follow(chain: Chain) -> NDArray[np.bool_]:
-    """(stages, n, n): whether a stage may go from point i to point j: there is work, and no way back."""
+def _may_follow(chain: CutProblem) -> NDArray[np.bool_]:
+    """(stages, n, n): whether a stage may go from point i to point j: it has work, and the backward keeps the order."""
     work = chain.forward + chain.backward
     ahead = work[:, None, :] > work[:, :, None]
     return ahead & (chain.back[None, None, :] <= chain.back[None, :, None])
 
 
-def _stage_seconds(chain: Chain) -> Floats:
-    """(stages, n, n): time of a stage for one microbatch, that of its inputs and their gradients included."""
+def _stage_seconds(chain: CutProblem) -> Floats:
+    """(stages, n, n): time of a stage for one microbatch, with the transfers of its inputs and their gradients."""
     ahead = chain.forward[:, None, :] - chain.forward[:, :, None]
     behind = chain.backward[:, None, :] - chain.backward[:, :, None]
     seconds = ahead + behind
@@ -203,26 +204,26 @@ def _stage_seconds(chain: Chain) -> Floats:
 
 
 def _slowest_at_least(seconds: Floats) -> float | None:
-    """The least time of the slowest stage; None if there are no cuts."""
+    """The least time of the slowest stage over all cuts; None if there are no cuts."""
     best = _bottleneck(seconds)
     if best is None:
         return None
     return float(max(seconds[s, i, j] for s, (i, j) in enumerate(pairwise([0, *best, seconds.shape[1] - 1]))))
 
 
-def _least_transfers(chain: Chain, allowed: NDArray[np.bool_]) -> Cuts | None:
-    """Of the cuts into allowed stages those with the least transfers."""
+def _least_transfers(chain: CutProblem, allowed: NDArray[np.bool_]) -> Cuts | None:
+    """The cuts into allowed stages with the least transfers."""
     price = chain.transfer_seconds() + chain.once / chain.bandwidth
     return _path(np.where(allowed, price[None, :, None], np.inf), np.add)
 
 
 def _bottleneck(seconds: Floats) -> Cuts | None:
-    """The cuts under which the greatest (s, i, j) of a path is least."""
+    """The cuts that minimize the largest entry (s, i, j)."""
     return _path(seconds, np.maximum)
 
 
 def _path(step: Floats, join: np.ufunc) -> Cuts | None:
-    """The path from the first point to the last, one step for each stage, of least total under `join`."""
+    """The path from the first point to the last, one step for each stage, whose total under `join` is least."""
     stages, _, n = step.shape
     total = np.full(n, np.inf)
     total[0] = 0.0
@@ -240,7 +241,7 @@ def _path(step: Floats, join: np.ufunc) -> Cuts | None:
 
 
 def in_flight(schedule: Schedule) -> Sequence[int]:
-    """For each stage the most microbatches whose activations it holds at once."""
+    """For each stage the peak of the microbatches whose activations it holds."""
     held, most = [0] * schedule.stages, [0] * schedule.stages
     for row in schedule.rows:
         split = {a.stage for a in row if a.kind == "W"}

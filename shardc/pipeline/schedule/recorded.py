@@ -1,4 +1,4 @@
-"""A run under the real clock as a Timeline, so that measured and planned are looked at with the same eyes."""
+"""A measured run as a Timeline, so that it can be compared with the planned one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardc.runtime.actor import Network, Span
 
 
 def recorded(net: Network, spans: Iterable[Span], zero: float) -> Timeline:
-    """The timeline of a run that was recorded.
+    """The timeline of a recorded run.
 
     Args:
-      net: what ran.
+      net: the network that ran.
       spans: one for each step of each actor, those of an actor in order (`Executor.run(record=True)`).
-      zero: when the run began; the timeline's times count from there.
+      zero: the begin of the run; the timeline's times count from it.
 
     Raises:
       PipelineError: the spans are not those of all steps.

@@ -1,4 +1,4 @@
-"""A schedule: for each rank the order of its actions. Pure data: no times, no devices, nothing that runs."""
+"""A schedule: the order of each rank's actions. It is pure data, without times or devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardc.pipeline.schedule.action import Action
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of each rank's actions. Two schedules are equal if their names and orders are.
+    """The order of each rank's actions. Two schedules are equal if their names and orders are equal.
 
     `str()` draws it as a grid with a row for each rank and a column for each unit of time; `Schedule.parse` reads that
-    grid again. Idle cells say nothing: a rank starts its next action when what it needs is there.
+    grid. Idle cells have no meaning: a rank starts its next action when the action's inputs are there.
 
     Args:
-      name: "1f1b", or whatever it is called.
-      rows: row r holds rank r's actions in order. Nothing is checked here: `check_schedule` does.
+      name: the name, such as "1f1b".
+      rows: row r holds rank r's actions in order. They are not checked here: `check_schedule` does that.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each stage; -1 for a stage that stands nowhere, the first rank for one on several."""
+        """The rank of each stage; -1 for a stage without actions, the first rank for a stage on several ranks."""
         found: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
@@ -47,12 +47,12 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank, at most."""
+        """The most stages of a rank."""
         return max((self.rank_of.count(r) for r in range(self.ranks)), default=0)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is split into input gradient and weight gradient."""
+        """Whether any backward is split into input gradient and weight gradient."""
         return any(a.kind in "IW" for row in self.rows for a in row)
 
     @cached_property
@@ -60,8 +60,7 @@ class Schedule:
         return frozenset(a for row in self.rows for a in row)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose results `action` takes: the chain F_s -> F_s+1, (B|I)_s+1 -> (B|I)_s, F_s -> (B|I)_s,
-        I_s -> W_s."""
+        """The actions whose results `action` reads: F_s -> F_s+1, (B|I)_s+1 -> (B|I)_s, F_s -> (B|I)_s, I_s -> W_s."""
         stage, kind, microbatch = action
         if kind == "W":
             return (Action(stage, "I", microbatch),)
@@ -75,9 +74,9 @@ class Schedule:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """The column of each action in the grid: its start, as early as order and needs allow, if each takes one unit.
+        """The column of each action in the grid: its earliest start by order and dependences, if each takes one unit.
 
-        What waits for ever (a deadlock, a missing action) stands behind all the rest, in order.
+        Actions that wait forever (a deadlock, a missing action) come after all others, in order.
         """
         columns: list[list[int]] = [[] for _ in self.rows]
         start: dict[Action, int] = {}
@@ -100,19 +99,19 @@ class Schedule:
 
     @staticmethod
     def parse(grid: str) -> Schedule:
-        """The schedule that a grid shows: the inverse of `str()`.
+        """Parse a grid: the inverse of `str()`.
 
         A line is a rank; its cells are separated by blanks, commas or `|`. A leading `rank 0`, and a first line with
-        the name, may be there or not. `.` and `-` are idle cells. torch's `(0F1;3B0)OVERLAP_F_B` is read as its parts.
+        the name, are optional. `.` and `-` are idle cells. torch's `(0F1;3B0)OVERLAP_F_B` is read as its parts.
 
         Raises:
-          PipelineError: what stands there is no action; every such cell is named with its rank and column.
+          PipelineError: cells that are not actions; each one is named with its rank and column.
         """
         return Schedule(*text.parse(grid))
 
     def to_csv(self) -> str:
-        """The schedule as torch.distributed.pipelining writes it without communication: a row for each rank, a cell
-        for each unit of time, blank where the rank is idle. The name is not in it."""
+        """The schedule in torch.distributed.pipelining's format without communication: a row for each rank, a cell for
+        each unit of time, blank if the rank is idle. The name is left out."""
         return text.to_csv(self.rows, self.columns)
 
     @staticmethod
@@ -120,6 +119,6 @@ class Schedule:
         """The inverse of `to_csv`. Reads torch's compute-only files, OVERLAP_F_B cells as their parts.
 
         Raises:
-          PipelineError: a cell is no action, or is a communication: torch's compute_comms format.
+          PipelineError: a cell is not an action, or is a communication (torch's compute_comms format).
         """
         return Schedule(name, text.from_csv(csv, name))

@@ -1,9 +1,9 @@
-"""The actors of a network under virtual time.
+"""The simulator: runs the actors of a network under virtual time.
 
-As actors choose nothing, a step's start is a plain maximum: of the end of the step before it, the arrivals of its
-messages and the release of its registers. So no calendar of events is needed: an actor is driven as far as it can
-come, then those that its messages wake, and times travel with the messages and registers. This visits every message
-once, and gives what a clock ticking through all events would give.
+Actors make no choices. So a step's start is the maximum of the end of the step before it, the arrivals of its messages
+and the releases of its registers, and no event queue is needed: an actor advances as far as it can, then the actors
+that its messages wake; times travel with messages and registers. Every message is visited once, and the result is that
+of an event simulation.
 """
 
 from __future__ import annotations
@@ -19,28 +19,39 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.runtime.actor import Actor, Channel, Network, Span
+from shardc.runtime.actor import Actor, Channel, Network, Span, Step
 from shardc.runtime.deadlock import ActorWait, Deadlock, find_deadlock
 
-__all__ = ["ActorWait", "Cost", "Deadlock", "Link", "Span", "Timeline", "find_deadlock", "peak_activations", "simulate"]
+__all__ = [
+    "ActorWait",
+    "Cost",
+    "Deadlock",
+    "LinkCost",
+    "Span",
+    "Timeline",
+    "find_deadlock",
+    "peak_activations",
+    "simulate",
+]
 
 Cost: TypeAlias = Callable[[Any], float]
-"""Seconds of a step, by its label."""
-Link: TypeAlias = Callable[[Channel], tuple[float, float]]
-"""Latency, and seconds that one message keeps the link busy, of a channel between two actors."""
+"""A function from a step's label to its seconds."""
+LinkCost: TypeAlias = Callable[[Channel], tuple[float, float]]
+"""A function from a channel between two actors to its latency, and the seconds for which a message occupies it."""
 
 _FIRST: Final = -1
 _LAST: Final = 1 << 62
+_FOREVER: Final = float("inf")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every step of a network ran. Times are in the unit of the costs; the run begins at 0.
+    """The times of every step of a network. They are in the unit of the costs, and the run begins at 0.
 
     Attributes:
-      network: what ran.
-      starts, ends: by actor, in the order of its steps.
-      sequence: by actor and step, a number that grows along every dependence; it orders what happens at the same time.
+      network: the network.
+      starts, ends: times by actor, in the order of its steps.
+      sequence: by actor and step, a number that grows along every dependence; it orders events of the same time.
     """
 
     network: Network
@@ -50,14 +61,14 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
-        """By actor, in order."""
+        """The steps of each actor with their times, in order."""
         return tuple(
             tuple(Span(a, s.label, b, e) for s, b, e in zip(steps, starts, ends, strict=True))
             for a, (steps, starts, ends) in enumerate(zip(self.network.actors, self.starts, self.ends, strict=True))
         )
 
     def order(self) -> tuple[tuple[Hashable, ...], ...]:
-        """The labels by actor, in the order in which they ran."""
+        """The labels of each actor's steps, in the order in which they ran."""
         return tuple(tuple(s.label for s in steps) for steps in self.network.actors)
 
     @cached_property
@@ -67,17 +78,17 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """By actor, the sum of its steps."""
+        """The busy time of each actor: the sum of its steps."""
         return tuple(fsum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
-        """The makespan less the busy time of the actor that is busy least."""
+        """The makespan minus the busy time of the least busy actor."""
         return self.makespan - min(self.busy, default=0.0)
 
     @cached_property
     def bubble_per_rank(self) -> tuple[float, ...]:
-        """By actor, from the start of its first step to the end of its last, less its busy time."""
+        """The idle time of each actor between the start of its first step and the end of its last one."""
         return tuple(
             ends[-1] - starts[0] - busy if ends else 0.0
             for starts, ends, busy in zip(self.starts, self.ends, self.busy, strict=True)
@@ -85,26 +96,26 @@ class Timeline:
 
     @cached_property
     def occupancy(self) -> tuple[list[tuple[float, int]], ...]:
-        """For each channel, after each time at which it changes, the registers in use."""
+        """The registers in use of each channel, after each time at which they change."""
         return tuple([(t, n) for t, n in _last_of_each_time(uses)] for uses in self._uses)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """For each channel the most registers in use at once: with that many it runs as it did here."""
+        """The peak of registers in use of each channel: with this number of registers the run is the same."""
         return tuple(max((n for _, n in uses), default=0) for uses in self._uses)
 
     @cached_property
     def messages(self) -> int:
-        """Messages between different actors."""
+        """The number of messages between different actors."""
         crosses = [c.source != c.target for c in self.network.channels]
         return sum(crosses[m[0]] for steps in self.network.actors for step in steps for m in step.gives)
 
     @cached_property
     def _uses(self) -> tuple[list[tuple[float, int]], ...]:
-        """For each channel time and registers in use, after each change.
+        """Times and registers in use of each channel, after each change.
 
-        What happens at one time is put in an order that agrees with all dependences: what ends, then steps without
-        length, then what starts.
+        Events of one time are put in an order that agrees with all dependences: ends of steps, then steps without
+        length, then starts.
         """
         events: list[list[tuple[float, int, int]]] = [[] for _ in self.network.channels]
         for steps, starts, ends, after in zip(self.network.actors, self.starts, self.ends, self.sequence, strict=True):
@@ -129,19 +140,19 @@ def _last_of_each_time(uses: Sequence[tuple[float, int]]) -> list[tuple[float, i
     return [use for i, use in enumerate(uses) if i + 1 == len(uses) or uses[i + 1][0] != use[0]]
 
 
-def simulate(net: Network, cost: Cost, link: Link | None = None) -> Timeline:
-    """Runs the network under virtual time.
+def simulate(net: Network, cost: Cost, link: LinkCost | None = None) -> Timeline:
+    """Run the network under virtual time.
 
     Args:
       net: actors and channels.
       cost: seconds of a step, by its label.
-      link: for a channel between two actors its latency, and the seconds for which one message keeps the link busy;
-        both 0 if not given. What one actor sends to another, on all their channels, goes one after the other: a
-        message leaves when its step has ended and those before it have left, and arrives seconds per message plus
-        latency later. A register is free for its giver as soon as the taking step ends.
+      link: for a channel between two actors its latency, and the seconds for which one message occupies the link;
+        both 0 if not given. The messages from one actor to another, on all their channels, go one after the other: a
+        message leaves when its step has ended and the messages before it have left, and arrives seconds per message
+        plus latency later. A register is free for its sender as soon as the receiving step ends.
 
     Raises:
-      PipelineError: the network deadlocks; the message names the cycle. Or a cost is negative or no number.
+      PipelineError: the network deadlocks (the error names the cycle), or a cost is not a number of 0 or more.
     """
     timeline = run_timed(net, cost, link)
     if timeline is None:
@@ -153,84 +164,97 @@ def _no_link(channel: Channel) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def run_timed(net: Network, cost: Cost, link: Link | None) -> Timeline | None:
+def run_timed(net: Network, cost: Cost, link: LinkCost | None) -> Timeline | None:
     """`simulate` without its checks; None if the network deadlocks."""
-    actors = [Actor(net, a, 0.0) for a in range(len(net.actors))]
-    source = [c.source for c in net.channels]
-    target = [c.target for c in net.channels]
-    bounded = [c.registers is not None for c in net.channels]
-    links = [None if c.source == c.target else _positive_link(c, link or _no_link) for c in net.channels]
-    sent = [0.0] * (len(actors) ** 2)  # when the last message left, by source and target
-    starts: list[list[float]] = [[] for _ in actors]
-    ends: list[list[float]] = [[] for _ in actors]
-    sequence: list[list[int]] = [[] for _ in actors]
-    now = [0.0] * len(actors)
-    number = 0
-    queue = deque(actors)
-    waiting = [False] * len(actors)  # not in the queue
-    while queue:
-        actor = queue.popleft()
-        a = actor.number
-        time = now[a]
+    return _SimulatedRun(net, cost, link or _no_link).timeline()
+
+
+class _SimulatedRun:
+    """One run of the simulator."""
+
+    def __init__(self, net: Network, cost: Cost, link: LinkCost) -> None:
+        self.net, self.cost = net, cost
+        self.actors = [Actor(net, a, 0.0) for a in range(len(net.actors))]
+        self.source = [c.source for c in net.channels]
+        self.target = [c.target for c in net.channels]
+        self.bounded = [c.registers is not None for c in net.channels]
+        self.links = [None if c.source == c.target else _positive_link(c, link) for c in net.channels]
+        self.sent = [[0.0] * len(self.actors) for _ in self.actors]  # when the last message left, by source and target
+        self.starts: list[list[float]] = [[] for _ in self.actors]
+        self.ends: list[list[float]] = [[] for _ in self.actors]
+        self.sequence: list[list[int]] = [[] for _ in self.actors]
+        self.number = 0
+        self.queue = deque(self.actors)
+        self.waiting = [False] * len(self.actors)  # not in the queue
+
+    def timeline(self) -> Timeline | None:
+        while self.queue:
+            actor = self.queue.popleft()
+            self._advance(actor)
+            self.waiting[actor.number] = True
+        if any(a.step is not None for a in self.actors):
+            return None
+        return Timeline(self.net, tuple(self.starts), tuple(self.ends), tuple(self.sequence))
+
+    def _advance(self, actor: Actor[float]) -> None:
+        """Run an actor's steps as far as messages and registers allow."""
+        actors, cost, waiting, sent = self.actors, self.cost, self.waiting, self.sent[actor.number]
+        starts, ends = self.starts[actor.number], self.ends[actor.number]
+        first, time = len(ends), ends[-1] if ends else 0.0
         while actor.ready():
             step = actor.step
             assert step is not None
             arrivals, releases = actor.fire()
-            for t in arrivals:
-                if t > time:
-                    time = t
-            for t in releases:
-                if t > time:
-                    time = t
-            starts[a].append(time)
+            time = max([time, *arrivals, *releases])
+            starts.append(time)
             seconds = cost(step.label)
-            if not 0.0 <= seconds < float("inf"):
-                raise PipelineError(f"The cost of {step.label} is {seconds}; a cost is a number of seconds, 0 or more.")
+            if not 0.0 <= seconds < _FOREVER:
+                raise PipelineError(_no_cost(step, seconds))
             time += seconds
-            ends[a].append(time)
-            sequence[a].append(number)
-            number += 1
+            ends.append(time)
             for channel, _ in step.takes:
-                if bounded[channel]:
-                    b = source[channel]
+                if self.bounded[channel]:
+                    b = self.source[channel]
                     actors[b].credit(channel, time)
                     if waiting[b]:
-                        waiting[b] = False
-                        queue.append(actors[b])
+                        self._wake(b)
             for message in step.gives:
-                channel = message[0]
-                b = target[channel]
+                b = self.target[message[0]]
                 arrival = time
-                way = links[channel]
-                if way is not None:
-                    pair = a * len(actors) + b
-                    arrival = sent[pair] = max(time, sent[pair]) + way[1]
-                    arrival += way[0]
+                link = self.links[message[0]]
+                if link is not None:
+                    arrival = sent[b] = max(time, sent[b]) + link[1]
+                    arrival += link[0]
                 actors[b].deliver(message, arrival)
                 if waiting[b]:
-                    waiting[b] = False
-                    queue.append(actors[b])
-        now[a] = time
-        waiting[a] = True
-    if any(a.step is not None for a in actors):
-        return None
-    return Timeline(net, tuple(starts), tuple(ends), tuple(sequence))
+                    self._wake(b)
+        count = len(ends) - first
+        self.sequence[actor.number] += range(self.number, self.number + count)
+        self.number += count
+
+    def _wake(self, b: int) -> None:
+        self.waiting[b] = False
+        self.queue.append(self.actors[b])
 
 
-def _positive_link(channel: Channel, link: Link) -> tuple[float, float] | None:
+def _no_cost(step: Step, seconds: float) -> str:
+    return f"The cost of {step.label} is {seconds}; it has to be a number of seconds, 0 or more."
+
+
+def _positive_link(channel: Channel, link: LinkCost) -> tuple[float, float] | None:
     latency, seconds = link(channel)
     if not (0.0 <= latency < float("inf") and 0.0 <= seconds < float("inf")):
         raise PipelineError(
             f'The link of channel "{channel.name}" has latency {latency} and {seconds} seconds per message; '
-            "both are numbers of seconds, 0 or more."
+            "both have to be numbers of seconds, 0 or more."
         )
     return (latency, seconds) if latency or seconds else None
 
 
 def peak_activations(schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
-    """For each rank the most microbatches' activations that it holds at once, counted in chunks (one stage's share).
+    """For each rank the peak of the activations that it holds, in chunks (one stage's share of a microbatch).
 
-    From the start of F to the end of the full backward B, or of W where the backward is split.
+    An activation lives from the start of F to the end of the full backward B, or of W if the backward is split.
     """
     peaks: list[int] = []
     for row in timeline.order()[: schedule.ranks]:

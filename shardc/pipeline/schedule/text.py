@@ -1,4 +1,4 @@
-"""Schedules as text: the grid that people read, and torch's CSV. Both say the order; columns are for the eye."""
+"""Schedules as text: a grid for people, and torch's CSV. Both give the order; the columns have no further meaning."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Columns: TypeAlias = Sequence[Sequence[int]]
 
 IDLE: Final = ("", ".", "-")
 _AROUND: Final = 5
-"""Cells shown of a row before and after one that is wrong."""
+"""The most cells shown of a row before and after a wrong one."""
 _SHOWN: Final = 20
-"""Wrong cells shown in an error."""
+"""The most wrong cells shown in an error."""
 _COMPUTE_ONLY: Final = (
     "shardc derives sends and receives from the order of the computation. Save the compute-only format: torch's "
     '_dump_csv(file, format="compute_only").'
@@ -46,7 +46,9 @@ def parse(grid: str) -> tuple[str, Rows]:
     for rank, line in enumerate(lines):
         label = _LABEL.match(line)
         if label and int(label[1] or label[2]) != rank:
-            raise PipelineError(f'Schedule "{name}": row {rank} is labelled "{label[0].strip()}"; rows stand in order.')
+            raise PipelineError(
+                f'Schedule "{name}": row {rank} is labelled "{label[0].strip()}"; rows have to be in order.'
+            )
     return name, _read([_cells(line) for line in lines], name)
 
 
@@ -66,7 +68,7 @@ def from_csv(text: str, name: str) -> Rows:
 
 
 def _spread(row: Sequence[Action], at: Sequence[int]) -> list[str]:
-    """The cells of a row up to its last action, blank where it is idle."""
+    """The cells of a row up to its last action, blank if it is idle."""
     cells = [""] * (1 + max(at, default=-1))
     for action, column in zip(row, at, strict=True):
         cells[column] = str(action)
@@ -111,7 +113,7 @@ def _read(rows: Sequence[Sequence[str]], name: str) -> Rows:
         read.append(tuple(row))
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
-        error = all_offenders(f'Schedule "{name}" has cells that are no actions:', [*wrong[:_SHOWN], *more])
+        error = all_offenders(f'Schedule "{name}" has cells that are not actions:', [*wrong[:_SHOWN], *more])
         raise PipelineError(f"{error}\n{_COMPUTE_ONLY}" if moves else error)
     return tuple(read)
 

@@ -168,7 +168,7 @@ def test_a_plan_says_what_it_recomputes(hbm, tmp_path):
     plan = function(in_placements={"batch": {"data": shardc.S(0)}}).plan(*state, batch)
     assert plan.cheaper.count > 5
     assert (plan.recomputed is None) == (hbm is None)
-    assert "as keeping them takes longer: " in plan.explain()
+    assert "because keeping them takes longer: " in plan.explain()
     plan.save(tmp_path / "plan.json")
     saved = function(plan=tmp_path / "plan.json").plan(*state, batch)
     assert (saved.cheaper, saved.recomputed) == (plan.cheaper, plan.recomputed)

@@ -245,7 +245,7 @@ def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path
     assert plan.recomputed.bytes > 0.2 * limit
     assert plan.recomputed.count == len(plan.recomputed.names)
     assert 0 <= plan.gap < 1
-    assert "Computed again where they are read" in plan.explain()
+    assert "Recomputed to save memory" in plan.explain()
     assert len(ports_in(plan.counterfactual.problem, plan.boxed)) > len(plan.boxed.jaxpr.eqns)
     compiled = f.compile(*state, batch)
     assert compiled.audit().ok

@@ -158,8 +158,8 @@ def test_state_of_one_stage_that_another_reads_is_an_error():
     with pytest.raises(shardc.PipelineError) as error:
         plan_of(late)
     text = str(error.value)
-    assert "what a microbatch leaves for the next is read and replaced by one task of one stage" in text
-    assert "(late), in the forward of stage 0, reads what test_keep_state.py" in text
+    assert "state that microbatches pass on has to be read and replaced by one task of one stage" in text
+    assert "(late), in the forward of stage 0, reads state that test_keep_state.py" in text
     assert "(late) replaces in the backward of stage 1: each microbatch would wait" in text
 
 

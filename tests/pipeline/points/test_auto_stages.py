@@ -15,6 +15,7 @@ import shardc.pipeline.plan
 from examples.zoo import MODELS
 from shardc import S
 from shardc.compat import bodies_of
+from shardc.pipeline import make
 from shardc.pipeline.plan import HOST_SECONDS
 from shardc.pipeline.points.auto_stages import cut_automatically
 from shardc.pipeline.schedule.simulate import simulate
@@ -182,7 +183,7 @@ def test_too_little_work_for_so_many_stages():
     gradient = shardc.accumulate(jax.value_and_grad(short), microbatches=2)
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan_of(shardc.make_mesh(pipe=8), gradient=gradient)
-    assert "8 stages want 7 cuts" in str(error.value)
+    assert "8 stages need 7 cuts" in str(error.value)
 
 
 def state_bytes(plan):
@@ -221,7 +222,7 @@ def test_memory_bounds_the_cut():
     with pytest.raises(shardc.errors.PipelineError) as error:
         plan("8MB")
     text = str(error.value)
-    assert "no 2 stages fit the memory" in text
+    assert "no cut into 2 stages fits in memory" in text
     assert "stage 1: " in text and " of 8 MB, too much: parameters, their gradients and optimizer state" in text
     assert "activations of 1 microbatches" in text
 
@@ -243,7 +244,7 @@ def test_where_no_cut_fits_stages_recompute():
 
     free = plan("1GB")
     room = free.memory.peak // 4
-    with pytest.raises(shardc.errors.StageMemoryError, match="no 2 stages fit the memory"):
+    with pytest.raises(shardc.errors.StageMemoryError, match="no cut into 2 stages fits in memory"):
         plan(room, recompute="none")
     tight = plan(room)
     assert "full" in tight.pipeline.recompute and "full" not in free.pipeline.recompute
@@ -313,9 +314,7 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
 )
 def test_the_estimate_that_cuts_go_by_is_near_the_account(name, ranks, schedule, monkeypatch):
     found = []
-    monkeypatch.setattr(
-        shardc.pipeline_plan, "cut_automatically", lambda *a: found.append(cut_automatically(*a)) or found[-1]
-    )
+    monkeypatch.setattr(make, "cut_automatically", lambda *a: found.append(cut_automatically(*a)) or found[-1])
     plan = zoo_plan(name, {}, ranks, 4, schedule=schedule, recompute="none")
     for estimate, rank in zip(found[-1][1], plan.memory.ranks, strict=True):
         assert 0.8 < estimate / rank.peak < 1.3
@@ -327,5 +326,5 @@ def test_one_block_around_everything_is_named():
         partial(train_step, whole), mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline(stages="auto")
     )
     params = init()
-    with pytest.raises(shardc.PipelineError, match=r'as one block \(.*\).*around the layers.*recompute="full"'):
+    with pytest.raises(shardc.PipelineError, match=r'as one block \(.*\).*around each layer.*recompute="full"'):
         step.plan(params, OPTIMIZER.init(params), BATCH)

@@ -74,8 +74,8 @@ def test_weight_gradients_fill_the_gaps():
 
 
 def test_stages_may_share_ranks():
-    schedule = derive_order([0, 1, 1, 0], 3, [4, 4, 4, 4], cost, 0.5, name="v")
-    assert schedule.name == "v" and schedule.rank_of == (0, 1, 1, 0)
+    schedule = derive_order([0, 1, 1, 0], 3, [4, 4, 4, 4], cost, 0.5)
+    assert schedule.name == "derived" and schedule.rank_of == (0, 1, 1, 0)
     assert sorted(a for row in schedule.rows for a in row) == sorted(
         (s, k, j) for s in range(4) for k in "FB" for j in range(3)
     )
@@ -203,7 +203,7 @@ def test_a_bound_that_cannot_be_kept():
         "The registers do not fit the bound, and with fewer at the first of these actors the order deadlocks:\n"
         "  actor 1: 2 x 100 (stash 1) + 1 x 7 (gradient 2->1) = 207 bytes; the bound is 150.\n"
         "  actor 2: 1 x 100 (stash 2) = 100 bytes; the bound is 99.\n"
-        "Take a schedule that holds fewer activations, recompute more, or cut smaller stages."
+        "Use a schedule that holds fewer activations, recompute more, or cut smaller stages."
     )
 
 

@@ -6,9 +6,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods import make_schedule
-from shardc.pipeline.schedule.partition import SLACK, WORTH, Chain, choose_cuts, in_flight, makespan, tightest_cuts
+from shardc.pipeline.schedule.partition import SLACK, WORTH, CutProblem, choose_cuts, in_flight, makespan, tightest_cuts
 
 
 def random_chain(rng, stages, n, tight=False):
@@ -16,7 +16,7 @@ def random_chain(rng, stages, n, tight=False):
     work[:, 0] = 0
     kept = rng.integers(0, 10, n).cumsum().astype(float)
     room = kept[-1] / stages * 1.3 if tight else kept[-1] + 1
-    return Chain(
+    return CutProblem(
         forward=np.stack([work[0]] * stages),
         backward=np.stack([work[1]] * stages),
         activation=rng.integers(0, 1000, n).astype(float),
@@ -85,7 +85,7 @@ def test_a_slightly_slower_stage_is_taken_for_a_far_smaller_transfer():
     chain = random_chain(np.random.default_rng(0), 2, 101)
     size = np.full(101, 30_000.0)
     size[51] = 0.0
-    chain = Chain(
+    chain = CutProblem(
         np.stack([even] * 2), np.stack([even] * 2), size, size, size * 0, np.arange(101, 0, -1),
         chain.memory, chain.room, True, 0.0, 3000.0, 0.0,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_slightly_slower_stage_is_taken_for_a_far_smaller_transfer():
 
 def test_cuts_that_nearly_fit():
     chain = random_chain(np.random.default_rng(1), 2, 9)
-    small = Chain(**{**vars(chain), "room": np.asarray([1.0, 1.0])})
+    small = CutProblem(**{**vars(chain), "room": np.asarray([1.0, 1.0])})
     assert choose_cuts(small, lambda costs: order(chain)(costs=costs)) is None
     (cut,) = tightest_cuts(small)
     worst = {i: max(small.memory[0, 0, i], small.memory[1, i, -1]) for (i,), _ in all_cuts(chain)}
@@ -103,8 +103,8 @@ def test_cuts_that_nearly_fit():
 
 def test_a_fused_stage_has_no_forward_and_tasks_take_their_least():
     chain = random_chain(np.random.default_rng(0), 2, 9)
-    chain = Chain(**{**vars(chain), "fused": True, "least": 1e6})
-    assert chain.costs((4,)) == Costs(((1e6, 5e5, 5e5), (0.0, 5e5, 5e5)))
+    chain = CutProblem(**{**vars(chain), "fused": True, "least": 1e6})
+    assert chain.costs((4,)) == StageCosts(((1e6, 5e5, 5e5), (0.0, 5e5, 5e5)))
 
 
 @pytest.mark.parametrize(("name", "want"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [6, 6, 6, 6]), ("zb-h1", [4, 4, 4, 4])])

@@ -27,7 +27,7 @@ def test_an_action_prints_as_it_parses(text):
 
 @pytest.mark.parametrize("text", ["", "F0", "2f0", "2F", "2F-1", "2X0", "2F0 2F1", "2SEND_F0", "9999999F0"])
 def test_what_is_no_action(text):
-    with pytest.raises(ValueError, match=r"is no action; one reads <stage><F\|B\|I\|W><microbatch>, such as 2F0\."):
+    with pytest.raises(ValueError, match=r"is not an action; write <stage><F\|B\|I\|W><microbatch>, such as 2F0\."):
         Action.parse(text)
 
 
@@ -120,22 +120,22 @@ def test_csv_is_a_row_for_each_rank():
     [
         (
             "0F0,1SEND_F0,1RECV_B0,0B0\n1F0,x,1B0,,2F\n",
-            'Schedule "csv" has cells that are no actions:\n'
+            'Schedule "csv" has cells that are not actions:\n'
             "  rank 0, column 1: 1SEND_F0 is communication.\n"
             "    rank 0 | 0F0 [1SEND_F0] 1RECV_B0 0B0\n"
             "  rank 0, column 2: 1RECV_B0 is communication.\n"
             "    rank 0 | 0F0 1SEND_F0 [1RECV_B0] 0B0\n"
-            '  rank 1, column 1: "x" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.\n'
+            '  rank 1, column 1: "x" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.\n'
             "    rank 1 | 1F0 [x] 1B0 . 2F\n"
-            '  rank 1, column 4: "2F" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.\n'
+            '  rank 1, column 4: "2F" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.\n'
             "    rank 1 | 1F0 x 1B0 . [2F]\n"
             "shardc derives sends and receives from the order of the computation. Save the compute-only format: "
             'torch\'s _dump_csv(file, format="compute_only").',
         ),
         (
             ",".join(["0F0"] * 9 + ["oops"] + ["0F0"] * 9),
-            'Schedule "csv" has cells that are no actions:\n'
-            '  rank 0, column 9: "oops" is no action; one reads <stage><F|B|I|W><microbatch>, such as 2F0.\n'
+            'Schedule "csv" has cells that are not actions:\n'
+            '  rank 0, column 9: "oops" is not an action; write <stage><F|B|I|W><microbatch>, such as 2F0.\n'
             "    rank 0 | ... 0F0 0F0 0F0 0F0 0F0 [oops] 0F0 0F0 0F0 0F0 0F0 ...",
         ),
     ],
@@ -154,4 +154,4 @@ def test_many_wrong_cells_are_counted():
 def test_rows_out_of_order():
     with pytest.raises(PipelineError) as error:
         Schedule.parse("rank 0 | 0F0 0B0\nrank 2 | 1F0 1B0")
-    assert str(error.value) == 'Schedule "schedule": row 1 is labelled "rank 2 |"; rows stand in order.'
+    assert str(error.value) == 'Schedule "schedule": row 1 is labelled "rank 2 |"; rows have to be in order.'

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shardc.errors import PipelineError
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.network import network
@@ -283,7 +283,7 @@ def test_no_network():
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_and_links_are_numbers_of_seconds(bad):
     net = network(Schedule.parse("0F0 0B0\n1F0 1B0"))
-    with pytest.raises(PipelineError, match=f"The cost of 1B0 is {bad}; a cost is a number of seconds, 0 or more."):
+    with pytest.raises(PipelineError, match=f"The cost of 1B0 is {bad}; it has to be a number of seconds, 0 or more."):
         simulate(net, lambda action: bad if str(action) == "1B0" else 1.0)
     with pytest.raises(PipelineError, match=r'The link of channel "activation 0->1" has latency 1 and'):
         simulate(net, costs(*UNIT), lambda _: (1, bad))
@@ -294,13 +294,13 @@ def test_costs_and_links_are_numbers_of_seconds(bad):
 
 @pytest.mark.parametrize(
     "schedule",
-    [method.orders(3, 7, method.chunks, Costs()) for method in METHODS.values()],
+    [method.orders(3, 7, method.chunks, StageCosts()) for method in METHODS.values()],
     ids=lambda s: s.name,
 )
 def test_the_executor_does_what_the_simulator_does_in_the_same_order(schedule):
     net = network(schedule)
-    net = net.with_registers(auto_credits(net, Costs()))
-    timeline = simulate(net, Costs())
+    net = net.with_registers(auto_credits(net, StageCosts()))
+    timeline = simulate(net, StageCosts())
     rng = random.Random(0)
     ran = [[] for _ in range(schedule.ranks)]
     rank = schedule.rank_of

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
-    """Bubble (p-1)(F+B+W) of a stage; a rank holds all v·m chunks. A stage's weights are gathered and its gradients
-    reduced once each, where they are split over data-parallel devices."""
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
+    """Bubble (p-1)(F+B+W) of a stage; a rank holds all v·m chunks. Weights of a stage that are split over data-parallel
+    devices are gathered once, and their gradients are reduced once."""
     rows: list[tuple[Action, ...]] = []
     for r in range(ranks):
         stages = range(r, ranks * chunks, ranks)

@@ -1,10 +1,10 @@
-"""Schedules in a V from a building block: when one microbatch passes each stage, repeated for all of them.
+"""Schedules in a V from a building block: the times at which one microbatch passes the stages, repeated for all.
 
-Rank i runs stages i and 2p-1-i. A microbatch goes down the V and up again, forwards, then the same way back; how far
-apart its steps are decides how long its activations live, and with that how many of them a rank holds. The blocks
-come one after the other every six units, as each microbatch costs a rank F, I and W of two stages; this says who comes
-first on a rank, and `squeeze` makes the schedule from it. (Qi et al. 2024, Pipeline Parallelism with Controllable
-Memory, arXiv 2405.15362.)
+Rank i runs stages i and 2p-1-i. A microbatch's forwards go down the V and up again, and its backwards the same way
+back. The distances between its steps decide how long its activations live, and so how many of them a rank holds. A new
+block starts every six units, because each microbatch costs a rank F, I and W of two stages. The blocks give the order
+on each rank, and `squeeze` makes the schedule from it. (Qi et al. 2024, Pipeline Parallelism with Controllable Memory,
+arXiv 2405.15362.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import ranks_of
 from shardc.pipeline.schedule.methods.squeeze import Squeezed, squeeze
 from shardc.pipeline.schedule.schedule import Schedule
@@ -41,7 +41,7 @@ class Block(NamedTuple):
     back_turn: int
 
     def plan(self, ranks: int, microbatches: int) -> list[list[Action]]:
-        """F and I of each rank by their times."""
+        """F and I of each rank, sorted by their times."""
         down, up, back_down, back_up, turn, last, back_turn = self
         side = ranks - 1
         steps = [0, *[down] * side, turn, *[up] * side, last, *[back_down] * side, back_turn, *[back_up] * side]
@@ -59,13 +59,15 @@ class Block(NamedTuple):
         return rows
 
 
-def from_blocks(name: str, blocks: Sequence[Block], ranks: int, microbatches: int, costs: Costs, held: int) -> Schedule:
-    """The fastest of the schedules that these blocks give if each rank holds `held` chunks at most."""
+def from_blocks(
+    name: str, blocks: Sequence[Block], ranks: int, microbatches: int, costs: StageCosts, held: int
+) -> Schedule:
+    """The fastest of the schedules of these blocks in which each rank holds at most `held` chunks."""
     best: Squeezed | None = None
     for block in blocks:
         found = squeeze(block.plan(ranks, microbatches), ranks_of("v", ranks, 2), costs, [held] * ranks)
         if found and (best is None or found.makespan < best.makespan):
             best = found
     if best is None:
-        raise PipelineError(f"{name}: no schedule of {ranks} ranks holds {held} chunks at most on each.")
+        raise PipelineError(f"{name}: no schedule of {ranks} ranks holds at most {held} chunks on each.")
     return Schedule(name, best.rows)

@@ -1,22 +1,22 @@
-"""DualPipeV: forwards and backwards of different microbatches in pairs, so that one's messages hide in the other."""
+"""DualPipeV: pairs of a forward and a backward of different microbatches, whose messages overlap with computation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """A rank holds 2p+1 chunks. Bubble (p-1)F of a stage if F, B and W are equal and pairs run one after the other.
 
-    Rank r has stage r on the way down the V and 2p-1-r on the way up. With far = p-1-r, the ranks below it:
-    it starts with 2·far forwards down and r+1 of both; far times gradient, weights and forward up, until backwards come
-    down as well; pairs of forward and backward, up and down in turn; and drains, its last weight gradients put off to
-    fill the wait.
+    Rank r has stage r on the way down the V and 2p-1-r on the way up; far = p-1-r ranks are below it. It starts with
+    2·far forwards down and r+1 of both stages. Then it runs `far` times input gradient, weight gradient and forward up,
+    until backwards come down too. Then pairs of forward and backward alternate between up and down. At the end its last
+    weight gradients are delayed to fill the idle time.
     """
     return Schedule("dualpipe-v", tuple(tuple(_row(r, ranks, microbatches)) for r in range(ranks)))
 
@@ -68,7 +68,7 @@ class _Stage:
 def refuse(ranks: int, microbatches: int, chunks: int) -> str | None:
     if microbatches >= 2 * ranks:
         return None
-    return f"it wants at least 2·ranks = {2 * ranks} microbatches, to fill the V from both ends; zb-v takes fewer"
+    return f"it needs at least 2·ranks = {2 * ranks} microbatches, to fill the V from both ends; zb-v needs fewer"
 
 
 DUALPIPE_V = Method(

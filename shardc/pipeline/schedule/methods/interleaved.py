@@ -1,22 +1,22 @@
-"""Interleaved 1F1B: several stages a rank in a loop, so that the bubble shrinks with the size of a stage."""
+"""Interleaved 1F1B: several stages per rank in a loop, so that the bubble shrinks with the size of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.methods.order import alternate
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """Bubble (p-1)(F+B+W) of a stage, 1/v of 1F1B's for the same model; rank r holds 2(p-1-r) + (v-1)p + 1 chunks.
 
     Microbatches go in groups of p: a rank runs a group through its first stage, then through its second, and so on.
-    Where p does not divide m the last group is made full, and what is too much is then left out: microbatches do not
-    wait for each other but by a rank's order, so the order stays free of deadlock.
+    If p does not divide m, the last group is filled up, and the surplus microbatches are removed at the end. The order
+    stays free of deadlock, because microbatches wait for each other only by a rank's order.
     """
     p, v = ranks, chunks
     rows: list[tuple[Action, ...]] = []

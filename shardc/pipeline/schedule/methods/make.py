@@ -1,21 +1,21 @@
-"""A schedule from whatever a user gives: a name, a text, a function, a schedule."""
+"""A schedule from a user's argument: a name, a text, a function, a schedule."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from shardc.errors import PipelineError, did_you_mean
 from shardc.pipeline.schedule.check import checked
-from shardc.pipeline.schedule.costs import Costs, CostsLike
+from shardc.pipeline.schedule.costs import CostsLike, StageCosts
 from shardc.pipeline.schedule.methods.auto import find_schedule
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.methods.table import METHODS
 from shardc.pipeline.schedule.schedule import Schedule
 
-ScheduleLike: TypeAlias = str | Schedule | Method | Callable[[int, int, int, Costs], Schedule]
+ScheduleLike: TypeAlias = str | Schedule | Method | Callable[[int, int, int, StageCosts], Schedule]
 
 _LOOKS_LIKE_TEXT: Final = re.compile(r"\d[FBIW]\d")
 
@@ -28,23 +28,21 @@ def make_schedule(
     *,
     costs: CostsLike = (1.0, 1.0, 1.0),
     latency: float = 0.0,
-    memory: int | Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule for these ranks and microbatches, checked.
 
     Args:
-      schedule: the name of a method, "auto" (the best that `find_schedule` finds), the text of a grid, a Schedule, a
-        Method, or a function (ranks, microbatches, chunks, costs) to a Schedule.
+      schedule: the name of a method, "auto" (the best schedule that `find_schedule` finds), the text of a grid, a
+        Schedule, a Method, or a function from (ranks, microbatches, chunks, costs) to a Schedule.
       ranks, microbatches: p and m.
-      chunks: stages of each rank; None: what the method has, or 1.
-      costs: (F, B, W) of all stages, or one for each of the ranks·chunks stages. Methods whose order depends on time
-        make it for these.
-      latency: of a message between two ranks. Only "auto" looks at it.
-      memory: how many activations, in chunks, a rank may hold, for all or for each. Only "auto" looks at it.
+      chunks: stages of each rank; None: the method's number, or 1.
+      costs: (F, B, W) of all stages, or one for each of the ranks·chunks stages, for methods whose order depends on
+        time.
+      latency: latency of a message between two ranks. Only "auto" uses it.
 
     Raises:
-      PipelineError: an unknown name; a method that cannot have these numbers; a schedule that is none, with all that
-        is wrong, or one for other numbers.
+      PipelineError: an unknown name, a method that does not support these numbers, an invalid schedule (with all its
+        faults), or a schedule for other numbers.
 
     Example:
       >>> print(make_schedule("1f1b", 2, 3))
@@ -54,13 +52,14 @@ def make_schedule(
     """
     if not all(map(_is_count, (ranks, microbatches, 1 if chunks is None else chunks))):
         raise PipelineError(
-            f"make_schedule: ranks={ranks!r}, microbatches={microbatches!r}, chunks={chunks!r}; each is 1 or more."
+            f"make_schedule: ranks={ranks!r}, microbatches={microbatches!r}, chunks={chunks!r}; each has to be 1 or "
+            "more."
         )
     if isinstance(schedule, str) and _LOOKS_LIKE_TEXT.search(schedule):
         schedule = Schedule.parse(schedule)
     if isinstance(schedule, str):
         if schedule == "auto":
-            return find_schedule(ranks, microbatches, chunks or 1, costs=costs, latency=latency, memory=memory).schedule
+            return find_schedule(ranks, microbatches, chunks or 1, costs=costs, latency=latency).schedule
         if schedule not in METHODS:
             names = [*METHODS, "auto"]
             raise PipelineError(
@@ -72,7 +71,7 @@ def make_schedule(
         schedule = schedule.orders
     if not isinstance(schedule, Schedule):
         chunks = chunks or 1
-        schedule = _called(schedule, ranks, microbatches, chunks, Costs.read(costs, ranks * chunks))
+        schedule = _called(schedule, ranks, microbatches, chunks, StageCosts.read(costs, ranks * chunks))
     return _fitting(checked(schedule), ranks, microbatches, chunks)
 
 
@@ -81,11 +80,11 @@ def _is_count(n: object) -> bool:
 
 
 def _called(function: object, *args: object) -> Schedule:
-    """The schedule that a user's function gives."""
+    """The schedule that a user's function returns."""
     if not callable(function):
         raise PipelineError(
-            f'schedule={function!r} is no schedule; write a name, as "1f1b", the text of a grid, a Schedule, or a '
-            "function of (ranks, microbatches, chunks, costs) that gives a Schedule."
+            f'schedule={function!r} is not a schedule; write a name such as "1f1b", the text of a grid, a Schedule, or '
+            "a function of (ranks, microbatches, chunks, costs) that returns a Schedule."
         )
     name = getattr(function, "__name__", repr(function))
     try:
@@ -97,25 +96,26 @@ def _called(function: object, *args: object) -> Schedule:
     found = function(*args)
     if not isinstance(found, Schedule):
         raise PipelineError(
-            f"The schedule function {name} gave {found!r}; it has to give a Schedule, as Schedule.parse(text) does."
+            f"The schedule function {name} returned {found!r}; it has to return a Schedule, such as "
+            "Schedule.parse(text)."
         )
     return found
 
 
 def _chunks(method: Method, ranks: int, microbatches: int, chunks: int | None) -> int:
-    """How many chunks the method has here. Raises if it cannot have these numbers."""
+    """The method's number of chunks. Raises if it does not support these numbers."""
     chunks = chunks or method.chunks
     if chunks < method.chunks or (chunks > method.chunks and not method.more_chunks):
         least = "at least " if method.more_chunks else ""
         stages = f"{least}{method.chunks} stage{'s' * (method.chunks > 1)}"
         raise PipelineError(
-            f'Schedule "{method.name}" has {stages} on each rank, not {chunks}: say chunks={method.chunks}, or take '
+            f'Schedule "{method.name}" has {stages} on each rank, not {chunks}: set chunks={method.chunks}, or use '
             f"{_others(chunks)}."
         )
     why = method.refuse(ranks, microbatches, chunks)
     if why:
         raise PipelineError(
-            f'Schedule "{method.name}" cannot have {ranks} ranks and {microbatches} microbatches: {why}.'
+            f'Schedule "{method.name}" does not support {ranks} ranks and {microbatches} microbatches: {why}.'
         )
     return chunks
 
@@ -126,7 +126,7 @@ def _others(chunks: int) -> str:
 
 
 def _fitting(schedule: Schedule, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """The schedule. Raises if it is for other numbers."""
+    """The schedule itself. Raises if it is for other numbers."""
     asked = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     has = {"ranks": schedule.ranks, "microbatches": schedule.microbatches, "chunks": schedule.chunks}
     wrong = [f"{has[name]} {name}, not {n}" for name, n in asked.items() if n is not None and n != has[name]]

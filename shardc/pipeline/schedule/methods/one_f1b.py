@@ -1,14 +1,14 @@
-"""1F1B: a rank goes ahead as far as its distance from the end, then alternates backwards and forwards."""
+"""1F1B: a rank runs as many forwards ahead as its distance from the end, then alternates backwards and forwards."""
 
 from __future__ import annotations
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.methods.order import one_stage
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """Bubble (p-1)(F+B+W) as GPipe, but rank i of p holds min(m, p-i) activations."""
     return Schedule("1f1b", tuple(tuple(one_stage(r, microbatches, ranks - r)) for r in range(ranks)))
 

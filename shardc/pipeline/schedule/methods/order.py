@@ -1,4 +1,4 @@
-"""Orders of forwards and backwards before anything is said of time."""
+"""Orders of forwards and backwards that do not depend on costs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shardc.pipeline.schedule.action import Action
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left.
+    """`ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
-    So the rank holds `ahead` activations at most; with all of them ahead this is all forwards, then all backwards.
+    The rank holds at most `ahead` activations. If `ahead` is all of them, these are all forwards, then all backwards.
     """
     yield from forwards[:ahead]
     for i, backward in enumerate(backwards):

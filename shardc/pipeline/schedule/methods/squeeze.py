@@ -1,6 +1,6 @@
-"""From a planned order of forwards and input gradients to a schedule: weight gradients fill what would be idle.
+"""Makes a schedule from a planned order of forwards and input gradients: weight gradients fill idle time.
 
-The plan may be rough. It says who comes first where several could run; time says what can.
+The plan may be rough: it decides only which of several runnable actions comes first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 
 
 class Squeezed(NamedTuple):
-    """The order of each rank, and when the last action ends."""
+    """The order of each rank, and the end of the last action."""
 
     rows: tuple[tuple[Action, ...], ...]
     makespan: float
@@ -24,32 +24,32 @@ class Squeezed(NamedTuple):
 def squeeze(
     plan: Sequence[Sequence[Action]],
     rank_of: Sequence[int],
-    costs: Costs,
+    costs: StageCosts,
     held: Sequence[int],
     latency: float = 0.0,
     *,
     window: int = 12,
 ) -> Squeezed | None:
-    """A schedule in the plan's order, as far as waiting for it does not waste time.
+    """A schedule in the plan's order, except where waiting for the next action would leave a rank idle.
 
-    Whenever a rank is free it takes the plan's next action, if its inputs are there and, for a forward, an activation
-    may be held. Else it takes its oldest weight gradient W. Else, rather than idle, the first of the next actions of
-    the plan that can run now: an input gradient, or a forward for which there will be room until its place in the plan
-    if every W comes right after its I. So what has been moved up never takes the room of what it overtook.
+    A free rank takes the plan's next action if its inputs are there and, for a forward, if it may hold one more
+    activation. Otherwise it takes its oldest weight gradient W. Otherwise it takes the first of the plan's next actions
+    that can run now: an input gradient, or a forward that has room until its place in the plan if every W comes right
+    after its I. So an action that is moved up never takes the room of one that it overtakes.
 
     Args:
-      plan: for each rank F and I of all its stages and microbatches, in an order that would not deadlock. With B in
-        the place of I the backward stays whole.
+      plan: for each rank F and I of all its stages and microbatches, in an order without deadlock. With B instead of I
+        the backward is not split.
       rank_of: the rank of each stage.
-      costs: of the actions.
-      held: for each rank how many activations it may hold, in chunks.
-      latency: of a message between two ranks.
-      window: how many of the next actions are looked at.
+      costs: the costs of the actions.
+      held: for each rank the most activations that it may hold, in chunks.
+      latency: latency of a message between two ranks.
+      window: how many of the next actions are considered.
 
     Returns:
-      None if the plan cannot be run with so few activations.
+      None if the plan cannot run with so few activations.
     """
-    ranks = [_Rank(deque(row), room) for row, room in zip(plan, held, strict=True)]
+    ranks = [_RankQueue(deque(row), room) for row, room in zip(plan, held, strict=True)]
     arrivals: dict[tuple[int, bool, int], float] = {}  # stage, forward?, microbatch: when its input is there
     last = len(rank_of) - 1
     calls = [(0.0, r) for r in range(len(ranks))]  # when to look at a rank again
@@ -79,8 +79,8 @@ def squeeze(
     return Squeezed(tuple(tuple(rank.done) for rank in ranks), end)
 
 
-class _Rank:
-    """What one rank has still to do, and holds."""
+class _RankQueue:
+    """The remaining actions of one rank, and the activations that it holds."""
 
     def __init__(self, plan: deque[Action], room: int) -> None:
         self.plan = plan
@@ -91,7 +91,7 @@ class _Rank:
         self.free = 0.0
 
     def take(self, arrivals: dict[tuple[int, bool, int], float], now: float, window: int) -> Action | None:
-        """The action to start now, taken out of what is to do; None if the rank has to wait."""
+        """Pop the action to start now; None if the rank has to wait."""
         if self._later(arrivals, now, 1) == 0:
             action = self.plan.popleft()
         elif self.weights:
@@ -113,7 +113,7 @@ class _Rank:
         return arrivals.get((stage, kind == "F", microbatch), now + 1) <= now  # a gradient comes after the own forward
 
     def _later(self, arrivals: dict[tuple[int, bool, int], float], now: float, window: int) -> int | None:
-        """The place of the first action of the plan that can run, and may overtake those before it."""
+        """The place of the first action of the plan that can run and may overtake those before it."""
         held = most = self.held
         for place in range(min(window, len(self.plan))):
             action = self.plan[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.building_block import Block, from_blocks
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.schedule import Schedule
@@ -17,7 +17,7 @@ BLOCKS: Final = (
 )
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """A rank holds (p+4)/3 microbatches' activations, rounded down; somewhat over half of 1F1B's bubble if F, B
     and W are equal, more if they are not."""
     return from_blocks("v-min", BLOCKS, ranks, microbatches, costs, 2 * ((ranks + 4) // 3))

@@ -1,17 +1,17 @@
-"""ZB-H1: 1F1B with the backward split; weight gradients are put off as far as the memory of 1F1B's first rank goes."""
+"""ZB-H1: 1F1B with the backward split; weight gradients are delayed within the memory of 1F1B's first rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.methods.order import one_stage
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """Bubble (p-1)(F+B-min(F,B,W)), a third of 1F1B's if all are equal; every rank holds p activations.
 
     Rank i's W lag i microbatches behind its I, so that it holds p-i activations for I and i for W.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.methods.order import one_stage
 from shardc.pipeline.schedule.methods.squeeze import squeeze
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """Makespan bubble (p-1)F, and none within a rank, if F, B and W are equal; a rank holds 2p-1 activations at most.
 
-    Forwards and input gradients as in eager 1F1B; weight gradients wherever a rank would idle or has no room.
+    Forwards and input gradients as in eager 1F1B; weight gradients where a rank would be idle or has no room.
     """
     plan = [list(one_stage(r, microbatches, 2 * (ranks - r) - 1, "I")) for r in range(ranks)]
     squeezed = squeeze(plan, range(ranks), costs, [2 * ranks - 1] * ranks)

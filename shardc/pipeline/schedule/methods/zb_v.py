@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods.building_block import Block, from_blocks
 from shardc.pipeline.schedule.methods.method import Method
 from shardc.pipeline.schedule.schedule import Schedule
@@ -18,7 +18,7 @@ BLOCKS: Final = (
 )
 
 
-def orders(ranks: int, microbatches: int, chunks: int, costs: Costs) -> Schedule:
+def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Schedule:
     """Makespan bubble (p-1)F of a stage if F, B and W are equal; a rank holds 2p chunks, which are p microbatches."""
     return from_blocks("zb-v", BLOCKS, ranks, microbatches, costs, 2 * ranks)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.bound import lower_bound
-from shardc.pipeline.schedule.costs import Costs
-from shardc.pipeline.schedule.methods import METHODS, find_schedule, make_schedule
+from shardc.pipeline.schedule.costs import StageCosts
+from shardc.pipeline.schedule.methods import METHODS, SearchLimits, find_schedule, make_schedule
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import find_deadlock
@@ -30,7 +30,7 @@ def methods(p, m, v):
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 6), (5, 2), (3, 1)])
 @pytest.mark.parametrize(("costs", "latency"), [((1, 1, 1), 0), ((1, 1.2, 0.8), 0.4)])
 def test_never_worse_than_a_method(p, m, v, costs, latency):
-    found = find_schedule(p, m, v, costs=costs, latency=latency, work=20_000)
+    found = find_schedule(p, m, v, costs=costs, latency=latency, limits=SearchLimits(work=20_000))
     got = measure(found.schedule, costs, latency)
     assert got.makespan == pytest.approx(found.makespan)
     assert found.bound <= found.makespan * (1 + 1e-9)
@@ -51,54 +51,54 @@ def test_never_worse_than_a_method(p, m, v, costs, latency):
     ],
 )
 def test_proved_best(p, m, v, memory, makespan):
-    found = find_schedule(p, m, v, memory=memory)
+    found = find_schedule(p, m, v, limits=SearchLimits(memory))
     assert (found.makespan, found.bound, found.gap) == (makespan, makespan, 0)
     assert memory is None or max(measure(found.schedule).peaks) <= memory
 
 
 def test_unequal_stages():
     """A slow third stage, and no room for 1F1B's four activations: still as fast as that stage can be."""
-    found = find_schedule(4, 16, costs=UNEQUAL, memory=3)
+    found = find_schedule(4, 16, costs=UNEQUAL, limits=SearchLimits(3))
     assert (found.gap, found.makespan) == (0, 98)
 
 
 @pytest.mark.parametrize("memory", [1, 2, 3, [4, 3, 2, 1], [5, 1, 1, 7]])
 def test_memory_is_kept(memory):
-    found = find_schedule(4, 8, memory=memory, work=20_000)
+    found = find_schedule(4, 8, limits=SearchLimits(memory, 20_000))
     limits = [memory] * 4 if isinstance(memory, int) else memory
     assert all(p <= limit for p, limit in zip(measure(found.schedule).peaks, limits, strict=True))
 
 
 def test_less_memory_never_helps():
-    times = [find_schedule(4, 8, 2, memory=k, work=20_000).makespan for k in range(2, 9)]
+    times = [find_schedule(4, 8, 2, limits=SearchLimits(k, 20_000)).makespan for k in range(2, 9)]
     assert times == sorted(times, reverse=True)
 
 
 def test_the_same_question_has_the_same_answer():
-    ask = {"costs": UNEQUAL, "memory": 2, "work": 20_000}
+    ask = {"costs": UNEQUAL, "limits": SearchLimits(2, 20_000)}
     one, two = (find_schedule(4, 8, **ask) for _ in range(2))
     assert (one.schedule, one.makespan, one.tried) == (two.schedule, two.makespan, two.tried)
 
 
 def test_microbatches_are_numbered_as_they_start():
-    found = find_schedule(4, 8, memory=3, work=50_000).schedule
+    found = find_schedule(4, 8, limits=SearchLimits(3, 50_000)).schedule
     assert [a.microbatch for a in found.rows[0] if a.kind == "F"] == list(range(8))
 
 
 def test_through_make_schedule():
-    assert make_schedule("auto", 3, 4, memory=2) == find_schedule(3, 4, memory=2).schedule
+    assert make_schedule("auto", 3, 4) == find_schedule(3, 4).schedule
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"chunks": 2, "memory": [2, 1, 4, 1]},
+            {"chunks": 2, "limits": SearchLimits([2, 1, 4, 1])},
             "auto: ranks 1, 3 may hold 1, 1 activations, but one microbatch alone needs 2, one for each stage of a "
-            "rank. Allow that many, take fewer chunks, or recompute activations.",
+            "rank. Allow that many, use fewer chunks, or recompute activations.",
         ),
-        ({"memory": [2, 1]}, "auto: memory has 2 numbers for 4 ranks; give one, or one for each."),
-        ({"latency": -1}, "auto: latency -1; it is a time, 0 or more."),
+        ({"limits": SearchLimits([2, 1])}, "auto: memory has 2 numbers for 4 ranks; give one, or one for each."),
+        ({"latency": -1}, "auto: latency -1; it has to be a time of 0 or more."),
     ],
 )
 def test_what_cannot_be(options, message):
@@ -119,7 +119,7 @@ def test_no_schedule_beats_the_bound(data):
     p, m, v = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8)), method.chunks
     if method.refuse(p, m, v):
         return
-    costs = Costs(tuple(data.draw(st.tuples(TIMES, TIMES, TIMES)) for _ in range(p * v)))
+    costs = StageCosts(tuple(data.draw(st.tuples(TIMES, TIMES, TIMES)) for _ in range(p * v)))
     latency = data.draw(TIMES)
     schedule = method.orders(p, m, v, costs)
     got = measure(schedule, costs, latency)
@@ -148,5 +148,5 @@ def test_the_best_of_all_orders_of_a_tiny_pipeline(costs, latency):
     for memory in (None, 1, 2):
         runs = [measure(s, costs, latency) for s in schedules if find_deadlock(network(s)) is None]
         best = min(r.makespan for r in runs if memory is None or max(r.peaks) <= memory)
-        found = find_schedule(2, m, costs=costs, latency=latency, memory=memory, work=20_000)
+        found = find_schedule(2, m, costs=costs, latency=latency, limits=SearchLimits(memory, 20_000))
         assert found.bound <= best == found.makespan

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shardc.errors import PipelineError
-from shardc.pipeline.schedule.costs import Costs
+from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.pipeline.schedule.methods.method import ranks_of
 from shardc.pipeline.schedule.schedule import Schedule
@@ -62,7 +62,7 @@ def test_pipedream_has_the_order_of_1f1b():
 
 def test_a_schedule_of_ones_own():
     def serial(ranks, microbatches, chunks, costs):
-        assert costs == Costs(((1.0, 2.0, 3.0),))
+        assert costs == StageCosts(((1.0, 2.0, 3.0),))
         return Schedule.parse(" ".join(f"0F{j} 0B{j}" for j in range(microbatches)))
 
     ours = make_schedule(serial, 1, 3, costs=(1, 2, 3))
@@ -81,21 +81,21 @@ def test_a_schedule_of_ones_own():
         ),
         (
             ("dualpipe-v", 4, 7),
-            'Schedule "dualpipe-v" cannot have 4 ranks and 7 microbatches: it wants at least 2·ranks = 8 microbatches, '
-            "to fill the V from both ends; zb-v takes fewer.",
+            'Schedule "dualpipe-v" does not support 4 ranks and 7 microbatches: it needs at least 2·ranks = 8 '
+            "microbatches, to fill the V from both ends; zb-v needs fewer.",
         ),
         (
             ("1f1b", 4, 8, 2),
-            'Schedule "1f1b" has 1 stage on each rank, not 2: say chunks=1, or take interleaved, breadth-first, zb-v, '
+            'Schedule "1f1b" has 1 stage on each rank, not 2: set chunks=1, or use interleaved, breadth-first, zb-v, '
             "v-half, v-min, dualpipe-v or auto.",
         ),
         (
             ("interleaved", 4, 8, 1),
-            'Schedule "interleaved" has at least 2 stages on each rank, not 1: say chunks=2, or take gpipe, 1f1b, '
+            'Schedule "interleaved" has at least 2 stages on each rank, not 1: set chunks=2, or use gpipe, 1f1b, '
             "eager-1f1b, zb-h1, zb-h2, pipedream-2bw or auto.",
         ),
-        (("1f1b", 0, 8), "make_schedule: ranks=0, microbatches=8, chunks=None; each is 1 or more."),
-        (("auto", 4, 8, -1), "make_schedule: ranks=4, microbatches=8, chunks=-1; each is 1 or more."),
+        (("1f1b", 0, 8), "make_schedule: ranks=0, microbatches=8, chunks=None; each has to be 1 or more."),
+        (("auto", 4, 8, -1), "make_schedule: ranks=4, microbatches=8, chunks=-1; each has to be 1 or more."),
         (
             ("0F0 0B0", 2, 3),
             'Schedule "schedule" is for another pipeline: it has 1 ranks, not 2, 1 microbatches, not 3.',
@@ -111,11 +111,11 @@ def test_what_cannot_be(arguments, message):
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ((1, 2), "costs: (1, 2) is not three numbers F, B, W (forward, input gradient, weight gradient)."),
+        ((1, 2), "costs: (1, 2) has to be three numbers F, B, W (forward, input gradient, weight gradient)."),
         ([(1, 1, 1)] * 3, "costs has 3 triples for 4 stages; give one (F, B, W) for all of them, or one for each."),
         (
             [(1, 1, 1), (-1, 1, float("nan")), (1, 1, 1), (1, 1, 1)],
-            "A cost is a number, 0 or more:\n  stage 1: F costs -1.0\n  stage 1: W costs nan",
+            "A cost has to be a number of 0 or more:\n  stage 1: F costs -1.0\n  stage 1: W costs nan",
         ),
     ],
 )

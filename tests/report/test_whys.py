@@ -8,7 +8,7 @@ import shardc
 from shardc import AUTO, S
 from tests.report import loops, programs
 from tests.report.test_explain import MEGATRON, f32, mlp_params
-from tests.report.test_pipeline import MESH, i32, tied, tied_args
+from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,3 @@ def test_why_on_the_stages_of_a_pipeline(golden):
     plan = tied(MESH).plan(*tied_args(f32, i32))
     pins = plan.explain(pins=True)
     golden("why_pipeline", plan.explain(why="params/emb") + "\n\n\n" + pins[pins.index("Stage 0. Pins") :])
-
-
-def test_plans_are_compared(mesh, mlp, golden):
-    data = shardc.make_mesh(topology="cpu", data=8)
-    others = [mlp_plan(mesh, params={}), mlp_plan(mesh, layers=2), mlp_plan(data, params={})]
-    stages, filled = (tied(MESH, schedule=name).plan(*tied_args(f32, i32)) for name in ("1f1b", "gpipe"))
-    golden("diff", "\n\n\n".join([*map(mlp.diff, others), stages.diff(filled)]))
-    same = "The plans are the same: every value lies where it does in the other, and all that moves is the same."
-    assert mlp.diff(mlp_plan(mesh)) == same
-    assert stages.diff(stages) == same

@@ -9,11 +9,7 @@ import pytest
 
 import shardc
 from shardc import S
-from shardc.errors import PipelineError
 from shardc.pipeline.plan import HOST_SECONDS
-from shardc.pipeline.schedule.methods import make_schedule
-from shardc.pipeline.schedule.recorded import recorded
-from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
 from tests.report import pipelines
 
 
@@ -121,9 +117,9 @@ def _numbers(text):
     ("recompute", "text"),
     [
         ("none", "1f1b, 4 microbatches.\n"),
-        ("full", "; every stage computes its forward again in its backward.\n"),
-        (("full", "none", "none"), "; stage 0 computes its forward again in its backward.\n"),
-        (("full", "full", "none"), "; each of stages 0-1 computes its forward again in its backward.\n"),
+        ("full", "; every stage recomputes its forward pass in its backward pass.\n"),
+        (("full", "none", "none"), "; stage 0 recomputes its forward pass in its backward pass.\n"),
+        (("full", "full", "none"), "; each of stages 0-1 recomputes its forward pass in its backward pass.\n"),
     ],
 )
 def test_recompute_is_said(recompute, text):
@@ -133,7 +129,7 @@ def test_recompute_is_said(recompute, text):
 
 def test_only_the_kinds_that_occur_are_explained():
     title = tied(MESH, schedule="zb-h1").plan(*tied_args(f32, i32)).explain().split("Schedule: ")[1].split("\n")[0]
-    assert title.startswith("stage, F forward, I input gradient, W weight gradient, microbatch")
+    assert title.startswith("stage, task (F forward, I input gradient, W weight gradient), microbatch")
 
 
 # -- the plan's own pictures
@@ -152,127 +148,3 @@ def test_a_plan_draws_what_it_simulates(plan, tmp_path):
 def test_a_plan_is_drawn_into_a_file(plan, tmp_path):
     plan.draw(tmp_path / "plan.svg")
     assert "tied_step" in (tmp_path / "plan.svg").read_text()
-
-
-# -- the executable
-
-
-def zeros(*shape):
-    return np.zeros(shape, np.float32)
-
-
-def ints(n):
-    return np.arange(n, dtype=np.int32)
-
-
-@pytest.fixture(scope="module")
-def exe():
-    f = tied(shardc.make_mesh(pipe=3, data=2))
-    made = f.compile(*tied_args(zeros, ints))
-    yield made
-    made.executable.close()
-
-
-def slices_of(path):
-    events = json.loads(path.read_text())["traceEvents"]
-    pids = {e["args"]["name"].split(" ")[0]: e["pid"] for e in events if e["name"] == "process_name"}
-    return {name: [e for e in events if e["ph"] == "X" and e["pid"] == pid] for name, pid in pids.items()}
-
-
-def test_the_last_call_beside_the_plan(exe, tmp_path):
-    with pytest.raises(PipelineError, match=r"nothing was called yet; call it, or measure"):
-        exe.trace(tmp_path / "step.json")
-    exe(*tied_args(zeros, ints))
-    exe.trace(tmp_path / "step.json")
-    shown = slices_of(tmp_path / "step.json")
-    assert [(e["tid"], e["name"]) for e in shown["planned"]] == [(e["tid"], e["name"]) for e in shown["measured"]]
-    assert all(e["ts"] > 0 for e in shown["measured"])
-    assert "measured (launches by the host): " in exe.timeline()
-
-
-def test_measuring_waits_for_every_task_and_gives_what_the_call_gives(exe, tmp_path):
-    plain = exe(*tied_args(zeros, ints))
-    measured = exe.measure(*tied_args(zeros, ints))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), plain, measured)
-    assert "measured (every task waited for): " in exe.timeline()
-    exe.draw(tmp_path / "step.svg")
-    assert "every task waited for" in (tmp_path / "step.svg").read_text()
-    exe(*tied_args(zeros, ints))
-    assert "launches by the host" in exe.timeline()
-
-
-def test_measured_registers_are_never_more_than_the_credits(exe):
-    last = []
-    for call in [exe, exe.measure, exe]:
-        call(*tied_args(zeros, ints))
-        recording = exe.executable._last
-        last.append(recording.timeline(exe.plan.network))
-    for timeline in last:
-        assert timeline.order() == exe.plan.simulate().order()
-        for channel, peak in zip(exe.plan.network.channels, timeline.peaks, strict=True):
-            assert channel.registers is None or peak <= channel.registers
-
-
-def test_measuring_another_call_is_refused(exe):
-    params, state, batch = tied_args(zeros, ints)
-    with pytest.raises(shardc.errors.ShardcError, match="not the call that was compiled"):
-        exe.measure(params, state, {k: v[:8] for k, v in batch.items()})
-
-
-def test_what_is_no_pipeline_says_so(tmp_path):
-    f = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=2))
-    compiled = f.compile(zeros(4))
-    for look in (
-        lambda: compiled.timeline(),
-        lambda: compiled.trace(tmp_path / "x.json"),
-        lambda: compiled.measure(zeros(4)),
-    ):
-        with pytest.raises(PipelineError, match=r"is one program, no pipeline.*jax\.profiler\.trace"):
-            look()
-
-
-def test_spans_that_are_not_those_of_the_network_are_refused(plan):
-    with pytest.raises(PipelineError, match="recorded: 0 spans of actor 0"):
-        recorded(plan.network, [], 0.0)
-
-
-# -- words
-
-
-def test_ranges():
-    assert ranges_text([5, 0, 1, 2, 2]) == "0-2, 5"
-    assert ranges_text([]) == ""
-
-
-@pytest.mark.parametrize(
-    ("pairs", "text"),
-    [
-        ([(0, 1)], "0 -> 1"),
-        ([(0, 1), (1, 2), (2, 3)], "0 -> 1 -> 2 -> 3"),
-        ([(i + 1, i) for i in range(7)], "7 -> 6 -> ... -> 0"),
-        ([(0, t) for t in range(1, 8)], "0 -> 1-7"),
-        ([(2, 0), (1, 0)], "1-2 -> 0"),
-        ([(0, 1), (1, 2), (0, 3)], "0 -> 1 -> 2, 0 -> 3"),
-    ],
-)
-def test_pairs(pairs, text):
-    assert pairs_text(pairs) == text
-
-
-def test_stems_tell_what_lives_where():
-    found = stems({"l/0/w": 0, "l/0/b": 0, "l/1/w": 0, "l/2/w": 1, "head": 1})
-    assert found == {0: ["l/0", "l/1"], 1: ["l/2", "head"]}
-    assert stems_text(found[0]) == "l/0-1"
-    assert stems_text(["l/2", "head", "a", "b", "c"]) == "l/2, head, and 3 more"
-
-
-def test_a_wide_grid_is_cut_in_its_middle():
-    schedule = make_schedule("1f1b", 4, 32)
-    whole, nothing = cut_grid(schedule, 1000)
-    assert nothing == "" and whole == "\n".join(str(schedule).splitlines()[1:])
-    cut, left_out = cut_grid(schedule, 80)
-    assert max(map(len, cut.splitlines())) <= 80 and " ... " in cut
-    assert left_out.startswith("columns ") and left_out.endswith(" left out")
-    first = cut.splitlines()[0].split(" ... ")
-    assert whole.splitlines()[0].startswith(first[0].rstrip())
-    assert whole.splitlines()[0].rstrip().endswith(first[1].strip())

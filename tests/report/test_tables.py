@@ -1,0 +1,39 @@
+"""How numbers are written, and which rows of a table are folded."""
+
+import pytest
+
+from shardc.report.tables import bytes_text, fold_leaves, fold_paths, seconds_text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (1048575, "1.0 MiB"), (2**42, "4.0 TiB")],
+)
+def test_bytes(count, text):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (1.26e-4, "126 us"), (1.234e-3, "1.23 ms"), (12.34, "12.3 s"), (5e-12, "0 s")]
+)
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_only_the_numbers_that_differ_are_folded():
+    assert fold_paths(["opt/0/mu/blocks_0/up", "opt/0/mu/blocks_11/up"]) == "opt/0/mu/blocks_*/up"
+    assert fold_paths(["opt/0/mu"]) == "opt/0/mu"
+
+
+def folded(*paths, key=()):
+    return [text for _, text, _ in fold_leaves([(key, path, None) for path in paths])]
+
+
+def test_words_that_differ_are_put_in_braces():
+    paths = [f"opt/{m}/blocks_{i}/{w}" for m in ("mu", "nu") for i in (0, 1) for w in ("bias", "scale")]
+    assert folded(*paths) == ["opt/{mu,nu}/blocks_*/{bias,scale}  x8"]
+    assert folded("a/x", "b/x", "a") == ["a/x", "b/x", "a"]  # arguments are not folded
+    assert folded("a/x/u", "a/y/u", "a/y/v") == ["a/x/u", "a/y/{u,v}  x2"]
+    assert folded("a/a_very_long_word", "a/another_long_word") == ["a/a_very_long_word", "a/another_long_word"]
+    unlike = [(("f32[4]",), "a/x", 1), (("f32[8]",), "a/y", 2), (("f32[4]",), "a/z", 3)]
+    assert fold_leaves(unlike) == [(("f32[4]",), "a/{x,z}  x2", [1, 3]), (("f32[8]",), "a/y", [2])]
