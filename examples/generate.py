@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def generate(
-    logits_of: Callable, params: Any, seq: int, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0
-) -> bytes:
+def generate(logits_of: Callable, params: Any, seq: int, prompt: bytes, length: int, temperature: float = 0.7) -> bytes:
     """`length` bytes that follow the prompt, drawn from `logits_of(params, tokens)` in a window of `seq` tokens."""
 
     @jax.jit
@@ -20,7 +18,7 @@ def generate(
         return jax.random.categorical(key, logits_TV[last, :256].astype(float) / temperature)
 
     tokens = list(prompt)
-    for key in jax.random.split(jax.random.key(seed), length):
+    for key in jax.random.split(jax.random.key(0), length):
         window = tokens[-seq:]
         padded = jnp.array(window + [0] * (seq - len(window)))  # no position looks at those after it
         tokens.append(int(draw(params, padded, len(window) - 1, key)))

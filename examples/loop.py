@@ -54,7 +54,7 @@ def train(options: argparse.Namespace) -> int:
         axes = found.best.axes
     mesh = shardc.make_mesh(**axes)
     step = shardc.function(mesh=mesh, pipeline=staged.pipeline, **keywords)(step_fn)
-    print(heading(options, model, cfg, args[0], mesh, rows * per_row, unit))
+    print(heading(options, model, args[0], mesh, f"{rows * per_row:,} {unit}"))
     try:
         plan = step.plan(*args)
     except shardc.PipelineError as error:
@@ -94,16 +94,14 @@ def run(step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter,
     return losses, tuple(state)
 
 
-def heading(
-    options: argparse.Namespace, model: Model, cfg: Any, params: Any, mesh: Mesh, per_step: int, unit: str
-) -> str:
+def heading(options: argparse.Namespace, model: Model, params: Any, mesh: Mesh, per_step: str) -> str:
     """What is about to be trained, on what, and how it is placed."""
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     device = mesh.devices.flat[0]
     axes = ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
     what = (inspect.getdoc(model.plans[options.plan]) or "").partition("\n")[0]
     return (
-        f"model: {options.model}, config {options.config}: {size:,} parameters, {per_step:,} {unit} in a step\n"
+        f"model: {options.model}, config {options.config}: {size:,} parameters, {per_step} in a step\n"
         f"mesh:  {axes}: {mesh.size} {device.device_kind} device{'s' * (mesh.size != 1)}\n"
         f"plan:  {options.plan}: {what}"
     )

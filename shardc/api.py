@@ -316,7 +316,7 @@ class Function:
 
 
 @compat.face
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

@@ -338,7 +338,7 @@ def as_aval(x: Any, aval: Any) -> Any:
 
 
 def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
-    """Binds `prim` with `params`, always to a list of results."""
+    """A function that binds `prim` with `params`, always to a list of results."""
 
     def bind(*operands: Any, **overrides: Any) -> list[Any]:
         out = prim.bind(*operands, **{**params, **overrides})

@@ -119,7 +119,7 @@ class EquinoxCompiled:
         return getattr(self._compiled, name)
 
 
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

@@ -221,7 +221,7 @@ class FlaxCompiled:
 
 
 @compat.face
-def function(
+def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
     mesh: AnyMesh | None = None,

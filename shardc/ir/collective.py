@@ -18,7 +18,7 @@ class Collective:
       bytes: sent per device, over all executions in one call of the function.
       count: executions in one call: the trip counts of the loops around it.
       source: line of user code that made the value, as `file.py:12 (function)`.
-      value: dtype and logical shape of what moves, as `f32[8,128]`.
+      value: dtype and logical shape of the value that moves, as `f32[8,128]`.
       src, dst: the placements before and after the boxing that this collective is a step of, as text.
       per_iteration: whether it is in a `while`. Then `bytes` and `count` are those of one iteration, or of as many as
         `shardc.trips` gives.

@@ -33,18 +33,18 @@ def _check(text: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
     """Check the notation against the shapes."""
     bad: list[str] = []
     sizes: dict[str, int] = {}
-    for what, said, found in zip(("operand", "result"), parse_factors(text), (operands, results), strict=True):
-        if len(said) != len(found):
-            bad.append(f"{len(said)} {what}s are named, the operation has {len(found)}")
+    for side, named, avals in zip(("operand", "result"), parse_factors(text), (operands, results), strict=True):
+        if len(named) != len(avals):
+            bad.append(f"{len(named)} {side}s are named, the operation has {len(avals)}")
             continue
-        for i, (factors, aval) in enumerate(zip(said, found, strict=True)):
+        for i, (factors, aval) in enumerate(zip(named, avals, strict=True)):
             if len(factors) != len(aval.shape):
                 names = " ".join(f or "_" for f in factors)
-                bad.append(f"{what} {i} has shape {tuple(aval.shape)}, {names!r} names {len(factors)} dimensions")
+                bad.append(f"{side} {i} has shape {tuple(aval.shape)}, {names!r} names {len(factors)} dimensions")
                 continue
             for factor, size in zip(factors, aval.shape, strict=True):
                 if factor and sizes.setdefault(factor, size) != size:
-                    bad.append(f"{what} {i}: {factor} is {size}, elsewhere {sizes[factor]}")
+                    bad.append(f"{side} {i}: {factor} is {size}, elsewhere {sizes[factor]}")
     if bad:
         raise PlacementError(f"shardc.signature({text!r}): " + "; ".join(bad) + ".")
 

@@ -40,14 +40,14 @@ def unit_body(eqn: Eqn) -> Jaxpr:
 
 
 def unit_placements(eqn: Eqn) -> tuple[Placement, ...]:
-    """The placements of its operands and results, from its specs."""
+    """The placements of a unit's operands and results, from its specs."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
     atoms = (*eqn.invars, *eqn.outvars)
     return tuple(Placement.from_spec(s).resolve(len(a.aval.shape)) for s, a in zip(specs, atoms, strict=True))
 
 
 def unit_signatures(eqn: Eqn) -> dict[str, Signature]:
-    """Its signature on each axis that the specs name; on other axes all is B."""
+    """The signature of a unit on each axis that its specs name; on other axes all is B."""
     placements = unit_placements(eqn)
     n = len(eqn.invars)
     axes = dict.fromkeys(a for p in placements for a in p)
@@ -84,7 +84,7 @@ def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
 
 
 def run_unit(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    """Its results on this device's pieces. Runs inside shard_map over the same mesh."""
+    """The results of a unit on this device's pieces. Call it inside shard_map over the same mesh."""
     body = unit_body(eqn)
     typed = [compat.as_aval(x, v.aval) for x, v in zip(operands, body.invars, strict=True)]
     return jex.jaxpr_as_fun(compat.close(body))(*typed)

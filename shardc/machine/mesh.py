@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import jax
@@ -126,51 +126,72 @@ def make_mesh(
       >>> dict(mesh.shape)
       {'data': 1, 'model': 1}
     """
-    bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]  # pyright: ignore[reportUnnecessaryIsInstance]
+    _check_axes(axes)
+    if topology is not None and calibration is not None:
+        raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
+    if topology is not None:
+        return _mesh_without_devices(topology, hbm, axes)
+    mesh = _mesh_of_devices(axes)
+    machine = None if calibration is None else read_topology(calibration)
+    if calibration is not None and machine is not None:
+        _check_room(axes, Path(calibration).name, machine)
+    _note(_calibration_of_mesh, mesh, machine)
+    _note(_hbm_of_mesh, mesh, None if hbm is None else parse_bytes(hbm))
+    return mesh
+
+
+def _check_axes(axes: Mapping[str, Any]) -> None:
+    bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
     if bad or not axes:
         raise MeshError(
             f"A mesh needs a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
             "write shardc.make_mesh(data=4, model=2)."
         )
-    need, shape, names = math.prod(axes.values()), tuple(axes.values()), tuple(axes)
-    asked = " x ".join(f"{a}={n}" for a, n in axes.items())
-    auto = (AxisType.Auto,) * len(names)
-    if topology is not None and calibration is not None:
-        raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
-    if topology is not None:
-        machine = parse_topology(topology)
-        _check_room(asked, need, topology, machine)
-        kind = (
-            machine.to_json() if topology.endswith(".json") else topology
-        )  # the mesh does not depend on the file any more
-        kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
-        return AbstractMesh(shape, names, auto, abstract_device=AbstractDevice(kind, None, _OURS))
-    devices = sorted(jax.devices(), key=_along_links)
+
+
+def _mesh_without_devices(topology: str, hbm: str | int | None, axes: Mapping[str, int]) -> AbstractMesh:
+    machine = parse_topology(topology)
+    _check_room(axes, topology, machine)
+    kind = (
+        machine.to_json() if topology.endswith(".json") else topology
+    )  # the mesh does not depend on the file any more
+    kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
+    auto = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), auto, abstract_device=AbstractDevice(kind, None, _OURS))
+
+
+def _mesh_of_devices(axes: Mapping[str, int]) -> Mesh:
+    devices, need = sorted(jax.devices(), key=_along_links), math.prod(axes.values())
     if need > len(devices):
         raise MeshError(
-            f"The mesh {asked} needs {need} devices, this machine has {len(devices)} ({devices[0].platform}). Use a "
-            "smaller mesh; for fake CPU devices set the environment variable "
+            f"The mesh {_axes_text(axes)} needs {need} devices, this machine has {len(devices)} "
+            f"({devices[0].platform}). Use a smaller mesh; for fake CPU devices set the environment variable "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts; to plan without devices "
             'name a topology, as in topology="v5p".'
         )
-    mesh = Mesh(np.asarray(devices[:need]).reshape(shape), names, auto)
-    if calibration is not None:
-        machine = read_topology(calibration)
-        _check_room(asked, need, Path(calibration).name, machine)
-        _calibration_of_mesh[mesh] = machine
-    else:
-        _calibration_of_mesh.pop(mesh, None)
-    if hbm is not None:
-        _hbm_of_mesh[mesh] = parse_bytes(hbm)
-    else:
-        _hbm_of_mesh.pop(mesh, None)
-    return mesh
+    shape, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    return Mesh(np.asarray(devices[:need]).reshape(shape), tuple(axes), auto)
 
 
-def _check_room(asked: str, need: int, name: str, machine: Topology) -> None:
-    have = math.prod(machine.shape)
+def _check_room(axes: Mapping[str, int], name: str, machine: Topology) -> None:
+    need, have = math.prod(axes.values()), math.prod(machine.shape)
     if machine.shape and need > have:
-        raise MeshError(f"The mesh {asked} needs {need} devices, topology {name} has {have}.")
+        raise MeshError(f"The mesh {_axes_text(axes)} needs {need} devices, topology {name} has {have}.")
+
+
+def _axes_text(axes: Mapping[str, int]) -> str:
+    return " x ".join(f"{a}={n}" for a, n in axes.items())
+
+
+_Noted = TypeVar("_Noted")
+
+
+def _note(table: WeakKeyDictionary[Mesh, _Noted], mesh: Mesh, value: _Noted | None) -> None:
+    """Record `value` for `mesh`; None removes the record."""
+    if value is None:
+        table.pop(mesh, None)
+    else:
+        table[mesh] = value
 
 
 _hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
@@ -281,7 +302,7 @@ def _known_kind(device_kind: str) -> str:
 
 
 def _is_known(device_kind: str) -> bool:
-    """Whether the kind tells the memory of a device. An A100 has one of two sizes."""
+    """Whether the kind determines the memory of a device. An A100 has one of two sizes."""
     kind = device_kind.lower()
     return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
 

@@ -169,7 +169,7 @@ def _hops(span: AxisSpan) -> int:
 
 
 class _Chip(NamedTuple):
-    """Operations/s in bfloat16, bytes/s of its memory, GB of memory, and operations/s in other types."""
+    """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, operations/s in other types."""
 
     flops: float
     memory: float

@@ -52,7 +52,7 @@ ROOMS: Final = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class SearchSetting:
     """One setting of the search.
 
     Attributes:
@@ -76,7 +76,7 @@ class Attempt:
       error: why there is no plan.
     """
 
-    setting: Setting
+    setting: SearchSetting
     plan: MpmdPlan | None
     estimates: Sequence[float] = ()
     error: StageMemoryError | None = None
@@ -118,7 +118,7 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
         small.
     """
     search = _Search(_recomputing_residuals(request))
-    setting: Setting | None = Setting()
+    setting: SearchSetting | None = SearchSetting()
     while setting is not None:
         search.attempt(setting)
         setting = search.next_setting()
@@ -159,7 +159,7 @@ class _Search:
 
     # -- attempts
 
-    def attempt(self, setting: Setting) -> None:
+    def attempt(self, setting: SearchSetting) -> None:
         try:
             stages = self._cut(setting)
         except StageMemoryError as error:
@@ -168,7 +168,7 @@ class _Search:
         plan = _scheduled(stages.tasks, stages.placer.place(setting.limits))
         self.tried.append(Attempt(setting, plan, stages.estimates))
 
-    def _cut(self, setting: Setting) -> _Stages:
+    def _cut(self, setting: SearchSetting) -> _Stages:
         key = (setting.recompute, setting.scale)
         if key not in self._stages:
             r = self.request
@@ -179,7 +179,7 @@ class _Search:
             self._stages[key] = _stages_of(marked, pieces, estimates, setting.recompute)
         return self._stages[key]
 
-    def _cut_by_cost(self, setting: Setting) -> tuple[Pieces, Sequence[float]]:
+    def _cut_by_cost(self, setting: SearchSetting) -> tuple[Pieces, Sequence[float]]:
         """The program with boundaries between stages, and the estimated bytes of each stage."""
         r, rank_of = self.request, self.rank_of
         ranks = len(r.meshes)
@@ -197,13 +197,13 @@ class _Search:
 
     # -- what to try next
 
-    def next_setting(self) -> Setting | None:
+    def next_setting(self) -> SearchSetting | None:
         """The next setting to try; None: no other may help."""
         if self.tried[-1].error is not None:
             return self._recomputing_all()
         return self._with_limits() or self._with_other_cuts() or self._recomputing_more()
 
-    def _with_limits(self) -> Setting | None:
+    def _with_limits(self) -> SearchSetting | None:
         """Lower limits on the stages of ranks that have too little memory.
 
         A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
@@ -223,7 +223,7 @@ class _Search:
             return None
         return replace(of_cut[-1].setting, limits=limits)
 
-    def _with_other_cuts(self) -> Setting | None:
+    def _with_other_cuts(self) -> SearchSetting | None:
         """Cuts for the memory that the plan has where its ranks have too little, instead of for the estimate."""
         last, plan = self.tried[-1], self._of_recompute_plan()
         assert plan is not None
@@ -236,9 +236,9 @@ class _Search:
         for s, rank in enumerate(self.rank_of):
             if rank in peak and last.estimates[s]:
                 scale[s] = peak[rank] / last.estimates[s]
-        return None if tuple(scale) in tried else Setting(last.setting.recompute, tuple(scale))
+        return None if tuple(scale) in tried else SearchSetting(last.setting.recompute, tuple(scale))
 
-    def _recomputing_more(self) -> Setting | None:
+    def _recomputing_more(self) -> SearchSetting | None:
         """Recompute in all stages of ranks that have too little memory, or are slower for want of it."""
         plan = self._of_recompute_plan()
         assert plan is not None
@@ -246,15 +246,15 @@ class _Search:
         short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
         recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
-        return Setting(frozenset(recompute | more)) if more else None
+        return SearchSetting(frozenset(recompute | more)) if more else None
 
-    def _recomputing_all(self) -> Setting | None:
+    def _recomputing_all(self) -> SearchSetting | None:
         """Recompute in all stages that may, where no cuts fit by their estimate."""
         recompute = self.tried[-1].setting.recompute
         if self._of_recompute_plan() is not None:
             return self._recomputing_more()
         more = {s for s in range(len(self.rank_of)) if self._may_recompute(s)} - recompute
-        return Setting(recompute | more) if more else None
+        return SearchSetting(recompute | more) if more else None
 
     def _may_recompute(self, stage: int) -> bool:
         given = self.request.pipeline.recompute

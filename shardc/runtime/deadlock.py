@@ -219,7 +219,7 @@ def run_without_time(net: Network) -> list[Actor[None]]:
 
 
 def _cycle(net: Network, actors: Sequence[Actor[None]]) -> tuple[ActorWait, ...]:
-    """The cycle of first waits that starts at the lowest stuck actor."""
+    """The cycle that the first waits lead to, from the lowest stuck actor."""
     came: dict[int, int] = {}
     path: list[ActorWait] = []
     at = next(a.number for a in actors if a.step is not None)

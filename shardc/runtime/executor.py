@@ -50,7 +50,9 @@ class Threads:
 
 
 class Executor:
-    """Runs a network, any number of times. Close it, or use it as a context manager; dropping it closes it too.
+    """The threads of a network, which can be run any number of times.
+
+    Close it, or use it as a context manager; dropping it closes it too.
 
     Args:
       net: a network without a deadlock.
@@ -92,14 +94,7 @@ class Executor:
         here = sorted(set(share.mine))
         _check_places(net, here, share.ports)
         found = _resolve(net, here, tasks)
-        shares = [
-            ThreadShare(
-                {a: found[a] for a in actors},
-                {} if limit is None else {a: LaunchWindow(limit) for a in actors},
-                Mailbox(),
-            )
-            for actors in _split(here, threads.count)
-        ]
+        shares = [_share_of(actors, found, limit) for actors in _split(here, threads.count)]
         self.mailboxes: dict[int, Mailbox] = {a: s.mailbox for s in shares for a in s.tasks}
         """By actor, the mailbox that other processes post messages and credits to."""
         self._ports: dict[int, Port] = {**share.ports, **self.mailboxes}
@@ -110,13 +105,11 @@ class Executor:
         self._runs = 0
         self._running = threading.Lock()
         for w, s in zip(self._workers, shares, strict=True):
-            who = f"actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}"
-            w.thread = threading.Thread(target=w.loop, name=f"{threads.name}: {who}", daemon=True)
-            w.thread.start()
+            w.start(f"{threads.name}: actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}")
         self._finalizer = weakref.finalize(self, _close, self._workers)
 
     def run(self, *, record: bool = False) -> list[Span]:
-        """Runs all steps of the actors of this process, and returns when the last one is launched.
+        """Run all steps of the actors of this process, and return when the last one is launched.
 
         Returns:
           with `record`, the host times of all steps by actor, in seconds of `time.perf_counter`: from the arrival of
@@ -157,7 +150,7 @@ class Executor:
         return spans
 
     def _wait_for_workers(self, run: int, record: bool) -> BaseException | None:
-        """Orders a run and waits until it has ended in all threads. Returns the exception that interrupted the wait."""
+        """Order a run and wait until it has ended in all threads. Returns the exception that interrupted the wait."""
         interrupt: BaseException | None = None
         ordered = False
         try:
@@ -192,7 +185,7 @@ class Executor:
         return spans, failed, stopped
 
     def close(self) -> None:
-        """Ends all threads and waits for them. Stops a run in another thread. May be called twice."""
+        """End all threads and wait for them. Stops a run in another thread. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> Executor:
@@ -200,6 +193,11 @@ class Executor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _share_of(actors: Sequence[int], tasks: Mapping[int, Sequence[Task]], limit: LaunchLimit | None) -> ThreadShare:
+    windows = {} if limit is None else {a: LaunchWindow(limit) for a in actors}
+    return ThreadShare({a: tasks[a] for a in actors}, windows, Mailbox())
 
 
 def _split(actors: Sequence[int], threads: int | None) -> list[list[int]]:

@@ -83,15 +83,15 @@ class Mailbox:
         self._pass_on(self._posted.get().pop(), run, reader)
 
     def _pass_on(self, posted: Posted, run: int, reader: MailboxReader) -> None:
-        of, what, value = posted
-        if of > run:
+        number, content, value = posted
+        if number > run:
             self._later.append(posted)
-        elif of < run or what is None:
+        elif number < run or content is None:
             return
-        elif isinstance(what, int):
-            reader.credit(what, None)
+        elif isinstance(content, int):
+            reader.credit(content, None)
         else:
-            reader.deliver(what, value)
+            reader.deliver(content, value)
 
     def clear(self, run: int) -> None:
         """Drop the leftovers of a run and of those before it."""

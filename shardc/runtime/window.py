@@ -70,7 +70,7 @@ class LaunchWindow:
         return finished is not None and bool(tokens) and all(map(finished, tokens))
 
     def make_room(self) -> None:
-        """Waits for the oldest step and drops it. An error that `wait` raises passes on: that step has failed."""
+        """Wait for the oldest step and drop it. An error that `wait` raises means that the step has failed."""
         _, values, tokens = self._launched[0]
         alive = tokens or [v for v in (ref() for ref in values) if v is not None]
         if alive:
@@ -82,7 +82,7 @@ class LaunchWindow:
         self._times.popleft()
 
     def drain(self) -> tuple[tuple[Hashable, str], BaseException] | None:
-        """Waits for all steps, also after an error. Returns the first step that failed, with its error."""
+        """Wait for all steps, also after an error. Returns the first step that failed, with its error."""
         first: tuple[tuple[Hashable, str], BaseException] | None = None
         while self._launched:
             who = self.oldest

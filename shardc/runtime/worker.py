@@ -38,12 +38,12 @@ class Task:
     settled: bool = False
 
 
-class _Part:
+class _ActorState:
     """The state of one actor in its thread."""
 
     def __init__(self, net: Network, number: int, window: LaunchWindow | None) -> None:
         self.net, self.number, self.window = net, number, window
-        self.ways: list[_Way] = []
+        self.routes: list[_StepRoute] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -67,7 +67,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _StepRoute:
     """A step and the destinations of its messages and registers: actors of the same thread, or ports.
 
     Attributes:
@@ -80,8 +80,8 @@ class _Way:
     task: Task
     who: tuple[Hashable, str]
     moves: Sequence[tuple[int, Transport]]
-    sends: Sequence[tuple[_Part | Port, Message]]
-    returns: Sequence[tuple[_Part | Port, int]]
+    sends: Sequence[tuple[_ActorState | Port, Message]]
+    returns: Sequence[tuple[_ActorState | Port, int]]
 
 
 @dataclass(frozen=True)
@@ -126,32 +126,36 @@ class Worker:
         """Whether the executor has given up waiting for the current run."""
         self._net = net
         self._moves = moves
-        self._parts = [_Part(net, a, share.windows.get(a)) for a in share.tasks]
+        self._states = [_ActorState(net, a, share.windows.get(a)) for a in share.tasks]
         self._ports = ports
         self._reports = reports
-        self._here = {p.number: p for p in self._parts}
-        for part in self._parts:
-            part.ways += map(self._way, net.actors[part.number], share.tasks[part.number])
+        self._here = {p.number: p for p in self._states}
+        for state in self._states:
+            state.routes += map(self._route, net.actors[state.number], share.tasks[state.number])
 
-    def _way(self, step: Step, task: Task) -> _Way:
+    def _route(self, step: Step, task: Task) -> _StepRoute:
         channels = self._net.channels
         moves = [(i, self._moves[c]) for i, (c, _) in enumerate(step.gives)]
-        return _Way(
+        return _StepRoute(
             task, (step.label, task.source), [(i, move) for i, move in moves if move is not None],
             [(self._at(channels[m[0]].target), m) for m in step.gives],
             [(self._at(channels[c].source), c) for c, _ in step.takes if channels[c].registers is not None],
         )  # fmt: skip
 
-    def _at(self, actor: int) -> _Part | Port:
+    def _at(self, actor: int) -> _ActorState | Port:
         return self._here.get(actor) or self._ports[actor]
 
     def deliver(self, message: Message, value: Any) -> None:
-        """Passes a message from the mailbox to its actor."""
+        """Pass a message from the mailbox to its actor."""
         self._here[self._net.channels[message[0]].target].deliver(message, value)
 
     def credit(self, channel: int, value: Any) -> None:
-        """Passes a credit from the mailbox to its actor."""
+        """Pass a credit from the mailbox to its actor."""
         self._here[self._net.channels[channel].source].credit(channel, value)
+
+    def start(self, name: str) -> None:
+        self.thread = threading.Thread(target=self.loop, name=name, daemon=True)
+        self.thread.start()
 
     def loop(self) -> None:
         """The body of the thread: executes the ordered runs until the order is None."""
@@ -171,7 +175,7 @@ class Worker:
     def _run(self, run: int, record: bool) -> None:
         self.spans, self.failures, self.stopped = [], [], False
         self.mailbox.open(run, self)
-        left = [p for p in self._parts if p.actor.step is not None]
+        left = [p for p in self._states if p.actor.step is not None]
         while left and not self.failures:
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
@@ -179,96 +183,96 @@ class Worker:
                 self.stopped = True
                 break
             ran = False
-            for part in left:
-                if part.changed:
-                    ran |= self._advance(part, run, record, wait=False)
+            for state in left:
+                if state.changed:
+                    ran |= self._advance(state, run, record, wait=False)
             if not ran and not self.failures:
                 self._wait(left, run, record)
             left = [p for p in left if p.actor.step is not None]
-        for part in self._parts:
+        for state in self._states:
             if self.stopped or self.failures:
-                self._drain(part)
-            part.rewind()  # a failed run may have left messages
+                self._drain(state)
+            state.rewind()  # a failed run may have left messages
 
-    def _wait(self, parts: Sequence[_Part], run: int, record: bool) -> None:
-        """Waits until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
-        full = [p for p in parts if p.actor.ready()]
+    def _wait(self, states: Sequence[_ActorState], run: int, record: bool) -> None:
+        """Wait until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
+        full = [p for p in states if p.actor.ready()]
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
         else:
             self.mailbox.feed(run, self)
 
-    def _advance(self, part: _Part, run: int, record: bool, wait: bool) -> bool:
-        """Runs an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
-        actor = part.actor
-        way = part.ways[actor.position]
-        task = way.task
-        label, source = way.who
+    def _advance(self, state: _ActorState, run: int, record: bool, wait: bool) -> bool:
+        """Run an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
+        actor = state.actor
+        route = state.routes[actor.position]
+        task = route.task
+        label, source = route.who
         if self.failures:
             return False
         try:
-            if not part.prepared:
-                part.prepared = True
+            if not state.prepared:
+                state.prepared = True
                 if task.prepare is not None:
                     task.prepare(label)
-            part.changed = actor.ready()
-            while part.changed and part.must_wait(task):
-                assert part.window is not None
-                part.changed = wait or part.window.may_go_on
-                if part.changed:
-                    label, source = part.window.oldest
-                    part.window.make_room()
-            if not part.changed:
+            state.changed = actor.ready()
+            while state.changed and state.must_wait(task):
+                assert state.window is not None
+                state.changed = wait or state.window.may_go_on
+                if state.changed:
+                    label, source = state.window.oldest
+                    state.window.make_room()
+            if not state.changed:
                 return False
-            label, source = way.who
+            label, source = route.who
             begin = perf_counter()
-            end = self._launch(part, way, run)
+            end = self._launch(state, route, run)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
-            self.failures.append((perf_counter(), _task_error(error, part.number, label, source)))
+            self.failures.append((perf_counter(), _task_error(error, state.number, label, source)))
             stop_all(self._ports.values(), run)
             return False
-        part.prepared = False
+        state.prepared = False
         if record:
-            self.spans.append(Span(part.number, label, begin, end))
+            self.spans.append(Span(state.number, label, begin, end))
         return True
 
-    def _drain(self, part: _Part) -> None:
-        """Waits for the launched steps of a failed run. One of them may be the first cause."""
-        earlier = None if part.window is None else part.window.drain()
+    def _drain(self, state: _ActorState) -> None:
+        """Wait for the launched steps of a failed run. One of them may be the first cause."""
+        earlier = None if state.window is None else state.window.drain()
         if earlier is not None:
             (label, source), error = earlier
-            self.failures.append((float("inf"), _task_error(error, part.number, label, source)))
+            self.failures.append((float("inf"), _task_error(error, state.number, label, source)))
 
-    def _launch(self, part: _Part, way: _Way, run: int) -> float:
-        """Runs a step. Returns its end, read before the registers go back: their next users start later."""
-        values, _ = part.actor.fire()
-        given = way.task.run(values)
+    def _launch(self, state: _ActorState, route: _StepRoute, run: int) -> float:
+        """Run a step. Returns its end, read before the registers go back: their next users start later."""
+        values, _ = state.actor.fire()
+        given = route.task.run(values)
         del values  # frees the taken registers
-        count = len(way.sends)
+        count = len(route.sends)
         if len(given) < count:
             raise ValueError(f"the task returned {len(given)} values; the step gives {count}.")
         tokens, given = list(given[count:]), list(given[:count])
-        for i, move in way.moves:
+        for i, move in route.moves:
             given[i] = move(given[i])
-        if part.window is not None:
-            part.window.add(way.who, given, tokens)
+        if state.window is not None:
+            state.window.add(route.who, given, tokens)
         given.reverse()
-        for reader, message in way.sends:  # keep no reference: the taker may finish before this thread continues
-            if isinstance(reader, _Part):
+        for reader, message in route.sends:  # keep no reference: the taker may finish before this thread continues
+            if isinstance(reader, _ActorState):
                 reader.deliver(message, given.pop())
             else:
                 reader.message(run, message, given.pop())
         end = perf_counter()
-        for giver, channel in way.returns:
-            if isinstance(giver, _Part):
+        for giver, channel in route.returns:
+            if isinstance(giver, _ActorState):
                 giver.credit(channel, None)
             else:
                 giver.credit(run, channel)
         return end
 
 
-def _since(part: _Part) -> float:
-    return 0.0 if part.window is None else part.window.since
+def _since(state: _ActorState) -> float:
+    return 0.0 if state.window is None else state.window.since
 
 
 def _task_error(error: BaseException, actor: int, label: Hashable, source: str) -> PipelineTaskError:

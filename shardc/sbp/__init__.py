@@ -1,1 +1,1 @@
-"""The algebra: placements, signatures, rules of operations, boxing and what it costs. Knows no pass and no device."""
+"""The algebra: placements, signatures, rules of operations, boxing and costs. Knows no pass and no device."""

@@ -256,7 +256,7 @@ def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshVi
     )  # fmt: skip
 
 
-class _OfKind(NamedTuple):
+class _KindSteps(NamedTuple):
     """The steps of one kind: their numbers, their groups of devices, and for each whether it reduces and whether its
     end is partial by max or min."""
 
@@ -285,7 +285,7 @@ class _Edges:
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
     first: NDArray[np.intp]
-    kinds: tuple[_OfKind, ...]
+    kinds: tuple[_KindSteps, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -306,11 +306,11 @@ def _edges(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Edges:
     name = np.concatenate([steps.name, len(steps.names) + masks])[order]
     reduced = np.concatenate([steps.reduced, np.zeros(len(away), np.bool_)])[order]
     group, src, dst = group[order], src[order], dst[order]
-    kinds: list[_OfKind] = []
+    kinds: list[_KindSteps] = []
     for k, kind in enumerate(STEP_KINDS):
         at = np.flatnonzero(costs.kind[group] == k)
         if at.size:
-            kinds.append(_OfKind(kind, at, costs.of(group[at], kind), reduced[at], steps.idle[dst[at]]))
+            kinds.append(_KindSteps(kind, at, costs.of(group[at], kind), reduced[at], steps.idle[dst[at]]))
     first = np.searchsorted(src, np.arange(len(steps.placements) + 1))
     return _Edges(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
 
@@ -405,13 +405,17 @@ def _shortest(
                 best[j] = further
                 came[j] = e
                 heapq.heappush(queue, (further, next(order), j))
+    path = _path(graph, start, goal, came)
+    return Boxing(path, tuple(step_price(s, shape, itemsize, mesh) for s in path))
+
+
+def _path(graph: _Graph, start: int, goal: int, came: Mapping[int, int]) -> tuple[BoxingStep, ...]:
+    """The steps from `start` to `goal`; `came` is the number of the last step to each placement."""
     path: list[BoxingStep] = []
     while goal != start:
         path.append(graph.step(came[goal]))
         goal = int(graph.edges.src[came[goal]])
-    path.reverse()
-    prices = (step_price(s, shape, itemsize, mesh) for s in path)
-    return Boxing(tuple(path), tuple(prices))
+    return tuple(reversed(path))
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,11 @@ def _group(spans: tuple[AxisSpan, ...], launch: float, combined: frozenset[str],
     tiers = [tuple(found) for _, found in itertools.groupby(ways, key=lambda s: s.fabric.tier)]
     around = sum(_hops(s) * s.fabric.latency for s in ways)
     across = sum((1 if s.fabric.kind == "switch" else _hops(s)) * s.fabric.latency for s in ways)
-    latency = {
+    hops = {
         "all_gather": around, "reduce_scatter": around, "all_reduce": 2 * around, "all_to_all": around,
         "permute": across,
     }  # fmt: skip
+    latency = {k: round((launch + s) * FEMTO / (shared if k in combined else 1)) for k, s in hops.items()}
     wire = {
         "all_gather": _gather("all_gather", tiers),
         "reduce_scatter": _gather("reduce_scatter", tiers),
@@ -101,16 +102,7 @@ def _group(spans: tuple[AxisSpan, ...], launch: float, combined: frozenset[str],
         "all_to_all": _exchange(tiers),
         "permute": max((_permute(t) for t in tiers), default=0),
     }
-    return DeviceGroup(
-        math.prod(s.count for s in ways),
-        MappingProxyType(wire),
-        MappingProxyType(
-            {
-                kind: round((launch + hops) * FEMTO / (shared if kind in combined else 1))
-                for kind, hops in latency.items()
-            }
-        ),
-    )
+    return DeviceGroup(math.prod(s.count for s in ways), MappingProxyType(wire), MappingProxyType(latency))
 
 
 def _hops(s: AxisSpan) -> int:

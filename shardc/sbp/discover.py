@@ -213,10 +213,15 @@ def _in_notation(args: Sequence[Any], results: Sequence[np.ndarray], found: Sequ
         reduce = next(iter(ops), reduce)
         for port, dim in split:
             factors[port][dim] = number
+    text = _factor_text(factors, len(args))
+    return Discovery(tuple(found), text, tuple(sorted(linear)), reduce or "sum", tuple(left_out))
+
+
+def _factor_text(factors: Sequence[Sequence[int | None]], operands: int) -> str:
+    """The notation of numbered factors, operands first, with a letter for each factor."""
     names: dict[int, str] = {}
     for factor in itertools.chain(*factors):
         if factor is not None:
             names.setdefault(factor, chr(ord("a") + len(names)))
     words = [" ".join("_" if f is None else names[f] for f in port) for port in factors]
-    text = f"{', '.join(words[: len(args)])} -> {', '.join(words[len(args) :])}"
-    return Discovery(tuple(found), text, tuple(sorted(linear)), reduce or "sum", tuple(left_out))
+    return f"{', '.join(words[:operands])} -> {', '.join(words[operands:])}"

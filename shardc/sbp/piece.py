@@ -195,8 +195,17 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     crossed = rule.crossed(setting)
     if not crossed:
         return ()
+    found = _window_steps(rule, setting)
+    for factor, arrays in rule.exchanged.items():
+        if factor in crossed:
+            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in arrays(setting)]
+    return tuple(found)
+
+
+def _window_steps(rule: Rule, setting: Setting) -> list[Sent]:
+    """The permutes of the windows. An operand with windows in several dimensions gets one after the other."""
     found: list[Sent] = []
-    shapes: dict[int, list[int]] = {}  # operands with windows in several dimensions, taken one after the other
+    shapes: dict[int, list[int]] = {}
     for w in rule.windows:
         read = reading(rule, w, setting)
         if read is not None:
@@ -208,10 +217,7 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
                         Sent("permute", read.axes, tuple(shape), setting.op.operands[w.operand].dtype, w.operand)
                     )
             shape[read.dim] = read.length
-    for factor, arrays in rule.exchanged.items():
-        if factor in crossed:
-            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in arrays(setting)]
-    return tuple(found)
+    return found
 
 
 class SentCost(NamedTuple):

@@ -54,10 +54,10 @@ class P:
 
     def __init__(self, op: ReduceOp = "sum", *rest: object) -> None:
         if rest or op not in REDUCE_OPS:
-            said = ", ".join(map(repr, (op, *rest)))
+            arguments = ", ".join(map(repr, (op, *rest)))
             raise PlacementError(
-                f"P({said}): a partial value is reduced by sum, max or min. Did you mean "
-                f"jax.sharding.PartitionSpec({said})?"
+                f"P({arguments}): a partial value is reduced by sum, max or min. Did you mean "
+                f"jax.sharding.PartitionSpec({arguments})?"
             )
         object.__setattr__(self, "op", op)
 
@@ -80,7 +80,7 @@ AUTO: Final = Auto()
 
 
 def as_sbp(value: object) -> SBP:
-    """`S(i)`, `B` or `P(op)` from what a user may write for it: `P` alone is `P("sum")`, `None` is `B`."""
+    """`S(i)`, `B` or `P(op)` from a user's notation: `P` alone is `P("sum")`, `None` is `B`."""
     if isinstance(value, S | Broadcast | P):
         return value
     if value is P:
@@ -236,7 +236,7 @@ class Placement(Mapping[str, SBP]):
         return Placement(resolved)
 
     def to_spec(self) -> PartitionSpec:
-        """As a `PartitionSpec`. A partial placement has none."""
+        """This placement as a `PartitionSpec`. A partial placement has none."""
         if self.partial_axes:
             raise PlacementError(
                 f"{self} has partial axes, which a PartitionSpec cannot express; box them to B or S first, or keep the "
@@ -248,7 +248,7 @@ class Placement(Mapping[str, SBP]):
 
     @classmethod
     def from_spec(cls, spec: PartitionSpec) -> Placement:
-        """From a `PartitionSpec`, its `unreduced` axes as P(sum)."""
+        """The placement of a `PartitionSpec`, with its `unreduced` axes as P(sum)."""
         pairs: list[tuple[str, SBP]] = []
         for dim, entry in enumerate(spec.partitions):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -262,12 +262,12 @@ class Placement(Mapping[str, SBP]):
         return cls(pairs)
 
     def to_sharding(self, mesh: object) -> NamedSharding:
-        """As a `NamedSharding` over `mesh` (a jax Mesh or AbstractMesh)."""
+        """This placement as a `NamedSharding` over `mesh` (a jax Mesh or AbstractMesh)."""
         return NamedSharding(mesh, self.to_spec())  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_sharding(cls, sharding: NamedSharding) -> Placement:
-        """From a `NamedSharding`; axes of size 1 that it names are kept."""
+        """The placement of a `NamedSharding`; axes of size 1 that it names are kept."""
         return cls.from_spec(sharding.spec)
 
 

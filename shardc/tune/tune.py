@@ -44,7 +44,7 @@ NO_PIPELINES: Final = "No pipelines: they need a function with one loop of shard
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
 
 
-def tune(
+def tune(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any],
     *args: Any,
     devices: int | None = None,

@@ -22,6 +22,7 @@ from shardc.ir.walk import bytes_of, operation_of, setting_of
 from shardc.passes.estimate.backend import GPU, TPU, Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges
 from shardc.passes.estimate.sizes import allotted_bytes, piece_bytes, table_bytes
+from shardc.passes.estimate.softmax import RecomputedExp
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.ring import ring_buffers, ring_of
 from shardc.sbp.signature import find_rule
@@ -182,17 +183,25 @@ def _besides(
         ends = [end for over, end in wait.ends.items() if over in blocks]
         yield wait.begin, max(ends, default=0), size(wait.value)
     for again in found.recomputed:
-        kept = again.scores.kept
-        if blocks.isdisjoint(again.scores.products):
-            yield again.last, again.last + 1, size(kept)  # the softmax, if it is multiplied after that loop
-            if len(again.scores.products) > 1 and local_shape(kept.aval.shape, placements[kept], sizes)[0] == 1:
-                yield again.last, again.until, size(kept) - size(again.value)  # the gradient, once in the smaller type
-            continue
-        yield again.begin, again.last + 1, size(again.value) - size(kept)
-        if again.scores.written:
-            yield again.begin, again.begin + 1, size(again.scores.rows)
+        yield from _of_softmax(again, blocks, placements, sizes, size)
     for table in found.tables:
         yield table.begin, table.end, table_bytes(table, placements[table.value], sizes)
+
+
+def _of_softmax(
+    again: RecomputedExp, blocks: set[Var], placements: Mapping[Var, Placement], sizes: AxisSizes,
+    size: Callable[[Var], int],
+) -> Iterator[tuple[int, int, int]]:  # fmt: skip
+    """Memory of a softmax that XLA recomputes, as (begin, end, bytes)."""
+    kept = again.scores.kept
+    if blocks.isdisjoint(again.scores.products):
+        yield again.last, again.last + 1, size(kept)  # the softmax, if it is multiplied after that loop
+        if len(again.scores.products) > 1 and local_shape(kept.aval.shape, placements[kept], sizes)[0] == 1:
+            yield again.last, again.until, size(kept) - size(again.value)  # the gradient, once in the smaller type
+        return
+    yield again.begin, again.last + 1, size(again.value) - size(kept)
+    if again.scores.written:
+        yield again.begin, again.begin + 1, size(again.scores.rows)
 
 
 def estimate_memory(

@@ -42,7 +42,7 @@ PRICE_RAISES: Final = 16
 """Raises of the price, at most."""
 STALLED: Final = 5
 """Raises without a smaller plan after which there is none; the last one uses the whole search."""
-DEAREST: Final = 1e6
+MEMORY_DECIDES: Final = 1e6
 """Ratio of the cost of memory to that of the plan above which memory alone decides."""
 PRICE_BISECTIONS: Final = 3
 """Bisection steps between the highest prices at which nothing fits and the lowest at which something does."""
@@ -251,8 +251,8 @@ class LimitSearch:
                 return low, high, over
             if over is before:  # the price is too low to change anything
                 price *= PRICE_GROWTH
-            dear = least is not first or high.sum() * least.peak > DEAREST * least.found.cost
-            stalled = stalled + 1 if dear and over.peak >= least.peak else 0
+            priced = least is not first or high.sum() * least.peak > MEMORY_DECIDES * least.found.cost
+            stalled = stalled + 1 if priced and over.peak >= least.peak else 0
             if stalled == STALLED:
                 break
             low, least, price = high, min(least, over, key=lambda t: t.peak), price * PRICE_GROWTH
@@ -303,14 +303,14 @@ class LimitSearch:
         few of the first of these as possible. It stops when a plan that fits costs at most `TOLERANCE` more than
         `least`, or than the hoped-for cost."""
         rank = np.asarray([h.first for h in self.memory.terms])
-        dear, cheap = self.memory.prices(high), self.memory.prices(low)
+        higher, lower = self.memory.prices(high), self.memory.prices(low)
 
         def done() -> bool:
             return fits.found.cost - max(least, self._hoped_for()) <= TOLERANCE * fits.found.cost
 
         def fitting(first: int, last: int) -> Trial | None:
             nonlocal fits
-            trial = self._joined(np.where((first <= rank) & (rank < last), dear, cheap), fits.found.values)
+            trial = self._joined(np.where((first <= rank) & (rank < last), higher, lower), fits.found.values)
             log.debug("higher prices on %d-%d: %.4g s, %.4g bytes", first, last, trial.found.cost, trial.peak)
             if trial.peak > self.limit:
                 return None

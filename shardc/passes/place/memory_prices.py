@@ -98,9 +98,9 @@ class MemoryModel:
         do, unary, pairwise = self.memo.do, list(self.tables.unary), dict(self.tables.pairwise)
         for k in np.flatnonzero(prices * self._open):
             h, price = self.terms[k], float(prices[k])
-            dear = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
+            cost = do(("price", id(h.amounts), price), h.amounts, lambda a=h.amounts, p=price: p * a)
             before = unary[h.first] if h.first == h.second else pairwise[h.first, h.second]
-            after = do(("sum", id(before), id(dear)), (before, dear), lambda b=before, d=dear: whole(b) + d)
+            after = do(("sum", id(before), id(cost)), (before, cost), lambda b=before, c=cost: whole(b) + c)
             if h.first == h.second:
                 unary[h.first] = after
             else:

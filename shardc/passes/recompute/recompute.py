@@ -55,7 +55,7 @@ class Recomputation:
     variables: RecomputedVars = field(default_factory=dict[Var, "Var | None"])
 
 
-LOWEST, DEAR, DEAREST = 1e-4, 4.0, 1e4
+LOWEST, HIGH, HIGHEST = 1e-4, 4.0, 1e4
 """Prices, relative to the average seconds a byte of the plan: the lowest that is tried, the highest, and the highest if
 all is to be recomputed. Above a price there may be cheaper ways to free memory."""
 BISECTIONS: Final = 12
@@ -81,23 +81,23 @@ class RecomputeOptions:
         peaks = [LiveAtPeak(boxed, profile, scope, mesh, backend) for scope in scopes if scope.now]
         self.peaks = [c for c in peaks if c.bytes and c.since is not None]
         self.typical = plan_cost(boxed, mesh).time.total / max(1, profile.peak)
-        self.most, self.worth = self._free(self.typical * DEAREST), self._free(self.typical)
+        self.most, self.worth = self._free(self.typical * HIGHEST), self._free(self.typical)
 
-    def choose(self, wanted: float, dearest: float = math.inf) -> tuple[RecomputeChoice, float]:
+    def choose(self, wanted: float, highest: float = math.inf) -> tuple[RecomputeChoice, float]:
         """The cheapest recomputations that free `wanted` bytes (`inf`: as many as possible), and the bytes they free.
 
         Only the first equations pay the price at which that is enough: layers cost the same, and not all may be needed.
 
         Args:
           wanted: bytes.
-          dearest: the highest price of a byte of values outside of loops.
+          highest: the highest price of a byte of values outside of loops.
         """
-        low, high = self.typical * LOWEST, self.typical * (DEAR if math.isfinite(wanted) else DEAREST)
-        if self._free(high, dearest) > wanted:
+        low, high = self.typical * LOWEST, self.typical * (HIGH if math.isfinite(wanted) else HIGHEST)
+        if self._free(high, highest) > wanted:
             for _ in range(BISECTIONS):
                 middle = math.sqrt(low * high)
-                low, high = (low, middle) if self._free(middle, dearest) >= wanted else (middle, high)
-        freed = self._free(high, dearest)
+                low, high = (low, middle) if self._free(middle, highest) >= wanted else (middle, high)
+        freed = self._free(high, highest)
 
         def first(place: ResidualLoop | LiveAtPeak, less: float, more: float) -> int:
             """The number of its equations that pay the higher price."""
@@ -115,15 +115,15 @@ class RecomputeOptions:
             less, more, _ = loop.choose(low, high, first(loop, low, high))
             stacks += less
             instead += more
-        low, high = min(low, dearest), min(high, dearest)
+        low, high = min(low, highest), min(high, highest)
         for c in self.peaks:
             if c.since is not None:
                 values |= dict.fromkeys(c.choose(low, high, first(c, low, high))[0], c.since)
         return RecomputeChoice(tuple(stacks), tuple(instead), values), freed
 
-    def _free(self, price: float, dearest: float = math.inf) -> float:
+    def _free(self, price: float, highest: float = math.inf) -> float:
         in_loops = sum(loop.choose(price)[-1] for loop in self.loops)
-        return in_loops + sum(c.choose(min(price, dearest))[-1] for c in self.peaks)
+        return in_loops + sum(c.choose(min(price, highest))[-1] for c in self.peaks)
 
 
 def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:

@@ -50,9 +50,9 @@ def dot_general(op: Operation) -> Rule:
 
 def _terms(op: Operation) -> Terms:
     """The terms of a product. Those of narrow floats are float32: they are not rounded before they are added up."""
-    said, dtype = op.params.get("precision"), op.results[0].dtype
+    precision, dtype = op.params.get("precision"), op.results[0].dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    if not narrow or isinstance(said, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+    if not narrow or isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return Terms(dtype, bind_same)
     wide = np.dtype(np.float32)
     return Terms(wide, lambda site, x, w: site.bind(x, w, preferred_element_type=wide))
@@ -85,12 +85,7 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     if op.params["group_offset"] is not None:
         return None
     (contract, batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions[0]
-    plain = _names(op, contract, batch)
-    for d in numbers.rhs_group_dimensions:
-        plain[1][d] = "g"
-    # Rows that are a batch dimension stay whole; so do rows whose sizes have a narrow type, as their sums wrap.
-    whole = plain[0][ragged] if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4 else None
-    names = [[None if f == whole else f for f in side] for side in plain]
+    names = _ragged_names(op)
     free = [f for side, (over, along) in zip(names, zip(contract, batch, strict=True), strict=True)
             for d, f in enumerate(side) if f != "g" and d not in (*over, *along)]  # fmt: skip
     result = [*(names[0][d] for d in batch[0]), *free]
@@ -111,6 +106,18 @@ def ragged_dot_general(op: Operation) -> Rule | None:
     )  # fmt: skip
 
 
+def _ragged_names(op: Operation) -> list[list[str | None]]:
+    """Factors of the first two operands; `g` are the groups of the right one."""
+    numbers, sizes = op.params["ragged_dot_dimension_numbers"], op.operands[2]
+    (contract, batch), ragged = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions[0]
+    names = _names(op, contract, batch)
+    for d in numbers.rhs_group_dimensions:
+        names[1][d] = "g"
+    # Rows that are a batch dimension stay whole; so do rows whose sizes have a narrow type, as their sums wrap.
+    whole = names[0][ragged] if ragged in batch[0] or np.dtype(sizes.dtype).itemsize < 4 else None
+    return [[None if f == whole else f for f in side] for side in names]
+
+
 def _before(ragged: int, contract: Sequence[int], batch: Sequence[int], rank: int) -> list[int]:
     """Dimensions of the left operand that have group sizes of their own."""
     if ragged in batch:
@@ -119,24 +126,32 @@ def _before(ragged: int, contract: Sequence[int], batch: Sequence[int], rank: in
     return [*batch, *outer[: outer.index(ragged)]]
 
 
+def _sizes_of_rows(site: Site, ragged: int, sizes: Any) -> Any:
+    """The sizes of the groups within this device's rows."""
+    offset, valid = (jnp.asarray(n, sizes.dtype) for n in site.operand_extent(0, ragged))
+    ends = jnp.cumsum(sizes, -1, sizes.dtype)
+    return jnp.clip(ends, offset, offset + valid) - jnp.clip(ends - sizes, offset, offset + valid)
+
+
+def _sizes_of_groups(sizes: Any, offset: Any, count: int) -> tuple[Any, Any]:
+    """The total of the groups before this device's own, which stand for one group, and the sizes of its own."""
+    earlier = lax.broadcasted_iota(np.int32, sizes.shape, sizes.ndim - 1) < offset
+    skipped = jnp.where(earlier, sizes, 0).sum(-1, keepdims=True, dtype=sizes.dtype)
+    padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, count)])
+    return skipped, lax.dynamic_slice_in_dim(padded, jnp.asarray(offset, np.int32), count, padded.ndim - 1)
+
+
 def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     numbers = site.op.params["ragged_dot_dimension_numbers"]
     ragged, group = numbers.lhs_ragged_dimensions[0], numbers.rhs_group_dimensions
-    by_row = site.operands[0].axes_of(ragged)
     result_groups = not group and ragged in numbers.dot_dimension_numbers[0][0]
     by_group = site.operands[1].axes_of(group[0]) if group else site.results[0].axes_of(0) if result_groups else ()
-    if by_row:
-        offset, valid = (jnp.asarray(n, sizes.dtype) for n in site.operand_extent(0, ragged))
-        ends = jnp.cumsum(sizes, -1, sizes.dtype)
-        sizes = jnp.clip(ends, offset, offset + valid) - jnp.clip(ends - sizes, offset, offset + valid)
+    if site.operands[0].axes_of(ragged):
+        sizes = _sizes_of_rows(site, ragged, sizes)
     if not by_group:
         return site.bind(x, w, sizes)
     offset, _ = site.operand_extent(1, group[0]) if group else site.result_extent(0, 0)
-    count = w.shape[group[0]] if group else site.result_shape()[0]
-    earlier = lax.broadcasted_iota(np.int32, sizes.shape, sizes.ndim - 1) < offset
-    skipped = jnp.where(earlier, sizes, 0).sum(-1, keepdims=True, dtype=sizes.dtype)  # one group before the own ones
-    padded = jnp.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, count)])
-    own = lax.dynamic_slice_in_dim(padded, jnp.asarray(offset, np.int32), count, padded.ndim - 1)
+    skipped, own = _sizes_of_groups(sizes, offset, w.shape[group[0]] if group else site.result_shape()[0])
     if group:
         w = jnp.pad(w, [(int(d == group[0]), 0) for d in range(w.ndim)])
     (y,) = site.bind(x, w, jnp.concatenate([skipped, own], -1))

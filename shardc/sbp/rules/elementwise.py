@@ -150,7 +150,7 @@ def select(op: Operation) -> Rule:
 
 @rule("convert_element_type")
 def conversion(op: Operation) -> Rule:
-    """Passes the reductions that commute with the rounding."""
+    """A conversion: reductions that commute with its rounding pass."""
     return pointwise(op, passes(1, (0,), ops=conversion_ops(op.operands[0].dtype, op.results[0].dtype)))
 
 

@@ -83,6 +83,16 @@ def ranges_here(site: Site, mapped: Sequence[int], split: Sequence[int], limits:
     return jnp.stack(starts), jnp.stack(counts)
 
 
+def _gather_whole(site: Site, x: Any, indices: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """The gather from an operand that is not split along an indexed dimension."""
+    p, mapped = site.op.params, site.op.params["dimension_numbers"].start_index_map
+    in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding has no order
+    if mapped and p["mode"] != GatherScatterMode.FILL_OR_DROP and np.prod(indices.shape[:-1]) == 1:
+        # XLA turns it into a slice: see _dynamic_piece
+        indices = jnp.clip(as_int32(indices), 0, np.asarray([x.shape[d] - sizes[d] for d in mapped], np.int32))
+    return site.bind(x, indices, slice_sizes=sizes, indices_are_sorted=in_order, unique_indices=False)
+
+
 def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     p, shape = site.op.params, site.op.operands[0].shape
     numbers, mapped = p["dimension_numbers"], p["dimension_numbers"].start_index_map
@@ -91,18 +101,14 @@ def _gather_here(site: Site, x: Any, indices: Any) -> Sequence[Any]:
     windows = [d for d in _windowed(site.op) if site.operands[0].axes_of(d)]
     fills = p["mode"] == GatherScatterMode.FILL_OR_DROP
     if not mapped or not (split or windows or (fills and site.results[0].partial_op == "sum")):
-        in_order = p["indices_are_sorted"] and not site.operands[1].splits  # padding has no order
-        if mapped and not fills and np.prod(indices.shape[:-1]) == 1:  # XLA turns it into a slice: see _dynamic_piece
-            indices = jnp.clip(as_int32(indices), 0, np.asarray([x.shape[d] - sizes[d] for d in mapped], np.int32))
-        return site.bind(x, indices, slice_sizes=sizes, indices_are_sorted=in_order, unique_indices=False)
-
+        return _gather_whole(site, x, indices, sizes)
     limits = np.asarray([shape[d] - p["slice_sizes"][d] for d in mapped], np.int32)
-    asked = as_int32(indices)
-    within = jnp.all((asked >= 0) & (asked <= limits), axis=-1)
+    positions = as_int32(indices)
+    within = jnp.all((positions >= 0) & (positions <= limits), axis=-1)
     if not fills:
-        asked = jnp.clip(asked, 0, limits)  # XLA does this also with indices promised to be in bounds
+        positions = jnp.clip(positions, 0, limits)  # XLA does this also with indices promised to be in bounds
     starts, counts = ranges_here(site, mapped, split, limits)
-    here = asked - starts
+    here = positions - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1)
     for d in windows:
         x = masked(site, 0, d, x, np.zeros((), x.dtype))

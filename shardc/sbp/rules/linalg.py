@@ -64,14 +64,14 @@ def pivots(op: Operation) -> Rule:
 
 @rule("triangular_solve")
 def triangular_solve(op: Operation) -> Rule:
-    """Solves a x = b or x a = b: linear in b, whose columns (or rows) are independent."""
+    """The solution of a x = b or x a = b: linear in b, whose columns (or rows) are independent."""
     found = _each_column(batched(op, 2, linear(2, (1,))), -1 if op.params["left_side"] else -2)
     return replace(found, flops=float(math.prod(op.operands[1].shape) * op.operands[0].shape[-1]))
 
 
 @rule("tridiagonal_solve")
 def tridiagonal_solve(op: Operation) -> Rule:
-    """Solves a x = b: linear in b, whose columns are independent."""
+    """The solution of a x = b: linear in b, whose columns are independent."""
     return replace(_each_column(batched(op, 1, linear(4, (3,))), -1), passes=1.0)
 
 

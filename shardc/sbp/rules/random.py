@@ -155,6 +155,6 @@ def _gamma_piece(site: Site, keys: Any, alphas: Any) -> Sequence[Any]:
 
 @rule("iota_2x32_shape")
 def iota_2x32_shape(op: Operation) -> Rule:
-    """Numbers elements in row-major order, in two words; a device numbers its own piece."""
+    """The number of each element in row-major order, in two words; a device numbers its own piece."""
     names = dims(len(op.params["shape"]))
     return Rule((), (names, names), local=lambda site: counters(site, 0))

@@ -125,7 +125,7 @@ def empty(op: Operation) -> Rule:
 
 @rule("iota")
 def iota(op: Operation) -> Rule:
-    """Counts along one dimension; a device counts its own piece from its own offset."""
+    """A count along one dimension; a device counts its own piece from its own offset."""
     return Rule((), (dims(len(op.results[0].shape)),), local=_count)
 
 

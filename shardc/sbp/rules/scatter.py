@@ -98,6 +98,15 @@ def _factors(op: Operation) -> tuple[Factors, Factors, Factors]:
     return tuple(operand), batch, tuple(updates)
 
 
+def _scatter_whole(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
+    """The scatter into an operand that is not split along an indexed dimension."""
+    p, ordered = site.op.params, not site.operands[1].splits  # padding has no order and is not unique
+    return site.bind(
+        x, indices, updates,
+        indices_are_sorted=p["indices_are_sorted"] and ordered, unique_indices=p["unique_indices"] and ordered,
+    )  # fmt: skip
+
+
 def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[Any]:
     op, p = site.op, site.op.params
     mapped = p["dimension_numbers"].scatter_dims_to_operand_dims
@@ -110,17 +119,13 @@ def _scatter_here(site: Site, x: Any, indices: Any, updates: Any) -> Sequence[An
         x = lax.optimization_barrier(x)  # else XLA slices a slice, and wrongly (openxla/xla#49121)
     windows = [d for d in _windowed(op) if site.operands[0].axes_of(d)]
     if not split and not windows:
-        ordered = not site.operands[1].splits  # padding has no order and is not unique
-        return site.bind(
-            x, indices, updates,
-            indices_are_sorted=p["indices_are_sorted"] and ordered, unique_indices=p["unique_indices"] and ordered,
-        )  # fmt: skip
+        return _scatter_whole(site, x, indices, updates)
     limits = np.asarray([op.operands[0].shape[d] - _sizes(op)[d] for d in mapped], np.int32)
-    asked = as_int32(indices)
+    positions = as_int32(indices)
     if p["mode"] == GatherScatterMode.CLIP:
-        asked = jnp.clip(asked, 0, limits)
+        positions = jnp.clip(positions, 0, limits)
     starts, counts = ranges_here(site, mapped, split, limits)
-    here = asked - starts
+    here = positions - starts
     mine = jnp.all((here >= 0) & (here < counts), axis=-1, keepdims=True)
     whole = x.shape
     x, here = with_margins(site, x, here, mapped, windows, _sizes(op))

@@ -120,7 +120,7 @@ def _last_choice(op: Operation) -> Neutral:
 
 @rule("select_and_scatter_add")
 def scatter_window(op: Operation) -> Rule:
-    """Adds the source to the element that is selected in each window of the operand: linear in the source. A device
+    """Add the source to the element that is selected in each window of the operand: linear in the source. A device
     looks at all windows that touch its part."""
     (source, operand), found, windows = (a.shape for a in op.operands), pools(op), list[OperandWindow]()
     names: Factors = tuple(

@@ -1,4 +1,4 @@
-"""Loops that are one on TPU, and what that keeps in memory."""
+"""Sibling loops that XLA:TPU fuses, and the live ranges that this extends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ARGS = array(ROWS, COLS), array(COLS, HIDDEN), array(HIDDEN, COLS), array(ROWS, 
 
 
 def backward(x, up, down, given):
-    """Of relu(x up) down, as remat has it: the hidden layer for the gradient of `down`, then its own gradient."""
+    """The backward pass of relu(x up) down with remat: the hidden layer for the gradient of `down`, then its own
+    gradient."""
     made = x @ up
     of_down = jnp.maximum(made, 0.0).T @ given
     of_hidden = jnp.where(made > 0, given @ down.T, 0.0)
@@ -32,7 +33,7 @@ def backward(x, up, down, given):
 
 
 def one_after_the_other(x, up, down, given):
-    """What the second loop reads follows from what the first makes."""
+    """The second loop depends on the first."""
     made = x @ up
     of_down = jnp.maximum(made, 0.0).T @ given
     of_hidden = jnp.where(made > 0, given @ (down + of_down).T, 0.0)
@@ -59,7 +60,8 @@ def test_not_if_the_later_follows_from_it():
 
 
 def test_what_a_ring_has_made_stays_and_so_does_what_is_computed_from_it():
-    """XLA:TPU has the operand and the result of both loops at one time: T5-11B for v5p, `broadcast_maximum_fusion`."""
+    """The operand and the result of both loops are live at one time on XLA:TPU: T5-11B for v5p,
+    `broadcast_maximum_fusion`."""
     jaxpr, first = traced(backward)
 
     def peak(split, backend):

@@ -1,4 +1,4 @@
-"""Which values of a program are in memory, and when: by hand, from the program alone."""
+"""Live ranges of small programs, by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def traced(f, *args):
 
 
 def spans(f, *args, backend=CPU, ties=None):
-    """(primitive that makes it, begin, end) of all that is not an argument."""
+    """(primitive that makes it, begin, end) of all values that are not arguments."""
     jaxpr = traced(f, *args)
     found = live_ranges(jaxpr, ties or {}, backend)
     makers = {v: e.primitive.name for e in jaxpr.eqns for v in e.outvars}
@@ -184,7 +184,7 @@ def test_what_is_recomputed_is_not_kept():
 
 
 def test_what_follows_from_what_a_step_begins_with_begins_with_it():
-    """Where XLA begins what it can; a residual that is computed again does not wait for the rest of the step."""
+    """On eager devices a recomputed residual does not wait for the rest of the step."""
 
     def f(w, xs):
         def step(c, x):  # exp is read by two loops, behind three products

@@ -35,8 +35,8 @@ def test_late_is_what_no_product_depends_on() -> None:
 
 
 def overlapped(seconds: float, results: list[bool] | None = None) -> float:
-    """Of a reduction (here: cos) that is read by nothing heavy and whose operand is made first; three products of a
-    second each follow."""
+    """The overlap of a reduction (here: cos) that no heavy operation reads and whose operand is made first; three
+    products of one second each follow."""
 
     def f(x: Any, w: Any) -> Any:
         a = jnp.sin(x)

@@ -49,7 +49,7 @@ def planned(batch: int = 64) -> Plan:
 
 @pytest.fixture
 def not_combined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chips whose compiler makes each reduction on its own."""
+    """Chips whose compiler does not combine reductions."""
     known = shardc.machine.topology.TOPOLOGIES
     apart = {**known, "v5p": replace(known["v5p"], combined=())}
     monkeypatch.setattr(shardc.machine.topology, "TOPOLOGIES", apart)

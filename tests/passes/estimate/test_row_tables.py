@@ -1,4 +1,4 @@
-"""What lies row by row on TPU, beside what XLA:TPU took for the same steps, compiled alone."""
+"""Arrays that are padded row by row on TPU, compared with the memory of XLA:TPU for the same steps, compiled alone."""
 
 from __future__ import annotations
 

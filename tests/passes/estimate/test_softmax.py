@@ -1,5 +1,5 @@
-"""What of a softmax in float32 is in memory on TPU, beside what XLA:TPU had at the peak of the same programs, compiled
-alone for one chip of v5p."""
+"""Arrays of a softmax in float32 that are materialized on TPU, compared with the peak of XLA:TPU for the same programs,
+compiled alone for one chip of v5p."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def grouped(p, x, masked=True):
 
 
 def summed(p, x, masked=True, shared=True):
-    """Of two parts of each query, as DeepSeek has it: the second part's keys are those of all heads."""
+    """Scores as the sum of two parts of each query, as in DeepSeek: the second part shares its keys among all heads."""
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
     scores_T = jnp.einsum("bthk,bshk->bhts", q[..., :64], k[..., :64])
     if shared:

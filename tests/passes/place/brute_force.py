@@ -44,7 +44,7 @@ def readers_of(problem, value):
 
 
 def assignments(problem, domains):
-    """How many combinations of choices there are, the holds left out."""
+    """The number of combinations of choices, without holds."""
     return prod(len(domains.of[n.number].seconds) for n in problem.nodes if n.kind != "hold")
 
 

@@ -114,8 +114,8 @@ def test_a_training_step_within_a_limit(name):
 
 
 def test_scanned_layers_are_split_by_themselves(golden):
-    """Whole parameters and optimizer state are cheapest for a large batch; under a limit they are split, where nothing
-    is left to be computed again."""
+    """Whole parameters and optimizer state are cheapest for a large batch. Under a limit they are split, if nothing is
+    left to recompute."""
     cfg = gpt2.Config(layers=6, d_model=256, heads=4, seq=64, learning_rate=1e-3, scan_layers=True, remat=True)
     init, step = gpt2.make_step(cfg, lambda f: f)
     state = jax.eval_shape(init, jax.random.key(0))
@@ -153,7 +153,7 @@ def test_sums_that_a_loop_carries_are_split():
         return f.plan(*state, batch)
 
     def reduced(plan):
-        """How often the gradients of the kernels are: at once, or layer by layer."""
+        """The number of reductions of the kernels' gradients: one for all, or one for each layer."""
         return {c.count for c in plan.collectives if c.kind == "reduce_scatter" and c.value.endswith("1024,4096]")}
 
     free = plan("95GB")
@@ -214,7 +214,7 @@ def two_readers(x, ws):
 
 
 def test_copies_are_parted(tmp_path):
-    """What is boxed for two readers is boxed anew behind a parting, waits, and the program stays the same."""
+    """A boxing for two readers is repeated behind a parting, waits there, and the program computes the same."""
     mesh = shardc.make_mesh(data=8)
     rng = np.random.default_rng(0)
     x, ws = rng.normal(size=(64, 64)), [rng.normal(size=(64, 64)) / 8 for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Parts of two assignments: what each costs and has in memory adds up, and the best of them are found."""
+"""Parts of two assignments: their costs and bytes add up, and the best of them are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products whose pieces go around, on devices: chosen where they pay, right, and as the plan lists them."""
+"""Products whose pieces go around a ring, on devices: chosen where they pay, right, and as the plan lists them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _checked(mesh, fn, args, ins, out, exact=True):
 
 
 def _rings(plan):
-    """Of each ring its axis, what goes around, and how often."""
+    """For each ring its axis, its operand or result, and the number of permutes."""
     return [(c.axes, c.value, c.count) for c in plan.collectives if c.kind == "permute" and "ring" in c.src + c.dst]
 
 
@@ -226,7 +226,7 @@ def test_memory_of_a_program_with_rings(slow_cpu, axes):
 
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
 def test_memory_of_training_with_rings(slow_cpu, axes):
-    """What comes around forward is there until it is wanted backward."""
+    """Pieces that arrive in the forward pass are live until the backward pass reads them."""
 
     def loss(params, x_BTD):
         for up, down in params:

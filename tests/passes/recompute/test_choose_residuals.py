@@ -1,4 +1,4 @@
-"""What loops keep so that least is written and read: the same numbers, and no other choice takes less."""
+"""The residuals that loops keep so that least is written and read: the same numbers, and no other choice takes less."""
 
 from itertools import chain, combinations
 
@@ -75,7 +75,7 @@ def step_of(layer):
 
 
 def seconds(jaxpr):
-    """Of one device."""
+    """Seconds of one device."""
     values = {*jaxpr.invars, *(v for e in all_eqns(jaxpr) for v in e.outvars)}
     values |= {v for e in all_eqns(jaxpr) for b in bodies(e) for v in b.invars}
     return plan_cost(Boxed(jaxpr, dict.fromkeys(values, REPLICATED)), ONE).time.total
@@ -91,8 +91,8 @@ def subsets(values, most):
 
 @pytest.mark.parametrize("layer", [gelu, gate, softmax, norm])
 def test_no_other_choice_takes_less(layer):
-    """Of all that keep up to two other values of a step in the place of any residuals and reduce nothing twice, by what
-    the plan says."""
+    """Compared with all choices that keep up to two other values of a step in the place of any residuals and reduce
+    nothing twice."""
     jaxpr = step_of(layer)
     choice = RecomputeChoice(*choose_residuals(jaxpr, ONE))
     least, now = seconds(jaxpr), seconds(recompute(jaxpr, choice)[0])
@@ -157,8 +157,8 @@ def test_what_is_pinned_is_not_done_twice():
 
 
 @pytest.mark.parametrize("hbm", [None, "40MB"])
-def test_a_plan_says_what_it_computes_again(hbm, tmp_path):
-    """And does so when it is loaded, whether memory was short besides or not."""
+def test_a_plan_says_what_it_recomputes(hbm, tmp_path):
+    """Also when it is loaded, whether memory was short besides or not."""
     step, state, batch = training(128, layers=3, seq=32)
 
     def function(**more):

@@ -1,4 +1,4 @@
-"""Residuals of loops computed again: the same numbers, less that is stacked; chosen where memory is short."""
+"""Recomputed residuals of loops: the same numbers, fewer stacked bytes; chosen where memory is short."""
 
 from functools import partial
 
@@ -44,7 +44,7 @@ def in_steps(scale, params, x):
 
 
 def normed(scale, params, x):
-    """What a layer begins with is read in no product: it is not stacked, and all follows from it."""
+    """No product reads the input of a layer: it is not stacked, and all residuals follow from it."""
 
     def loss(scale, params, x):
         return (lax.scan(lambda h, w: (h + layer(scale, jnp.sin(h), w)[0], None), x, params)[0] ** 2).sum()
@@ -75,7 +75,7 @@ def canonical(fn, *args):
 
 
 def what_follows(jaxpr):
-    """As many residuals as can be computed again together, the first ones first."""
+    """As many residuals as can be recomputed together, the first ones first."""
     found = []
     for r in find_residuals(jaxpr):
         more = [*found, r]
@@ -86,7 +86,7 @@ def what_follows(jaxpr):
 
 
 def same_program(jaxpr, other, again, choice, args):
-    """Asserts that `other`, which computes a choice again, is a program with the numbers of `jaxpr`."""
+    """Asserts that `other`, which recomputes a choice, is a program with the numbers of `jaxpr`."""
     check_jaxpr(other)
     made = [v for e in all_eqns(other) for v in e.outvars]
     assert len(made) == len(set(made)), "every variable is made once"
@@ -160,7 +160,7 @@ def total(stats):
 
 
 def test_what_fits_is_found(golden):
-    """On one axis of chips that are not there: the plan that fits is as fast, and says what it computes again."""
+    """On one axis of chips that are not present: the plan that fits is as fast, and says what it recomputes."""
     step, state, batch = training(256)
     free, tight = (
         shardc.function(
@@ -173,12 +173,12 @@ def test_what_fits_is_found(golden):
     assert tight.memory.peak <= 240e6
     assert GAPS * tight.recomputed.bytes >= free.memory.peak - 240e6
     assert tight.seconds < 1.06 * free.seconds
-    golden("computed_again", "\n".join(tight.explain().splitlines()[-4:]))
+    golden("recomputed_residuals", "\n".join(tight.explain().splitlines()[-4:]))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_no_slower_than_with_checkpoints(microbatches):
-    """Within a limit that `jax.checkpoint` around each layer keeps to, what is computed again is no worse a choice."""
+    """Within a limit that `jax.checkpoint` around each layer keeps to, our recomputation is no slower."""
 
     def plan(hbm, remat):
         step, state, batch = training(256, microbatches, layers=6, seq=512, rows=64, remat=remat)
@@ -194,7 +194,7 @@ def test_no_slower_than_with_checkpoints(microbatches):
 
 
 def test_what_checkpoints_fit_in_is_found():
-    """Logits take as much as layers do: computed again, for what the fullest point has of them, they fill another."""
+    """Logits take as much as layers do: if they are recomputed for the bytes of the peak, they fill another point."""
 
     def plan(hbm, remat):
         step, state, batch = training(256, seq=256, rows=32, remat=remat, vocab=8192, dtype=jnp.bfloat16)

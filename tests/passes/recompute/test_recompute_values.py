@@ -1,4 +1,4 @@
-"""Values of programs that are written out, computed again: the same numbers, less that is kept."""
+"""Recomputed values of unrolled programs: the same numbers, fewer bytes kept."""
 
 from functools import partial
 
@@ -66,7 +66,7 @@ def scopes(jaxpr):
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_choice_gives_the_same_numbers(fn, data):
-    """Whatever is chosen, and wherever the point lies: what is not chosen is kept."""
+    """Any choice and any point; values that are not chosen are kept."""
     with jax.enable_x64(True):
         args = arguments()
         jaxpr = canonicalize(jax.make_jaxpr(fn)(*args))[0]
@@ -81,8 +81,9 @@ def test_any_choice_gives_the_same_numbers(fn, data):
         same_program(jaxpr, again_too, recomputation.variables, RecomputeChoice(values=chosen), args)
 
 
-def test_what_is_computed_again_waits():
-    """Behind a barrier, with what follows from most so far; and what was made for later readers alone is made once."""
+def test_what_is_recomputed_waits():
+    """Recomputed values pass a barrier with the deepest value so far; values made only for late readers are made
+    once."""
 
     def fn(x, w):
         y = jnp.tanh(x @ w)
@@ -104,7 +105,7 @@ def test_what_is_computed_again_waits():
 
 
 def step_of(layers, width=64, seq=32, rows=64, microbatches=1):
-    """A step of GPT-2 whose layers are written out, the shapes of its state, and those of a batch."""
+    """A step of GPT-2 with unrolled layers, the shapes of its state, and those of a batch."""
     cfg = gpt2.Config(layers=layers, d_model=width, heads=4, seq=seq, learning_rate=1e-3)
     accumulate = partial(shardc.accumulate, microbatches=microbatches) if microbatches > 1 else lambda fn: fn
     init, step = gpt2.make_step(cfg, accumulate)
@@ -119,7 +120,7 @@ def function(step, hbm, topology="v5p", plan=None):
 
 
 def test_what_fits_is_found(golden):
-    """On chips that are not there: plans within a limit compute again what the layers made, and take little longer."""
+    """On chips that are not present: plans within a limit recompute values of the layers, and take little longer."""
     init, step, batch = step_of(layers=4, width=256, seq=64, rows=256)
     state = jax.eval_shape(init, jax.random.key(0))
     free = function(step, "95GB").plan(*state, batch)
@@ -130,52 +131,52 @@ def test_what_fits_is_found(golden):
         assert plan.recomputed.bytes >= 0.7 * (free.memory.peak - limit)
         assert 0 <= plan.gap < 0.3
         assert plan.seconds < 1.35 * free.seconds  # what waits for what is computed again is not combined with the rest
-    golden("values_computed_again", "\n".join(plan.explain().splitlines()[-4:]))
+    golden("recomputed_values", "\n".join(plan.explain().splitlines()[-4:]))
 
 
-def test_not_where_xla_joins_both_again():
-    """XLA:CPU has no barriers when it joins what is equal."""
+def test_not_where_xla_merges_both():
+    """XLA:CPU removes barriers before it merges equal operations."""
     init, step, batch = step_of(layers=2)
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, None, topology="cpu").plan(*state, batch)
     assert plan.mesh.topology.kind == "cpu"
-    assert not RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("cpu")).crossings
-    assert RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p")).crossings
+    assert not RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("cpu")).peaks
+    assert RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p")).peaks
 
 
-def test_prices_of_a_crossing():
-    """Where nothing that takes time is done again nothing is freed; the dearer a byte, the more is."""
+def test_a_higher_price_frees_more():
+    """At the lowest price nothing is freed; the higher the price of a byte, the more is."""
     init, step, batch = step_of(layers=3)
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, "95GB").plan(*state, batch)
     options = RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p"))
-    (crossing,) = options.crossings
-    assert crossing.bytes <= plan.memory.peak
-    freed = [crossing.choose(options.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
-    assert abs(freed[0]) < 1e-3 * crossing.bytes
+    (at_peak,) = options.peaks
+    assert at_peak.bytes <= plan.memory.peak
+    freed = [at_peak.choose(options.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
+    assert abs(freed[0]) < 1e-3 * at_peak.bytes
     assert freed == sorted(freed)
-    assert 0 < options.worth <= options.most < crossing.bytes
-    values, _ = crossing.choose(options.typical)
-    dropped = {v for v in values if crossing.there.get(v)}
-    assert sum(map(crossing.size, dropped)) >= 0.85 * options.worth
-    computed_anyway = {v for v in crossing.in_loops - crossing.wanted if v in values}
+    assert 0 < options.worth <= options.most < at_peak.bytes
+    values, _ = at_peak.choose(options.typical)
+    dropped = {v for v in values if at_peak.there.get(v)}
+    assert sum(map(at_peak.size, dropped)) >= 0.85 * options.worth
+    computed_anyway = {v for v in at_peak.in_loops - at_peak.wanted if v in values}
     for v in computed_anyway:
-        operands = crossing.early[crossing.maker[v]].invars
-        assert any(crossing.root.get(a, a) in values for a in operands if not compat.is_literal(a))
+        operands = at_peak.early[at_peak.maker[v]].invars
+        assert any(at_peak.root.get(a, a) in values for a in operands if not compat.is_literal(a))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_choice_takes_what_it_was_said_to_take(microbatches):
-    """Also in a loop, as often as it runs."""
+    """The seconds that a choice costs are those of the plan, also in a loop."""
     init, step, batch = step_of(layers=3, width=256, seq=64, rows=512, microbatches=microbatches)
     state = jax.eval_shape(init, jax.random.key(0))
     free = function(step, "95GB").plan(*state, batch)
-    placing = Placing.of(free.program, free.mesh, free.arguments, free.results)
+    placing = Placing.of(free.request)
     options = RecomputeOptions(placing.plan.boxed, placing.plan.profile(), free.mesh, backend_of("v5p"))
     choice, _ = options.choose(options.worth)
-    (crossing,) = options.crossings
-    assert set(choice.values.values()) == {crossing.since}
-    said = sum(crossing.price[n] for n in {crossing.maker[v] for v in choice.values})
+    (at_peak,) = options.peaks
+    assert set(choice.values.values()) == {at_peak.since}
+    said = sum(at_peak.price[n] for n in {at_peak.maker[v] for v in choice.values})
     plan = placing.search.recomputing(choice, placing.traced).plan
     assert 0.7 * options.worth < plan.recomputed.bytes < 1.4 * options.worth
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
@@ -183,7 +184,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_training_step_that_computes_again(microbatches, tmp_path):
+def test_a_training_step_that_recomputes(microbatches, tmp_path):
     """Planned for chips, run on eight CPU devices: the numbers of one device, the collectives of the plan."""
     init, step, batch = step_of(layers=3, microbatches=microbatches)
     state = init(jax.random.key(0))
@@ -206,8 +207,8 @@ def test_a_training_step_that_computes_again(microbatches, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "moe"])
-def test_models_of_the_zoo_compute_again(name, tmp_path, monkeypatch):
-    """As if nothing could be split: planned for chips, run on eight CPU devices, the numbers of one."""
+def test_models_of_the_zoo_recompute(name, tmp_path, monkeypatch):
+    """Nothing is split; planned for chips, run on eight CPU devices, with the numbers of one."""
     monkeypatch.setattr(_Within, "may_fit", False)
     zoo = MODELS[name]
     cfg = zoo.configs["test"]

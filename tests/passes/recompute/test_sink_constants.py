@@ -1,4 +1,4 @@
-"""What is broadcast from little is computed in the loops that read it: the same numbers, and less is given to them."""
+"""Constants that sink into the loops that read them: the same numbers, and fewer bytes given to the loops."""
 
 from functools import partial
 
@@ -42,12 +42,12 @@ def in_steps(step, c, x):
 
 
 def constants(loop):
-    """How many operands of a loop are the same in every step."""
+    """The number of operands of a loop that are the same in every step."""
     return compat.scan_of(loop).consts if loop.primitive.name == "scan" else compat.while_of(loop).carries_at
 
 
 def given(jaxpr, name="scan"):
-    """What each loop of a program is given that is the same in every step, the outermost first."""
+    """The operands of each loop of a program that are the same in every step, the outermost loop first."""
     loops = [e for e in all_eqns(jaxpr) if e.primitive.name == name]
     first = [e.invars[: constants(e)] for e in loops]
     return [[v for v in vs if not compat.is_literal(v)] for vs in first]

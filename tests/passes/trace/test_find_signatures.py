@@ -1,4 +1,4 @@
-"""Operations without a rule: what is found for primitives that nobody knows, and what must not be."""
+"""Operations without a rule: the signatures that are found for unknown primitives, and those that must not be."""
 
 from __future__ import annotations
 

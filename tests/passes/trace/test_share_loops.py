@@ -1,4 +1,4 @@
-"""Loops over split rows: each device goes through its own, with one device's numbers."""
+"""Loops over split rows: each device loops over its own rows, with one device's numbers."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ from shardc.pipeline.schedule.simulate import find_deadlock, simulate
         (
             "0F0 0W0 0B0 0I0",
             [
-                "rank 0, column 3: 0I0 and, at rank 0, column 2, 0B0: a full backward B already contains I and W. Keep "
-                "B, or I and W.\n  rank 0 | 0F0 0W0 0B0 [0I0]",
+                "rank 0, column 3: 0I0 and, at rank 0, column 2, 0B0: a full backward B already contains I and W. "
+                "Keep B, or I and W.\n  rank 0 | 0F0 0W0 0B0 [0I0]",
                 "rank 0, column 1: 0W0 comes before 0I0 (column 3), which it needs.\n  rank 0 | 0F0 [0W0] 0B0 0I0",
             ],
         ),

@@ -1,0 +1,99 @@
+"""Tests mirror the sources: a file has a test file of its name, or a line here says which tests cover it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+import shardc
+
+SOURCES = Path(shardc.__file__).parent
+TESTS = Path(__file__).parent
+COVERED: Final[Mapping[str, str]] = {
+    # faces: tested as a user calls them
+    "__main__.py": "test_command_line.py",
+    "api.py": "whole/test_function.py",
+    "calls/*.py": "whole/test_function.py",
+    "compiled.py": "whole/test_function.py",
+    "plans.py": "report/test_explain.py",
+    # what runs on devices: tested by the numbers of one device
+    "execute/executable.py": "whole/test_function.py",
+    "execute/name_nan.py": "whole/test_own_errors.py",
+    "execute/stage_io.py": "pipeline/test_results.py",
+    "passes/lower/lower.py": "whole/test_parity.py",
+    "runtime/worker.py": "runtime/test_executor.py",
+    # data that others make and read
+    "ir/box.py": "passes/place/test_insert_boxing.py",
+    "ir/collective.py": "passes/estimate/test_plan_cost.py",
+    "ir/program.py": "passes/test_passes.py",
+    "ir/transfer.py": "pipeline/test_transfers.py",
+    "plan/plan.py": "report/test_explain.py",
+    "plan/request.py": "whole/test_function.py",
+    "pipeline/plan.py": "report/test_explain_pipeline.py",
+    "pipeline/rank_memory.py": "pipeline/test_memory.py",
+    # parts of one thing, tested together
+    "passes/audit/hlo_*.py": "passes/audit/test_hlo.py",
+    "passes/place/domain.py": "passes/place/test_optimal.py",
+    "passes/place/value_tables.py": "passes/place/test_optimal.py",
+    "passes/place/memory_prices.py": "passes/place/test_relink.py",
+    "passes/recompute/recompute.py": "passes/recompute/test_recompute_values.py",
+    "passes/trace/microbatches.py": "passes/trace/test_accumulate.py",
+    "passes/trace/trace.py": "whole/test_function.py",
+    "pipeline/cut/cut_loop.py": "pipeline/cut/test_cut_stages.py",
+    "pipeline/cut/find_homes.py": "pipeline/test_updates.py",
+    "pipeline/cut/precompute_state.py": "pipeline/cut/test_keep_state.py",
+    "pipeline/cut/reassociate.py": "pipeline/test_transfers.py",
+    "pipeline/cut/recompute_forward.py": "pipeline/test_memory.py",
+    "pipeline/cut/regroup.py": "pipeline/test_transfers.py",
+    "pipeline/cut/split_tasks.py": "pipeline/test_parity.py",
+    "pipeline/cut/take_apart.py": "pipeline/test_updates.py",
+    "pipeline/make.py": "pipeline/test_fit.py",
+    "pipeline/place_stages.py": "pipeline/test_transfers.py",
+    "pipeline/points/owners.py": "pipeline/points/test_mark_stages.py",
+    "pipeline/points/stage_memory.py": "pipeline/points/test_auto_stages.py",
+    "pipeline/schedule/action.py": "pipeline/schedule/test_schedule.py",
+    "pipeline/schedule/bound.py": "pipeline/schedule/methods/test_auto.py",
+    "pipeline/schedule/costs.py": "pipeline/schedule/test_schedule.py",
+    "pipeline/schedule/message_lifetimes.py": "pipeline/test_memory.py",
+    "pipeline/schedule/methods/*.py": "pipeline/schedule/methods/test_methods.py",
+    "pipeline/schedule/text.py": "pipeline/schedule/test_schedule.py",
+    "pipeline/stage_network.py": "pipeline/test_memory.py",
+    "pipeline/step_values.py": "pipeline/test_memory.py",
+    "plan/borders.py": "whole/test_function.py",
+    "plan/check_found.py": "passes/trace/test_find_signatures.py",
+    "plan/make.py": "passes/place/test_memory_limit.py",
+    "plan/names.py": "plan/test_counterfactual.py",
+    "plan/saved_*.py": "plan/test_replay.py",
+    "report/elsewhere.py": "whole/test_errors.py",
+    "report/heed.py": "whole/test_warnings.py",
+    "report/misfit.py": "passes/place/test_memory_limit.py",
+    "report/passes.py": "passes/test_passes.py",
+    "sbp/piece.py": "sbp/test_rules.py",
+    "sbp/rules/*.py": "sbp/test_rules.py",
+    "tune/calibration_text.py": "tune/test_calibrate.py",
+    "tune/search.py": "tune/test_tune.py",
+    "tune/tuning.py": "tune/test_tune.py",
+}
+"""Source file, or several by a pattern: the test file that covers it best."""
+
+
+def sources() -> list[str]:
+    return [p.relative_to(SOURCES).as_posix() for p in SOURCES.rglob("*.py") if p.name != "__init__.py"]
+
+
+def own_test(source: str) -> Path:
+    path = TESTS / source
+    return path.with_name(f"test_{path.name}")
+
+
+def test_every_source_has_its_test_file_or_a_line():
+    without = [s for s in sources() if not own_test(s).exists()]
+    assert [s for s in without if not any(fnmatchcase(s, pattern) for pattern in COVERED)] == []
+
+
+def test_every_line_is_needed_and_names_a_test_file():
+    without = [s for s in sources() if not own_test(s).exists()]
+    assert [p for p in COVERED if not any(fnmatchcase(s, p) for s in without)] == []
+    assert [t for t in COVERED.values() if not (TESTS / t).exists()] == []
