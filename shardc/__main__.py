@@ -42,7 +42,7 @@ _COLOURS: Final = (
 )
 _EPILOG: Final = """\
 letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input gradient, W the weight gradient:
-         B = I + W. Where each rank has one stage, the grid leaves out its number.
+         B = I + W. If each rank has one stage, the grid omits the stage number.
 example: python -m shardc schedule --stages 4 --microbatches 8 --schedule zb-h1
 """
 _NO_REGISTERS: Final = """\

@@ -72,7 +72,7 @@ class Watched(PipelineExecutable):
         found = []
         for i, x in enumerate(leaves):
             stage = self.plan.stages[self.plan.homes[i]]
-            border = self._states[stage.number].borders[stage.program.arguments.index(i)]
+            border = self._states[stage.number].stage_arrays[stage.program.arguments.index(i)]
             found.append(jax.device_put(jnp.array(x), border.sharding))
         return found
 

@@ -178,7 +178,7 @@ def test_repeated_calls_plan_once_and_take_the_short_way():
         for _ in range(3):
             *state, _, _ = compiled(*state, data)
         leaves, tree = jax.tree.flatten(((*state, data), {}))
-        assert compiled._routes.run(tree, leaves) is not None
+        assert compiled._cached_calls.run(tree, leaves) is not None
 
 
 @pytest.mark.parametrize("kind", ["remat", "keys", "shared", "outputs", "reverse", "twice"])
