@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.solver import dual as dual_module
-from shardc.solver import kernels as kernels_module
-from shardc.solver import minimize, solve
+from shardc.solver import SolverOptions, minimize
 from shardc.solver.cost_tables import CHUNK, Lookup, double
-from shardc.solver.dual import Dual
+from shardc.solver.dual import CACHED, Dual
 from shardc.solver.kernels import kernels_for, numba_kernels, numpy_kernels
-from shardc.solver.kernels.numba_jit import compiled
+from shardc.solver.kernels.numba_kernels import compiled
 from shardc.solver.kernels.numpy_messages import least_sums
-from tests.solver.problems import every, random_memory, random_problem, repeated_layers, shapes
+from tests.solver.problems import every, random_problem, repeated_layers, shapes
 
 LONG = numba_kernels.LONG
 
@@ -162,26 +160,25 @@ def test_least_of_groups(kernels, seed):
     np.testing.assert_array_equal(found, want)
 
 
-def dual_of(unary, pairwise, kernels):
+def dual_of(unary, pairwise, kernels, cached=CACHED):
     near = [{} for _ in unary]
     for (i, j), table in pairwise.items():
         near[i][j], near[j][i] = table, np.ascontiguousarray(table.T)
-    return Dual(unary, near, kernels)
+    return Dual(unary, near, kernels, cached)
 
 
 def cost(unary, pairwise, x):
     return sum(u[a] for u, a in zip(unary, x, strict=True)) + sum(t[x[i], x[j]] for (i, j), t in pairwise.items())
 
 
-@pytest.mark.parametrize("cached", [0, dual_module.CACHED])
+@pytest.mark.parametrize("cached", [0, CACHED])
 @pytest.mark.parametrize("shape", shapes)
 @pytest.mark.parametrize("seed", range(10))
-def test_messages_say_what_is_so(kernels, shape, seed, cached, monkeypatch):
+def test_messages_say_what_is_so(kernels, shape, seed, cached):
     """The bound is one, no value costs less than its excess says, and neither does what is handed change the costs."""
-    monkeypatch.setattr(dual_module, "CACHED", cached)
     unary, pairwise = random_problem(shape, seed)
     all_costs = {tuple(x): cost(unary, pairwise, x) for x in every(unary)}
-    least, dual = min(all_costs.values()), dual_of(unary, pairwise, kernels)
+    least, dual = min(all_costs.values()), dual_of(unary, pairwise, kernels, cached)
     last = -np.inf
     for _ in range(4):
         bound = dual.raise_bound()
@@ -197,14 +194,13 @@ def test_messages_say_what_is_so(kernels, shape, seed, cached, monkeypatch):
         assert constant + cost(own, tables, x) == pytest.approx(c)
 
 
-def test_messages_in_single_precision_are_followed_by_exact_ones(kernels, monkeypatch):
+def test_messages_in_single_precision_are_followed_by_exact_ones(kernels):
     """Costs that differ by less than single precision tells apart: the bound is one nevertheless."""
-    monkeypatch.setattr(dual_module, "CACHED", 0)
     rng = np.random.default_rng(0)
     unary, pairwise = repeated_layers(0, layers=6, width=3, values=4)
     unary = [1e6 + u for u in unary]
     pairwise = {pair: 1e5 + 1e-3 * rng.random(t.shape) for pair, t in pairwise.items()}
-    dual = dual_of(unary, pairwise, kernels)
+    dual = dual_of(unary, pairwise, kernels, 0)
     best = dual.improve(np.zeros(len(unary), np.intp), 100)
     for _ in range(6):
         dual.raise_bound()
@@ -332,17 +328,16 @@ def test_tables_larger_than_a_cache_are_read_in_parts():
     same(lambda k: (k.least_gain(left.T[:, :200]), k.least_gain(vectors(1).repeat(20, 0).T[:30].T)))
 
 
-@pytest.mark.parametrize("cached", [0, dual_module.CACHED])
+@pytest.mark.parametrize("cached", [0, CACHED])
 @pytest.mark.parametrize("shape", shapes)
-def test_both_implementations_of_messages_agree(shape, cached, monkeypatch):
+def test_both_implementations_of_messages_agree(shape, cached):
     """Bounds, readings and messages are the same bits after several sweeps."""
-    monkeypatch.setattr(dual_module, "CACHED", cached)
     for seed in range(6):
         unary, pairwise = random_problem(shape, seed, most=6)
         rng = np.random.default_rng(seed)
         unary = [u + rng.random(u.shape) for u in unary]
         pairwise = {pair: t + rng.random(t.shape) for pair, t in pairwise.items()}
-        ours, other = both(lambda k, u=unary, p=pairwise: dual_of(u, p, k))
+        ours, other = both(lambda k, u=unary, p=pairwise: dual_of(u, p, k, cached))
         for _ in range(5):
             assert ours.raise_bound() == other.raise_bound()
             np.testing.assert_array_equal(ours.messages, other.messages)
@@ -354,35 +349,31 @@ def test_both_implementations_of_messages_agree(shape, cached, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", shapes)
-def test_both_implementations_find_the_same_assignment(shape, monkeypatch):
-    """With and without a limit on memory: values, costs, bounds and work are equal."""
+def test_both_implementations_find_the_same_assignment(shape):
+    """Values, costs and bounds are equal."""
 
-    def found(most):
-        monkeypatch.setattr(kernels_module, "COMPILED", most)
+    def found(kernels):
         for seed in range(8):
             unary, pairwise = random_problem(shape, seed, forbidden=0.1, most=6)
             unary = [u + np.random.default_rng(seed).random(u.shape) for u in unary]
-            yield minimize(unary, pairwise)
-            yield solve(unary, pairwise, random_memory(unary, seed, 0.5))
-        yield minimize(*repeated_layers(3, layers=20, values=5))
+            yield minimize(unary, pairwise, options=SolverOptions(kernels=kernels))
+        yield minimize(*repeated_layers(3, layers=20, values=5), options=SolverOptions(kernels=kernels))
 
-    assert list(found(np.inf)) == list(found(0))
+    one, other = both(lambda k: list(found(k)))
+    assert one == other
 
 
-def test_large_problems_are_compiled(monkeypatch):
-    monkeypatch.setattr(kernels_module, "COMPILED", 12)
-    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))]) is numpy_kernels
-    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))]) is numba_kernels
+def test_large_problems_are_compiled():
+    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))], 12) is numpy_kernels
+    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))], 12) is numba_kernels
 
 
 def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
-    monkeypatch.setattr(kernels_module, "COMPILED", 0)
     monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_kernels")
     monkeypatch.delattr("shardc.solver.kernels.numba_kernels")
-    monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_jit")
     monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level("INFO", "shardc"):
-        assert kernels_for([np.zeros((2, 3))]) is numpy_kernels
+        assert kernels_for([np.zeros((2, 3))], 0) is numpy_kernels
     assert "pip install 'shardc[fast]'" in caplog.text
 
 

@@ -27,8 +27,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_prices import Charges
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.place.relink import Relink
-from shardc.solver import Assignment, by_cost, choices_of
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import Assignment, AssignmentCost, by_cost, choices_of
 
 log = logging.getLogger("shardc")
 
@@ -116,7 +115,7 @@ class Fit:
 
     def __init__(self, placer: Placer, ties: Mapping[int, int], habits: Habits, limit: float) -> None:
         self.placer, self.problem, self.ties, self.habits, self.limit = placer, placer.problem, ties, habits, limit
-        self.costs = Costs(placer.tables.unary, placer.tables.pairwise)
+        self.costs = AssignmentCost(placer.tables.unary, placer.tables.pairwise)
         self.pool: list[Sequence[int]] = []
         self.partings: list[int] = []
         self._tried: dict[tuple[int, ...], Trial] = {}

@@ -11,7 +11,7 @@ from shardc.passes.estimate.backend import habits_of
 from shardc.passes.place.memory_prices import Charges
 from shardc.passes.place.place import Placer
 from shardc.passes.place.relink import Relink
-from shardc.solver.assignment_cost import Costs
+from shardc.solver.assignment_cost import AssignmentCost
 from tests.passes.place.test_optimal import random_problem
 
 
@@ -41,7 +41,7 @@ def test_parts_add_up():
     several = 0
     for seed in range(250):
         charges, one, other, parts = drawn(seed)
-        costs = Costs(charges.tables.unary, charges.tables.pairwise)
+        costs = AssignmentCost(charges.tables.unary, charges.tables.pairwise)
         several += parts.costs.size > 1
         none = np.zeros(parts.costs.size, np.bool_)
         assert parts.of(none) == list(one) and parts.of(~none) == list(map(int, other))
