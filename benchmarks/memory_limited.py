@@ -4,8 +4,8 @@ The planner does not use this: it has a limit of its own kind (`shardc.passes.pl
 problems have one, which `benchmarks.iopddl` measures the solver's messages on.
 
 Only those points of time matter at which the set of live uses is maximal. The prices follow multiplicative weights, and
-messages are kept from one change of the prices to the next. At any prices the bound less the price of the room is a lower
-bound. An assignment that exceeds the limit is repaired by the moves that cost least for each byte they free.
+messages are kept from one change of the prices to the next. At any prices the bound less the price of the room is a
+lower bound. An assignment that exceeds the limit is repaired by the moves that cost least for each byte they free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The worth of each mechanism of the solver: `python -m benchmarks.solver_ablation [problems ...] [--without ...]`.
 
 The tables are those that the planner hands to the solver for large models with memory that never is the limit. The same
-tables are solved with one mechanism taken out at a time. A mechanism stays if without it some cost rises by 0.1 % or some
-time doubles. Each problem runs in a process of its own; seconds are the processor's. docs/design/solver.md has the table.
+tables are solved with one mechanism taken out at a time. A mechanism stays if without it some cost rises by 0.1 % or
+some time doubles. Each problem runs in a process of its own; seconds are the processor's. docs/design/solver.md has the
+table.
 """
 
 from __future__ import annotations

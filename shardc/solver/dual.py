@@ -1,8 +1,9 @@
 """A lower bound by message passing, and assignments read from the messages.
 
 These are sequential tree-reweighted messages (Kolmogorov 2006, "Convergent tree-reweighted message passing"). The
-variables are visited in an order and back; each gives an equal share of its costs to the edges ahead. Every state of the
-messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower it.
+variables are visited in an order and back; each gives an equal share of its costs to the edges ahead. Every state of
+ the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
+ it.
 Messages change slowly in one direction for a long time, so each sweep begins at an extrapolation (Anderson 1965,
 "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls.
 
@@ -130,8 +131,8 @@ class Dual:
         return self._passes.excess(self.own, self.messages)
 
     def handed(self) -> dict[Pair, Table]:
-        """For neighbours (v, j) the part of their table's costs that the last pass moved to the values of j. The rest of
-        the table is nonnegative up to a constant."""
+        """For neighbours (v, j) the part of their table's costs that the last pass moved to the values of j. The rest
+        of the table is nonnegative up to a constant."""
         _, given = self._passes.handed(self.own, self.messages)
         found: dict[Pair, Table] = {}
         for v, j, there, back in self._edges_back():

@@ -1,9 +1,9 @@
 """Finds the repeated layers of an unrolled program: a chain of equal cells, from the tables alone.
 
-Variables with equal surroundings are at the same place of their layers. From one of them, steps to neighbours lead to one
-variable at each place: a cell. A cell may begin anywhere in a layer; it is cut where the tables between cells are
-smallest, so that few tables cross the cut: a clip by the global norm adds up its terms in the order of the layers' names.
-All cells with the costs and the tables of the first one, inside and to others, are the chain.
+Variables with equal surroundings are at the same place of their layers. From one of them, steps to neighbours lead to
+one variable at each place: a cell. A cell may begin anywhere in a layer; it is cut where the tables between cells are
+smallest, so that few tables cross the cut: a clip by the global norm adds up its terms in the order of the layers'
+names. All cells with the costs and the tables of the first one, inside and to others, are the chain.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class _Steps(NamedTuple):
     Attributes:
       place, table, to: (edges,) the places at the ends of each edge, and the number of its table.
       kind: (edges,) the kind of the variable that it leads to.
-      first, last: (edges,) the range of the edges with the same place and table. Those to one kind follow each other, in
-        the order of the variables.
+      first, last: (edges,) the range of the edges with the same place and table. Those to one kind follow each other,
+         in the order of the variables.
       start, out: the edges out of place p are out[start[p] : start[p + 1]].
     """
 

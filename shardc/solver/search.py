@@ -1,4 +1,4 @@
-"""The search: turns of messages, each of which raises the bound, looks for assignments, and fixes what the bound forbids.
+"""The search: turns of messages, each of which raises the bound, reads assignments, and drops what the bound forbids.
 
 Values that cost more than the best known assignment leave room for cannot be part of a better one: they are dropped
 (reduced-cost fixing), and what remains is reduced exactly. Once elimination can solve what is left, it does.
@@ -28,8 +28,8 @@ log = logging.getLogger("shardc")
 WORK: Final = 8e9
 """Table entries that one call may touch: five to ten seconds."""
 LOOK: Final = 6, 16
-"""The least and the largest number of times the bound is raised between two looks for better assignments. In between, it
-is raised until that took as long as the last look did, or as the first is expected to."""
+"""The least and the largest number of times the bound is raised between two looks for better assignments. In between,
+ it is raised until that took as long as the last look did, or as the first is expected to."""
 FASTER: Final = 10
 """Entries that raising the bound reads in the time in which a look touches one, its overhead included."""
 WINDOW: Final = 4

@@ -34,8 +34,8 @@ TIED: Final = 3
 """How far variables must look alike to take one value, in edges."""
 
 Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
-"""Costs and tables, as those of `minimize`, restricted to some values of each variable, given by number. Two variables of
-one value each need no table."""
+"""Costs and tables, as those of `minimize`, restricted to some values of each variable, given by number. Two variables
+of one value each need no table."""
 
 
 def minimize(
@@ -53,8 +53,9 @@ def minimize(
       pairwise: tables of pairs of variables. A `Lookup` is written out only if all of it is looked at.
       start: an assignment; the result costs no more.
       labels: for each variable (values, columns) labels of its values. Better assignments are also searched by changes
-        of many variables in one column at a time. In a large problem without a `start`, values of equal labels are first
-        taken as one; if that gives an assignment and a bound that are close enough, or takes all the work, it is the
+        of many variables in one column at a time. In a large problem without a `start`, values of equal labels are
+         first taken as one; if that gives an assignment and a bound that are close enough, or takes all the work, it is
+         the
         result.
       memo: shares work with other problems of the same tables.
       options: how far the search goes.

@@ -67,9 +67,7 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     labels = [np.arange(4).repeat(2)[:, None] for _ in unary]
     sizes: list[int] = []
     run = Search.run
-    monkeypatch.setattr(
-        Search, "run", lambda self: sizes.append(sum(u.size for u in self.problem.own)) or run(self)
-    )
+    monkeypatch.setattr(Search, "run", lambda self: sizes.append(sum(u.size for u in self.problem.own)) or run(self))
     found = minimize(unary, pairwise, labels=labels, options=FIRST)
     assert sizes == [24, 12]  # the coarse problem, and what its best assignment stands for
     assert found.gap <= ROUNDING

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from shardc.solver.cost_tables import Given, Index, Single, Table
+from shardc.solver.cost_tables import Given, Single, Table
 from shardc.solver.graph import Graph, Members
 from shardc.solver.kernels import numpy_kernels
 from shardc.solver.kernels.numpy_messages import NumpyPasses
@@ -20,9 +20,9 @@ log = logging.getLogger("shardc")
 COMPILED: Final = 50_000_000
 """Table entries of a problem from which on compiled loops are used.
 
-On a new machine numba takes seconds to compile them, and 0.5 s in each process to load them. GPT-3, scanned, on three axes
-has 4.2e7 entries and is planned in 3.3 s of processor time by NumPy, in 2.9 s by compiled loops: too little to compile
-for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid for compiling. (`benchmarks.large_step`)
+On a new machine numba takes seconds to compile them, and 0.5 s in each process to load them. GPT-3, scanned, on three
+axes has 4.2e7 entries and is planned in 3.3 s of processor time by NumPy, in 2.9 s by compiled loops: too little to
+compile for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid for compiling. (`benchmarks.large_step`)
 """
 
 

@@ -1,7 +1,7 @@
 """The loops that take most of the time, compiled by numba: each entry is read once, and the next table costs no call.
 
-numba is an extra (`shardc[fast]`); only `kernels_for` imports this module. The compiled code is kept in `__pycache__`, or
-in the user's cache folder where that is read-only: the first plan of a large problem on a machine makes it. Sums are
+numba is an extra (`shardc[fast]`); only `kernels_for` imports this module. The compiled code is kept in `__pycache__`,
+or in the user's cache folder where that is read-only: the first plan of a large problem on a machine makes it. Sums are
 added in the same order as in `numpy_kernels`.
 """
 
@@ -61,8 +61,8 @@ class _Graph(NamedTuple):
     """`shardc.solver.graph.Graph`, with the tables.
 
     Attributes:
-      table: (edges,) the address of the table of each edge, whose rows are the values here; single: of its copy in single
-        precision. The caller keeps the arrays alive.
+      table: (edges,) the address of the table of each edge, whose rows are the values here; single: of its copy in
+        single precision. The caller keeps the arrays alive.
     """
 
     order: Index

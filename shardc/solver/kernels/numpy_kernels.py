@@ -97,8 +97,8 @@ def least_gain(columns: Table) -> Table:
 
 
 def is_plain(table: Table, error: float) -> bool:
-    """Whether a table says nothing about one of its variables alone: each row has an allowed entry, some row has more than
-    one, some column has, and it is not the sum of two vectors up to a relative error."""
+    """Whether a table says nothing about one of its variables alone: each row has an allowed entry, some row has more
+    than one, some column has, and it is not the sum of two vectors up to a relative error."""
     high = table.max(0)
     if high.max() < np.inf:
         return not _is_sum(table, error * max(float(high.max()), -float(table.min())))
@@ -139,8 +139,8 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
 
     Args:
       entries: those of all arrays; begins: (arrays,) where each begins.
-      strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in the
-        last.
+      strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in
+         the last.
       sizes: (dimensions,) of the sum, two at least.
     """
     shape: list[int] = sizes.tolist()
