@@ -55,12 +55,12 @@ class Members(NamedTuple):
 
     Attributes:
       row: the row of a matrix that each value has its costs in.
-      group: the group of each value; count: of groups.
+      group: the group of each value; groups: their number.
     """
 
     row: Index
     group: Index
-    count: int
+    groups: int
 
 
 def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:

@@ -104,6 +104,7 @@ class Search:
       labels: for each variable of the whole problem (values, columns) the labels of its values.
       values: the best assignment known, if any; cost: its cost.
       bound: a lower bound, never above `cost`.
+      moved_from: the cost from which the last moves began.
       limit: entries that may be touched (`problem.ops.work`) before no new turn begins. Moves come on top of it.
     """
 
@@ -118,7 +119,7 @@ class Search:
     def __post_init__(self) -> None:
         self.limit = self.options.work
         self._begin = self.problem.ops.work
-        self._moved = np.inf  # the cost from which the last moves began
+        self.moved_from = np.inf
 
     def run(self) -> None:
         self.problem.run()
@@ -127,11 +128,11 @@ class Search:
             r = self.problem
             inside = [v for v, some in enumerate(r.inside) if some]
             if not r.feasible:  # nothing is better than what is known
-                self._raise_to(self.cost)
+                self.raise_to(self.cost)
                 return
             if not inside:
                 self.offer(r.restore([0] * len(r.own)))
-                self._raise_to(min(r.constant, self.cost))
+                self.raise_to(min(r.constant, self.cost))
                 return
             part = self._turn(inside)
             if part is None:
@@ -172,15 +173,13 @@ class Search:
             rise = turn.raise_bound()
             turn.look(share)
             if turn.stalled(rise) and self._columns > 1 and not self.within(SETTLED):
-                self.move(self._whole(inside, turn.best))  # the turn goes on from what it read
+                self.move(self.whole(inside, turn.best))  # the turn goes on from what it read
             left = turn.fix()
             if min(map(len, turn.values)) == 0:
-                self._raise_to(self.cost)
+                self.raise_to(self.cost)
             else:
-                worth = self.options.worth * (self.problem.ops.work - self._begin)
-                if not self.within(self.options.close) and turn.part.easy(
-                    turn.values, max(worth, self.options.at_once)
-                ):
+                worth = max(self.options.worth * (self.problem.ops.work - self._begin), self.options.at_once)
+                if not self.within(self.options.close) and turn.part.easy(turn.values, worth):
                     self._eliminate_all(turn)
             log.debug("bound %.9g, cost %.9g, %.2f left", self.bound, self.cost, left)
             if self._ended:
@@ -191,8 +190,8 @@ class Search:
 
     def _eliminate_all(self, turn: _Turn) -> None:
         """The best assignment of the values left, which is optimal if the best one known is not."""
-        self.offer(self._whole(turn.inside, turn.eliminate(turn.values)))
-        self._raise_to(self.cost)
+        self.offer(self.whole(turn.inside, turn.eliminate(turn.values)))
+        self.raise_to(self.cost)
 
     @property
     def _columns(self) -> int:
@@ -201,7 +200,7 @@ class Search:
     def move(self, values: list[int], sweeps: int = MOVES, wide: int = 1) -> None:
         """Moves from these values along `wide` columns of the labels at once. The work comes on top of the limit: moves
         do not raise the bound."""
-        self._moved, begin = self.full.cost(values), self.problem.ops.work
+        self.moved_from, begin = self.full.cost(values), self.problem.ops.work
 
         def best_among(values: list[int], columns: Sequence[int]) -> tuple[list[int], float, float]:
             memo, before = self.problem.ops.memo, self.full.cost(values)
@@ -215,10 +214,11 @@ class Search:
         self.offer(move_along(ways, sweeps, values, best_among, self.bound))
         self.limit += self.problem.ops.work - begin
 
-    def _raise_to(self, bound: float) -> None:
+    def raise_to(self, bound: float) -> None:
+        """Raises the bound to another one, if that is higher."""
         self.bound = max(self.bound, bound)
 
-    def _whole(self, inside: Sequence[int], values: Index) -> list[int]:
+    def whole(self, inside: Sequence[int], values: Index) -> list[int]:
         """The assignment of the whole problem, from that of the variables that remain."""
         whole = np.zeros(len(self.problem.own), np.intp)
         whole[inside] = values
@@ -264,7 +264,7 @@ class _Turn:
             self.problem.ops.work += dual.work
             raised += 1
         rise = self._bound - search.bound
-        search._raise_to(self._bound)
+        search.raise_to(self._bound)
         return rise
 
     @property
@@ -290,13 +290,13 @@ class _Turn:
         self.best = self.eliminate(_split(alive, dual.first), self.best)
         self._looked = self.problem.ops.work - begin
         if search.values is None or self._cost < search.cost - ROUNDING * abs(search.cost):
-            search.offer(search._whole(self.inside, self.best))
+            search.offer(search.whole(self.inside, self.best))
         self._last, self._read = self._read, self._cost
 
     def stalled(self, rise: float) -> bool:
         """Whether neither bound nor reading improved by half of what is between them, and no moves began there."""
         little = max(rise, self._last - self._read) < (self._read - self._bound) / 2
-        return bool(little and np.isfinite(self._read) and self._read < self.search._moved * (1 - SETTLED))
+        return bool(little and np.isfinite(self._read) and self._read < self.search.moved_from * (1 - SETTLED))
 
     def fix(self) -> float:
         """Leaves the values that may be part of a better assignment. Returns what part of all values they are."""

@@ -28,8 +28,8 @@ from shardc.solver.search import (
     move_along,
 )
 
-PART: Final = 0.3, 0.34
-"""The largest part of the variables that a chain may leave to be looked at; with large tables."""
+PART: Final = 0.55
+"""The largest part of the variables that a chain may leave to be looked at."""
 TIED: Final = 3
 """How far variables must look alike to take one value, in edges."""
 
@@ -85,7 +85,7 @@ def _shortened(
     options, large, labels = search.options, is_large(pairwise), search.labels
     ops = search.problem.ops
     chain = find_chain(Numbered(unary, pairwise, ops)) if fresh and options.chain is not False else None
-    if chain is not None and (options.chain or chain.part <= PART[large]):
+    if chain is not None and (options.chain or chain.part <= PART):
 
         def solve_part(
             part: Part, start: Sequence[int] | None = None, close: float = options.close, coarse: bool = True

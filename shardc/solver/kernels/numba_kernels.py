@@ -107,7 +107,7 @@ def _table(g: _Graph, e: Int) -> Table:
 
 @compiled
 def _single(g: _Graph, e: Int) -> Single:
-    """The same entries in single precision."""
+    """The entries of the table of an edge in single precision, row by row."""
     return carray(_at_single(g.single[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
 
 
@@ -164,7 +164,7 @@ def _add_column(g: _Graph, e: Int, value: Int, costs: Table) -> None:
 
 
 @compiled
-def _best_value(g: _Graph, messages: Table, edges: tuple[int, int], costs: Table, values: Index) -> int:
+def _best_value(g: _Graph, messages: Table, edges: tuple[Int, Int], costs: Table, values: Index) -> Int:
     """The best value of a variable beside the values read at the other ends of some edges. Overwrites its costs."""
     for e in range(edges[0], edges[1]):
         k = g.at[g.twin[e]]
@@ -246,12 +246,12 @@ def least_product(left: Table, right: Table) -> Table:
 @compiled
 def least_of_groups(matrix: Table, rows: Members, columns: Members) -> Table:
     """The least entry for each pair of groups, as `Kernels.least_of_groups`."""
-    some, found = np.full((rows.count, matrix.shape[1]), np.inf), np.full((rows.count, columns.count), np.inf)
+    some, found = np.full((rows.groups, matrix.shape[1]), np.inf), np.full((rows.groups, columns.groups), np.inf)
     for a in range(rows.row.size):
         row, least = matrix[rows.row[a]], some[rows.group[a]]
         for c in range(row.size):
             least[c] = row[c] if row[c] < least[c] else least[c]
-    for g in range(rows.count):
+    for g in range(rows.groups):
         row, least = some[g], found[g]
         for b in range(columns.row.size):
             least[columns.group[b]] = min(least[columns.group[b]], row[columns.row[b]])

@@ -189,11 +189,11 @@ def _least_of_members(matrix: Table, members: Members) -> Table:
     """The minimum over the rows of each group."""
     place = np.unique(members.group * len(matrix) + members.row)
     group, rows = place // len(matrix), place % len(matrix)
-    counts = np.bincount(group, minlength=members.count)
-    begins, found = np.cumsum(counts) - counts, np.full((members.count, matrix.shape[1]), np.inf)
+    counts = np.bincount(group, minlength=members.groups)
+    begins, found = np.cumsum(counts) - counts, np.full((members.groups, matrix.shape[1]), np.inf)
     for k in range(int(counts.max(initial=0))):  # the next row of each group that has one
         some = np.flatnonzero(counts > k)
-        if some.size == members.count:
+        if some.size == members.groups:
             np.minimum(found, matrix[rows[begins + k]], out=found)
         else:
             found[some] = np.minimum(found[some], matrix[rows[begins[some] + k]])
