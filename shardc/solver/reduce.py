@@ -25,6 +25,8 @@ from shardc.solver.operations import Operations
 
 EASY: Final = 1 << 14
 """Variables that cost no more table entries than this are minimized out before values are compared."""
+COMPARED: Final = 1 << 16
+"""The most entries that may be touched in comparing the values of one variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,6 @@ class Reduction:
       constant: the cost of what is decided.
       inside: whether each variable remains.
       pair_work: the most entries that may be touched in making one table of two neighbours.
-      beaten_work: the most entries that may be touched in comparing the values of one variable.
       feasible: False if some variable has no allowed value left.
       held: variables that stay, with all their allowed values, and the tables between them.
     """
@@ -77,7 +78,6 @@ class Reduction:
     constant: float = 0.0
     feasible: bool = True
     pair_work: int = 1 << 20
-    beaten_work: int = 1 << 16
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 
@@ -240,7 +240,7 @@ class Reduction:
     def _drop_beaten(self, v: int) -> None:
         size = self.own[v].size
         tables = [self.near[v][j] for j in sorted(self.near[v])]
-        if v in self.held or size < 2 or size * sum(t.size for t in tables) > self.beaten_work:
+        if v in self.held or size < 2 or size * sum(t.size for t in tables) > COMPARED:
             return
         alive = self.ops.needed(self.own[v], tables)
         if alive is not None:
@@ -387,7 +387,7 @@ class Reduction:
         """A copy that can be reduced by itself."""
         other = Reduction(
             self.ops, list(self.own), [dict(n) for n in self.near], self.constant, self.feasible, self.pair_work,
-            self.beaten_work, list(self.steps), self.held,
+            list(self.steps), self.held,
         )  # fmt: skip
         other.inside, other._begun, other._given = list(self.inside), self._begun, self._given
         return other

@@ -41,10 +41,6 @@ NEAR: Final = (1e-4, 3e-3, 0.1)
 FEW: Final = 0.8
 """Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
 more than the gap, they are dropped only once half as few are left."""
-LITTLE: Final = 1 << 14
-MUCH: Final = 1 << 24
-"""Entries that may be touched in comparing the values of one variable after the first turn, when layers no longer share
-tables: LITTLE, or MUCH if few values could be dropped."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
@@ -139,10 +135,8 @@ class Search:
                 return
             before, after = _values(r), _values(part)
             self.problem = part
-            stuck = after > FEW * before
-            part.beaten_work = MUCH if stuck else LITTLE
             part.run()
-            if stuck:
+            if after > FEW * before:
                 part.pair_work *= 8
             log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
             r.ops.memo.forget()
