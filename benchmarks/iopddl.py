@@ -23,9 +23,9 @@ from rich.console import Console
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from benchmarks.memory_limited import MemoryLimit, Times, solve_limited
 from benchmarks.tables import new_table
-from shardc.solver import FORBIDDEN, Memo, Memory, relative_gap, solve
-from shardc.solver.memory import Times
+from shardc.solver import FORBIDDEN, Memo, relative_gap
 
 Array = NDArray[np.float64]
 WORK = 6e10
@@ -37,7 +37,7 @@ class Instance:
     name: str
     unary: list[Array]
     pairwise: dict[tuple[int, int], Array]
-    memory: Memory
+    memory: MemoryLimit
 
 
 def read(path: Path) -> Instance:
@@ -60,12 +60,12 @@ def read(path: Path) -> Instance:
         for v, (span, amounts) in enumerate(zip(nodes["intervals"], nodes["usages"], strict=True))
         if span and amounts
     ]
-    return Instance(data["name"], unary, pairwise, Memory(uses, float(data.get("usage_limit", np.inf))))
+    return Instance(data["name"], unary, pairwise, MemoryLimit(uses, float(data.get("usage_limit", np.inf))))
 
 
 def measure(instance: Instance, work: float) -> dict[str, Any]:
     begin = time.perf_counter()
-    found = solve(instance.unary, instance.pairwise, instance.memory, work=work)
+    found = solve_limited(instance.unary, instance.pairwise, instance.memory, work)
     return {
         "name": instance.name,
         "cost": found.cost,
@@ -104,7 +104,7 @@ def measure_milp(instance: Instance, seconds: float) -> dict[str, Any]:
             columns += [index.ravel(), first[v] + np.arange(n)]
             signs += [np.ones(n * m), -np.ones(n)]
             equal += n
-    times = Times(instance.memory.of(count), [], instance.memory.limit)
+    times = Times(instance.memory.of(count), instance.memory.limit)
     for k, v in enumerate(times.owner):
         points = np.arange(times.low[k], times.high[k])
         rows.append(np.repeat(equal + points, sizes[v]))

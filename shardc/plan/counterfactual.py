@@ -23,10 +23,8 @@ from shardc.passes.place.problem import Nested, Node, Problem, Scope
 from shardc.plan.borders import problem_of
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import Pin, Placement, is_even
-from shardc.solver import FORBIDDEN, Assignment
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import FORBIDDEN, ROUNDING, Assignment, AssignmentCost
 from shardc.solver.cost_tables import Table, whole
-from shardc.solver.search import ROUNDING
 
 _Mask: TypeAlias = NDArray[np.bool_]
 
@@ -125,7 +123,7 @@ class Counterfactual:
             return found
         # what is not proved best is then no worse where the question does not reach
         values = tables.merge([found.values, start], start, tables.work, ROUNDING)
-        return replace(found, values=values, cost=Costs(unary, tables.pairwise).cost(values))
+        return replace(found, values=values, cost=AssignmentCost(unary, tables.pairwise).cost(values))
 
     def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:
         """The best choice of a node beside neighbours that stay."""

@@ -1,4 +1,4 @@
-"""The neighbours of variables in arrays, so that NumPy handles all edges in one call."""
+"""The neighbours of all variables in arrays: NumPy handles all edges in one call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Kinds: TypeAlias = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
-class Near:
-    """Edges, each once from either end, those out of a variable one after the other.
+class Adjacency:
+    """Edges, each once from either end; those out of a variable follow each other.
 
     Attributes:
-      start: (variables + 1,) where the edges out of each begin.
+      start: (variables + 1,) where the edges out of each variable begin.
       other: (edges,) the variable at the other end.
       table: (edges,) the number of its table, the values of this end being the rows.
     """
@@ -30,8 +30,8 @@ class Near:
     table: Index
 
     @classmethod
-    def between(cls, count: int, source: Index, other: Index, table: Index) -> Near:
-        """Of so many variables, the edges out of each in the order given."""
+    def between(cls, count: int, source: Index, other: Index, table: Index) -> Adjacency:
+        """The edges of `count` variables; those out of one stay in the given order."""
         order = np.argsort(source, kind="stable")
         return cls(_before(np.bincount(source, minlength=count)), other[order], table[order])
 
@@ -50,19 +50,19 @@ class Near:
         return list(zip(self.other[edges].tolist(), self.table[edges].tolist(), strict=True))
 
     def edges_of(self, variables: Index) -> tuple[Index, Index]:
-        """The edges out of some variables, and by which of them each is."""
+        """The edges out of some variables, and the position in `variables` of the one each leaves."""
         degree = self.degree[variables]
         which = np.repeat(np.arange(variables.size), degree)
         return np.arange(which.size) + np.repeat(self.start[variables] - (np.cumsum(degree) - degree), degree), which
 
-    def without(self, gone: NDArray[np.bool_]) -> Near:
-        """The edges between the other variables."""
+    def without(self, gone: NDArray[np.bool_]) -> Adjacency:
+        """The edges between the variables that are not gone."""
         kept = ~(gone[self.source] | gone[self.other])
-        return Near(_before(kept)[self.start], self.other[kept], self.table[kept])
+        return Adjacency(_before(kept)[self.start], self.other[kept], self.table[kept])
 
-    def among(self, variables: Index) -> Near:
-        """The edges between some variables, which have the numbers of their places there; those out of each in the
-        order of the others."""
+    def among(self, variables: Index) -> Adjacency:
+        """The edges between some variables, renumbered by position; those out of each are in the order of their other
+        ends."""
         number = np.full(self.degree.size, -1)
         number[variables] = np.arange(variables.size)
         edges, which = self.edges_of(variables)
@@ -70,12 +70,13 @@ class Near:
         inside = np.flatnonzero(other >= 0)
         inside = inside[np.argsort(which[inside] * variables.size + other[inside])]
         degree = np.bincount(which[inside], minlength=variables.size)
-        return Near(_before(degree), other[inside], self.table[edges[inside]])
+        return Adjacency(_before(degree), other[inside], self.table[edges[inside]])
 
     def kinds(self, kind: Index) -> Iterator[Kinds]:
-        """A number for each variable, the same for those of one kind that look alike no edge far, one, two, and so on.
+        """Hashes of the variables' surroundings, up to no edge away, one edge, two, and so on.
 
-        They are hashes. That two which differ have one number is as unlikely as can be; who has to be sure compares.
+        Variables of one kind and equal surroundings have equal hashes. The reverse is only very likely: callers compare
+        where it matters.
         """
         found, tables = _mixed(kind.astype(np.uint64)), _mixed(self.table.astype(np.uint64))
         while True:
@@ -83,12 +84,12 @@ class Near:
             found = _mixed(found + np.diff(_before(_mixed(found[self.other] + tables))[self.start]))
 
     def outwards(self, begin: Index, most: int | None = None) -> Index:
-        """All variables that are linked to some, breadth first, or so many."""
+        """All variables that can be reached from some, breadth first; at most `most`."""
         count = self.degree.size
         return self.grown(begin, np.zeros(count, np.intp), np.asarray([count if most is None else most], np.intp))
 
     def grown(self, begin: Index, kind: Index, most: Index) -> Index:
-        """The same, of each kind as many as it may be."""
+        """The variables reached breadth first, at most `most[k]` of kind k."""
         start, other, kinds, left = self.start.tolist(), self.other.tolist(), kind.tolist(), most.tolist()
         found: list[int] = []
         seen = [False] * len(kinds)
@@ -108,13 +109,13 @@ class Near:
 
 
 def _before(counts: NDArray[Any]) -> NDArray[Any]:
-    """The sum of those before each, and of all."""
+    """Cumulative sums, from 0 to the total."""
     sums = np.cumsum(counts)
     return np.concatenate((np.zeros(1, sums.dtype), sums))
 
 
 def _mixed(bits: Kinds) -> Kinds:
-    """A hash of each (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators")."""
+    """SplitMix64 hashes (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators")."""
     bits = bits + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

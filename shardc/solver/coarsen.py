@@ -1,38 +1,54 @@
-"""A smaller problem whose minimum is no larger: values that labels do not tell apart are one value.
+"""The coarse problem: values whose labels are equal are taken as one value, so its minimum is a lower bound.
 
 Labels say along which dimension each axis splits, not in which order the axes split one dimension. On three axes most
-values of a large array differ in that order alone, and little depends on it. A value of the coarse problem costs the
-least that one of those it stands for does, and so does a pair of them: its bound is one of the whole problem's.
+values of a large array differ in that order alone, and little depends on it. A coarse value costs as little as the
+cheapest value in its group, and so does a pair of them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.solver.assignment_cost import AssignmentCost
 from shardc.solver.cost_tables import Given, Index, Lookup, Memo, Pair, Table, whole
+from shardc.solver.graph import Members
 from shardc.solver.kernels import Kernels, numpy_kernels
 from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+from shardc.solver.search import MOVE_WORK, SETTLED, Search, SolverOptions
+
+log = logging.getLogger("shardc")
 
 Labels: TypeAlias = NDArray[np.int64]
 
 LARGE: Final = 20_000_000
-"""Entries of all tables from which on it is tried. Where it settles the whole problem, half of the time is saved, else
-what it took is missing from the work on the whole problem."""
+"""Entries of all tables from which on the coarse problem is solved first. If it settles the whole problem, that saves
+half of the time; otherwise its work is missing from the work on the whole problem."""
 WIDE: Final = 10_000
 """Entries of a table, on average, from which on most of its values differ in the order of axes alone."""
+COARSE: Final = SETTLED / 2
+"""Relative distance of cost and bound at which the coarse problem is solved."""
+PAIR_WORK: Final = 1 << 22
+"""Entries that may be touched there in making one table of two neighbours, four times as many as elsewhere."""
+NEARLY: Final = 1e-4
+"""Relative distance of cost and bound among the values of its best assignment, which need no proof."""
+ENOUGH: Final = 5e-3
+"""Relative distance of cost and bound at which the messages of the whole problem are not worth their time."""
 
 
 def is_large(pairwise: Mapping[Pair, Given]) -> bool:
+    """Whether the tables are so large that most of their values differ in the order of axes alone."""
     return sum(t.size for t in pairwise.values()) > max(LARGE, WIDE * len(pairwise))
 
 
 class _Groups(NamedTuple):
-    """The group of each value, and a value of each group."""
+    """The group of each value of a variable, and the first value of each group."""
 
     group: Index
     first: Index
@@ -43,20 +59,23 @@ class _Groups(NamedTuple):
         return cls(group.reshape(-1), first)
 
     def least(self, costs: Table) -> Table:
-        """Of each group."""
+        """The least cost in each group."""
         found = np.full(self.first.size, np.inf)
         np.minimum.at(found, self.group, costs)
         return found
 
+    def members(self, rows: Index) -> Members:
+        """The groups of values that have their costs in these rows."""
+        return Members(rows, self.group, self.first.size)
+
 
 def _least(table: Given, a: _Groups, b: _Groups, kernels: Kernels) -> Table:
-    """Of each pair of groups."""
+    """The least entry for each pair of groups."""
     if isinstance(table, Lookup):
         matrix, rows, columns = table.matrix, table.rows, table.columns
     else:
         matrix, rows, columns = whole(table), np.arange(table.shape[0]), np.arange(table.shape[1])
-    matrix = np.ascontiguousarray(matrix)
-    return kernels.least_of_groups(matrix, rows, columns, a.group, b.group, a.first.size, b.first.size)
+    return kernels.least_of_groups(np.ascontiguousarray(matrix), a.members(rows), b.members(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +83,9 @@ class Coarse:
     """The coarse problem.
 
     Attributes:
-      unary, pairwise, labels: as those of the whole one.
-      groups: for each variable the groups that its values are.
-      ops: its own, so that nothing is kept of it when it is solved.
+      unary, pairwise, labels: as those of the whole problem.
+      groups: for each variable the groups of its values.
+      ops: with a memo of its own, so that nothing is kept once it is solved.
     """
 
     unary: Sequence[Table]
@@ -101,9 +120,40 @@ class Coarse:
         return cls(own, tables, firsts, found, ops)
 
     def values_of(self, values: Sequence[int]) -> list[int]:
-        """The coarse problem's values that stand for those of the whole one. They cost no more."""
+        """The coarse values that stand for an assignment of the whole problem. They cost no more."""
         return [int(g.group[v]) for g, v in zip(self.groups, values, strict=True)]
 
     def members(self, values: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """For each variable which of its values a value of the coarse problem stands for."""
+        """For each variable the values in the group of its coarse value, as a mask."""
         return [g.group == v for g, v in zip(self.groups, values, strict=True)]
+
+
+def solve_coarse(small: Coarse, search: Search) -> bool:
+    """Solves the coarse problem, then the values in its best assignment, then moves on from there. The search keeps the
+    bound, the best assignment, and the work that is left. Returns whether they are close enough."""
+    options = search.options
+    problem = Reduction.of(small.unary, small.pairwise, small.ops)
+    problem.pair_work = PAIR_WORK
+    first = Search(
+        problem, AssignmentCost(small.unary, small.pairwise),
+        replace(options, work=search.limit, close=max(COARSE, options.close)), small.labels,
+    )  # fmt: skip
+    if search.values is not None:
+        first.offer(small.values_of(search.values))
+    first.run()
+    search.bound = first.bound
+    log.debug("coarse: bound %.9g, cost %.9g", first.bound, first.cost)
+    if first.values is None:
+        return False
+    inside = search.problem.among(small.members(first.values))
+    fine = Search(inside, search.full, SolverOptions(inside.ops.work + MOVE_WORK, NEARLY))
+    fine.run()
+    log.debug("fine: cost %.9g", fine.cost)
+    if fine.values is None:
+        return False
+    search.offer(fine.values)
+    search.limit -= small.ops.work
+    for wide in (1, 2):
+        if search.values is not None and not search.within(max(SETTLED, options.close)):
+            search.move(search.values, wide=wide)
+    return search.within(max(ENOUGH, options.close))

@@ -1,4 +1,4 @@
-"""Cost tables as numpy arrays, and a memory of what was computed from them."""
+"""Cost tables as NumPy arrays, and the memo of the operations on them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Index: TypeAlias = NDArray[np.intp]
 Pair: TypeAlias = tuple[int, int]
 
 FORBIDDEN: Final = 1e15
-"""Costs from here on mean: not allowed."""
+"""Costs of this size and above are not allowed."""
 CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
 LARGE: Final = 4096
-"""Entries from which on a table is looked for by sums of its bits, not by all of them."""
+"""Tables with more entries are looked up by sums of their bits, not by all bytes."""
 MOST: Final = 1 << 31
-"""Bytes of arrays that are remembered, roughly, before all is forgotten."""
+"""Bytes of arrays that a memo keeps, roughly, before it forgets all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
     """A table whose entries stand in a smaller matrix: entry (a, b) is matrix[rows[a], columns[b]].
 
-    What it costs to box a value depends on two of its placements, and many choices of a node have it in the same one.
+    The cost of boxing a value depends on two placements, and many choices of a node have the same one.
     """
 
     matrix: Table
@@ -56,34 +56,34 @@ class Lookup:
         return self.matrix[self.rows[rows], self.columns[columns]]
 
     def whole(self) -> Table:
-        """All entries."""
+        """The table written out."""
         return self.matrix.take(self.rows, 0).take(self.columns, 1)
 
 
 Given: TypeAlias = Table | Lookup
-"""A table as it is given: written out or not."""
+"""A table, written out or not."""
 
 
 def double(array: NDArray[Any]) -> Table:
-    """In double precision: itself if it is. numpy makes another object of what a compiled loop gave, whose `dtype` is
-    equal but not identical, and what is known of a table goes by its identity."""
+    """The array in double precision; itself if it is already. NumPy would copy the result of a compiled loop, whose
+    `dtype` is equal but not identical, and the memo goes by identity."""
     return array if array.dtype == np.float64 else np.asarray(array, np.float64)
 
 
 def whole(table: Given) -> Table:
-    """Written out."""
+    """A table written out."""
     return table.whole() if isinstance(table, Lookup) else double(table)
 
 
 class Memo:
-    """Results of array operations by the identity of their operands.
+    """Results of array operations, by the identity of their operands.
 
-    A model repeats its layers: most tables are one of a few, and so are the results of eliminating them. Equal arrays
+    A model repeats its layers: most tables are one of a few, and so are the results of operations on them. Equal arrays
     are one object (`one`), and an operation on the same objects is done once (`do`).
 
     Attributes:
       held: bytes of the arrays that it keeps.
-      done: for each key the operands, which are kept, and what was made of them.
+      done: for each key the operands, which are kept alive, and the result.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Memo:
         self.held = 0
 
     def one(self, array: A) -> A:
-        """The one array that equals `array`."""
+        """The first array that equals `array`: equal arrays are one object."""
         if id(array) in self._known:
             return array
         kind = array.shape, array.dtype.char
@@ -112,16 +112,17 @@ class Memo:
         return found
 
     def has(self, array: NDArray[Any]) -> bool:
-        """Whether it is the one of those that equal it."""
+        """Whether `one` returned this array."""
         return id(array) in self._known
 
     def do(self, key: Hashable, operands: Any, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for `key`; the key names `operands` by identity, so they are kept."""
+        """The result of `make`, computed once for `key`. The key names `operands` by identity, so they are kept
+        alive."""
         found = self.done.get(key)
         return found[1] if found is not None else self.keep(key, operands, make())
 
     def keep(self, key: Hashable, operands: Any, made: T) -> T:
-        """What was made of these operands."""
+        """Stores the result of an operation."""
         self.done[key] = (operands, made)
         array: Any = made
         if isinstance(array, np.ndarray) and id(array) not in self._known:
@@ -129,7 +130,7 @@ class Memo:
         return made
 
     def forget(self, most: int = MOST) -> None:
-        """Lets go of everything if that is more than `most` bytes. What others still hold is computed with anew."""
+        """Forgets everything if it holds more than `most` bytes."""
         if self.held > most:
             self._small.clear()
             self._large.clear()

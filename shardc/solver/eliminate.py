@@ -1,9 +1,8 @@
-"""Minimum of a sum of cost tables by variable elimination: exact where the graph is narrow enough, else around the
-values that an assignment has.
+"""Variable elimination: the exact minimum if the graph is narrow, otherwise the best assignment near a given one.
 
-Eliminating a variable minimises it out of the tables it stands in, leaving one table over its neighbours (Bertele and
-Brioschi 1972, "Nonserial Dynamic Programming"). The work is exponential in the width of the graph only; a training
-step's graph is almost a tree.
+Eliminating a variable minimizes it out of its tables and leaves one table over its neighbours (Bertele and Brioschi
+1972, "Nonserial Dynamic Programming"). The work is exponential in the width of the graph only; the graph of a training
+step is almost a tree.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from shardc.solver.cost_tables import FORBIDDEN, Index, Pair, Table
-from shardc.solver.kernels import Kernels, numpy_kernels
+from shardc.solver.kernels.numpy_kernels import least_of_sum
 
-Scope: TypeAlias = tuple[int, ...]
+_Scope: TypeAlias = tuple[int, ...]
 
 HUB: Final = 24
-"""Variables with more neighbours are eliminated last, whatever they would join."""
+"""Variables with more neighbours are eliminated last: counting the pairs that they join takes too long."""
 HELD_TABLE: Final = 1 << 16, 1 << 20
-"""Entries of a table from which on one of its variables is held at the value it has, of many variables and of few."""
+"""The largest table before one of its variables is held at its value: with many variables, and with few."""
 HELD_WORK: Final = 1 << 29
-"""Entries that all such tables may have together, if that is more."""
+"""Entries of all such tables together: in between, each of the variables has an equal share."""
 
 
 def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
-    """Variables in the order in which eliminating them joins the fewest new pairs of neighbours (min-fill)."""
+    """The min-fill order: each variable in turn joins the fewest new pairs of neighbours when it is eliminated."""
     around: list[set[int]] = [set() for _ in range(count)]
     for i, j in pairs:
         around[i].add(j)
         around[j].add(i)
 
     def fill(v: int) -> tuple[int, int]:
-        if len(around[v]) > HUB:  # counting its pairs takes longer than it is worth: it comes last
+        if len(around[v]) > HUB:
             return len(around[v]) ** 2, len(around[v])
         near = sorted(around[v])
         missing = sum(1 for k, a in enumerate(near) for b in near[:k] if b not in around[a])
@@ -66,7 +65,7 @@ def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
 
 
 def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequence[int]) -> tuple[float, float]:
-    """Entries of all tables that eliminating in this order makes, its variable included; and those of the largest."""
+    """Entries of all tables that an elimination in this order makes, each with its variable; and of the largest."""
     around: list[set[int]] = [set() for _ in sizes]
     for i, j in pairs:
         around[i].add(j)
@@ -84,7 +83,7 @@ def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequenc
 
 
 class _Ways(NamedTuple):
-    """The values that the next variable may take beside those chosen: what each costs more than the best of them."""
+    """The values of the next variable, given those chosen before: the extra cost of each over the best."""
 
     cost: float
     values: list[int]
@@ -98,29 +97,28 @@ class Elimination:
 
     Args:
       unary, pairwise: the costs; pairs are (i, j) with i < j.
-      held: an assignment. A variable is fixed at its value there if a table would grow too large; what is found costs
-        no more than the assignment. Without one, all tables are made, whatever their size.
+      held: an assignment. A variable is fixed at its value there if a table would grow too large; the result costs no
+        more than the assignment. Without one, all tables are made, whatever their size.
 
     Attributes:
-      least: the minimum over those variables that were not fixed, after `run`.
+      least: after `run`, the minimum over the variables that were not fixed.
       work: entries touched.
     """
 
     def __init__(
-        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None,
-        kernels: Kernels = numpy_kernels,
+        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None
     ) -> None:  # fmt: skip
         self.least, self.work = 0.0, 0.0
-        self._held, self._kernels = held, kernels
-        self._back: list[tuple[int, Table, dict[Scope, Table]]] = []
+        self._held = held
+        self._back: list[tuple[int, Table, dict[_Scope, Table]]] = []
         self._largest = float(np.clip(HELD_WORK / max(len(unary), 1), *HELD_TABLE))
         self._own = list(unary)
-        self._tables: list[dict[Scope, Table]] = [{} for _ in unary]
+        self._tables: list[dict[_Scope, Table]] = [{} for _ in unary]
         for scope, table in pairwise.items():
             self._add(scope, table)
 
     def run(self, order: Sequence[int]) -> list[int]:
-        """The values of an assignment of least cost."""
+        """The assignment of least cost."""
         values = [-1] * len(self._own)
         self._back = back = []
         for v in order:
@@ -141,8 +139,8 @@ class Elimination:
     def by_cost(self) -> Iterator[tuple[float, list[int]]]:
         """After `run`, with nothing held: all assignments with their costs, the cheapest first.
 
-        What the rest costs at least is known at each step (A* with an exact bound), and the next value of a variable is
-        looked at when the one before it has come: the queue grows by two entries for each variable of what is given.
+        This is A* with an exact bound: the least cost of the remaining variables is known at each step. The next value
+        of a variable enters the queue when the one before leaves it, so each assignment adds two entries per variable.
         """
         steps, ties = self._back[::-1], itertools.count()
         queue: list[tuple[float, int, int, _Ways]] = []
@@ -167,7 +165,7 @@ class Elimination:
             else:
                 go_on(cost, values, ways.done + 1)
 
-    def _add(self, scope: Scope, table: Table) -> None:
+    def _add(self, scope: _Scope, table: Table) -> None:
         present = self._tables[scope[0]].get(scope)
         if present is not None:
             table = present + table
@@ -192,7 +190,7 @@ class Elimination:
                 self._tables[i].pop(scope, None)
             self._put(tuple(i for i in scope if i != v), np.asarray(table.take(value, axis=scope.index(v))))
 
-    def _put(self, scope: Scope, table: Table) -> None:
+    def _put(self, scope: _Scope, table: Table) -> None:
         if not scope:
             self.least += float(table)
         elif len(scope) == 1:
@@ -200,27 +198,27 @@ class Elimination:
         else:
             self._add(scope, table)
 
-    def _minimize_out(self, v: int, tables: Mapping[Scope, Table]) -> None:
-        """`v` out of its tables: --> one table over the others."""
+    def _minimize_out(self, v: int, tables: Mapping[_Scope, Table]) -> None:
+        """The tables of `v` --> one table over its neighbours."""
         rest = sorted({i for scope in tables for i in scope} - {v})
         self.work += math.prod((float(self._own[i].size) for i in rest), start=float(self._own[v].size))
         # the widest last, so that the inner loop is long
         rest.sort(key=lambda i: (self._own[i].size, i))
         terms = [((v,), self._own[v]), *sorted(tables.items(), key=lambda item: item[0])]
-        least = _least_sum(terms, v, rest, self._kernels)
+        least = _least_sum(terms, v, rest)
         scope = tuple(sorted(rest))
         self._put(scope, least.transpose([rest.index(i) for i in scope]))
 
 
-def _costs_of(step: tuple[int, Table, dict[Scope, Table]], values: Sequence[int]) -> Table:
-    """For each value of a variable what it costs beside those chosen, with the best of those eliminated before it."""
+def _costs_of(step: tuple[int, Table, dict[_Scope, Table]], values: Sequence[int]) -> Table:
+    """For each value of a variable its cost, given the values chosen and the best ones of those eliminated before."""
     v, total, tables = step
     for scope, table in tables.items():
         total = total + table[tuple(slice(None) if i == v else values[i] for i in scope)]
     return total
 
 
-def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int], kernels: Kernels) -> Table:
+def _least_sum(terms: Sequence[tuple[_Scope, Table]], v: int, rest: Sequence[int]) -> Table:
     """The minimum over `v` of a sum of tables, in the dimensions of `rest`."""
     if not rest:
         return np.asarray(np.sum([table for _, table in terms], 0).min())
@@ -237,5 +235,5 @@ def _least_sum(terms: Sequence[tuple[Scope, Table]], v: int, rest: Sequence[int]
             strides[k, order.index(i)] = step
             step *= size[i]
     sizes = np.asarray([size[i] for i in order], np.intp)
-    found = kernels.least_of_sum(np.concatenate(entries), np.asarray(begins, np.intp), strides, sizes)
+    found = least_of_sum(np.concatenate(entries), np.asarray(begins, np.intp), strides, sizes)
     return found.reshape([size[i] for i in rest])

@@ -1,24 +1,28 @@
-"""A problem's variables and edges in arrays, in the order in which messages visit them."""
+"""The variables and edges of a problem in arrays, in the order in which messages visit them."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from shardc.solver.cost_tables import Index, Table
 
 
 class Graph(NamedTuple):
-    """Variables and edges, each edge once from either end. Costs and messages lie in one array each.
+    """Variables, and edges once from either end. All costs lie in one array, and all messages.
 
     Attributes:
-      order: the variables as they are visited.
-      first: (variables + 1,) where the values of each begin.
-      start: (variables + 1,) where the edges out of each begin; split: where those do that lead to later variables.
-      other: (edges,) the variable at the other end; twin: the edge that comes back.
-      at: (edges,) where its message begins, for the values of the other end. Those to one variable follow each other,
-        in the order of its edges.
-      share: of a variable's costs for each edge ahead.
-      left: of its costs for none of them, on the way back.
+      order: the variables in the order of the visits.
+      first: (variables + 1,) where the values of each variable begin.
+      start: (variables + 1,) where the edges out of each variable begin; split: where those to later variables begin.
+      other: (edges,) the variable at the other end; twin: the same edge from there.
+      at: (edges,) where the message along the edge begins, one entry for each value of the other end. The messages to
+        one variable follow each other, in the order of its edges.
+      share: the part of a variable's costs that each edge ahead gets.
+      left: the part that no edge gets on the way back.
     """
 
     order: Index
@@ -30,3 +34,78 @@ class Graph(NamedTuple):
     at: Index
     share: Table
     left: Table
+
+
+class Pass(NamedTuple):
+    """How messages are sent along all edges.
+
+    Attributes:
+      forward: in the order of the visits; otherwise back.
+      exact: with tables in double precision; otherwise in single precision, in half the time.
+      read: whether an assignment is read on the way.
+    """
+
+    forward: bool
+    exact: bool
+    read: bool
+
+
+class Members(NamedTuple):
+    """Groups of values.
+
+    Attributes:
+      row: the row of a matrix that each value has its costs in.
+      group: the group of each value; groups: their number.
+    """
+
+    row: Index
+    group: Index
+    groups: int
+
+
+def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
+    """The variables, breadth first."""
+    found: list[int] = []
+    seen = [False] * len(near)
+    for root in range(len(near)):
+        queue = deque([root])
+        while queue:
+            v = queue.popleft()
+            if not seen[v]:
+                seen[v] = True
+                found.append(v)
+                queue.extend(j for j in sorted(near[v]) if not seen[j])
+    return found
+
+
+def graph_of(
+    sizes: Sequence[int], near: Sequence[Mapping[int, Table]], order: Sequence[int]
+) -> tuple[Graph, list[Table]]:  # fmt: skip
+    """The graph of a problem whose variables are visited in this order, and the table of each edge."""
+    place = np.empty(len(order), np.intp)
+    place[order] = np.arange(len(order))
+    where = place.tolist()
+    start, split, other, tables = [0], list[int](), list[int](), list[Table]()
+    number: dict[tuple[int, int], int] = {}
+    for v, some in enumerate(near):
+        ends = sorted(some, key=lambda j: where[j] > where[v])
+        split.append(len(other) + sum(where[j] < where[v] for j in ends))
+        for j in ends:
+            number[v, j] = len(other)
+            other.append(j)
+            tables.append(some[j])
+        start.append(len(other))
+    twin = np.asarray([number[j, v] for v, j in number], np.intp)
+    first = np.cumsum([0, *sizes])
+    starts, splits = np.asarray(start), np.asarray(split, np.intp)
+    degree = np.diff(starts)
+    lengths = np.repeat(np.asarray(sizes, np.intp), degree)  # of the messages that come back along each edge
+    at = np.empty(len(other), np.intp)
+    at[twin] = np.cumsum(lengths) - lengths
+    behind = splits - starts[:-1]
+    share = 1.0 / np.maximum(np.maximum(behind, degree - behind), 1)
+    graph = Graph(
+        np.asarray(order, np.intp), first, starts, splits, np.asarray(other, np.intp), twin, at, share,
+        1.0 - behind * share,
+    )  # fmt: skip
+    return graph, tables

@@ -1,9 +1,9 @@
-"""Layers that are written out, as a chain of equal cells: one cell is solved for all of them, with what is at the ends.
+"""Unrolled layers as a chain of equal cells: one cell is solved for all of them, and then the ends.
 
-Any costs, added on one side of a link between cells and taken off its table, write the same problem another way (a
-Lagrangian decomposition). With those that messages tend to round one cell that is its own neighbour, links come to cost
-nothing at least, and a cell as little as in the whole problem. Then the minimum of what is at the ends, and that of one
-cell as often as there are others, add up to a lower bound, and what attains them is an assignment.
+Costs that are added to one side of a link between cells and subtracted from its table leave the problem the same (a
+Lagrangian decomposition). Messages around a ring, one cell that is its own neighbour, give such costs: every link then
+costs at least nothing, and a cell as little as in the whole problem. So the minimum of the ends, plus that of one cell
+for each cell in between, is a lower bound. Assignments that attain it are optimal.
 """
 
 from __future__ import annotations
@@ -12,40 +12,50 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.adjacency import Near
-from shardc.solver.assignment_cost import by_identity, ends_of
+from shardc.solver.adjacency import Adjacency
+from shardc.solver.assignment_cost import Assignment, by_identity, ends_of
 from shardc.solver.cost_tables import Given, Index, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.operations import Operations
 from shardc.solver.reduce import Reduction
+from shardc.solver.search import SETTLED, Search
 
 log = logging.getLogger("shardc")
 
 End: TypeAlias = tuple[int, int, int]
-"""Of a link: a place in a cell, the number of the table as the variable there holds it, and the place it leads to."""
+"""The end of a link: a place in a cell, the number of the table as the variable there holds it, and the place it leads
+to."""
 
+SEAMS: Final = 1e-5
+"""Relative distance of cost and bound at which one cell, solved for all of a chain, is enough; SETTLED if tables are
+large."""
+TIGHT: Final = 0.1
+LOOSE: Final = 0.5
+LESS: Final = 1e-3
+"""Parts of the distance that is aimed at: the bound of a ring is raised while it gains TIGHT of it, a part is solved to
+LOOSE of it, and values at the ends that a cell has too cost LESS of it less."""
 HUB: Final = 32
-"""A variable of so many neighbours belongs to no layer. Chains are found if one of its values is as good as any."""
+"""A variable with this many neighbours belongs to no layer. It is fixed if one of its values is as good as any."""
 RAISINGS: Final = 80
-"""Of the bound of one cell, at most."""
+"""The most often that the bound of a ring is raised."""
 LOOK: Final = 2
-"""Raisings after which it is looked at what they gained."""
+"""How often the bound is raised before its gain is looked at."""
 
 
 class Numbered:
-    """A problem whose tables have numbers; what has one value is part of the costs of its neighbours.
+    """A problem whose tables have numbers, and whose variables of one value are part of their neighbours' costs.
 
     Attributes:
-      own: costs of the variables' values.
-      near: the neighbours of more than one value, and the numbers of the tables.
-      tables: by number; turned, a table has the number beside, of which the lower one is even.
-      fixed: the value of each variable that has but one, or need not have another.
-      constant: what these cost.
+      own: the costs of the variables' values.
+      near: the edges between variables of more than one value, and the numbers of their tables.
+      tables: by number; table 2k + 1 is the transpose of table 2k.
+      fixed: the value of each variable that has only one, or needs no other.
+      constant: the cost of the fixed variables.
     """
 
     def __init__(self, unary: Sequence[Table], pairwise: Mapping[Pair, Given], ops: Operations) -> None:
@@ -54,7 +64,7 @@ class Numbered:
         clean = {id(u): ops.clean(u) for u, _ in groups}
         self.own = [clean[id(u)] for u in unary]
         self.tables: list[Given] = []
-        self.near = Near.between(len(unary), *self._edges(pairwise))
+        self.near = Adjacency.between(len(unary), *self._edges(pairwise))
         self.constant = 0.0
         self.fixed: dict[int, int] = {}
         for v in sorted(v for u, of in groups if u.size == 1 for v in of.tolist()):
@@ -62,13 +72,13 @@ class Numbered:
         for v in np.flatnonzero(self.near.degree >= HUB).tolist():
             tables = [self.tables[k] for j, k in self.near.of(v) if j not in self.fixed]
             if v not in self.fixed and len(tables) >= HUB:
-                needed = ops.needed(self.own[v], [ops.whole(t) for t in tables], [])
+                needed = ops.needed(self.own[v], [ops.whole(t) for t in tables])
                 if needed is not None and needed.size == 1:
                     self._fix(v, int(needed[0]))
         self.near = self.near.without(self.is_fixed)
 
     def _edges(self, pairwise: Mapping[Pair, Given]) -> tuple[Index, Index, Index]:
-        """The variable at either end of each table, the other one, and the number of the table."""
+        """For each table, from either end: this variable, the other one, and the number of the table."""
         numbers, found = np.empty(len(pairwise), np.intp), dict[int, int]()
         for given, of in by_identity(list(pairwise.values())):
             table = self.ops.given(given)
@@ -89,25 +99,25 @@ class Numbered:
 
     @cached_property
     def is_fixed(self) -> NDArray[np.bool_]:
-        """Whether each variable is."""
+        """Whether each variable is fixed."""
         found = np.zeros(len(self.own), np.bool_)
         found[list(self.fixed)] = True
         return found
 
     @cached_property
     def costs(self) -> Index:
-        """For each variable a number of its costs."""
+        """A number for each variable, equal where the costs are."""
         found = np.empty(len(self.own), np.intp)
         for k, (_, of) in enumerate(by_identity(self.own)):
             found[of] = k
         return found
 
     def edge(self, i: int, j: int, k: int) -> tuple[Pair, Given]:
-        """Two variables and table k of them, the way it was given."""
+        """Two variables and their table k, in the direction in which it was given."""
         return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
 
     def part(self, variables: Index, own: Sequence[Table]) -> Part:
-        """The problem of some of the variables, in their order, with these costs of all."""
+        """The problem of some variables, in their order, with other costs."""
         number = np.full(len(own), -1)
         number[variables] = np.arange(variables.size)
         source, other = self.near.source, self.near.other
@@ -119,26 +129,26 @@ class Numbered:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A problem whose variable k is `variables[k]` of another."""
+    """A part of a problem: its variable k is `variables[k]` of the whole one."""
 
     variables: list[int]
     unary: list[Table]
     pairwise: dict[Pair, Given]
 
     def some(self, values: Sequence[int], variables: Index) -> list[int]:
-        """Of its values those of some variables, by the numbers that they have in the other."""
+        """The values of some variables, given by their numbers in the whole problem."""
         number = {v: k for k, v in enumerate(self.variables)}
         return [values[number[v]] for v in variables.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
-    """Equal cells and what links them.
+class LayerChain:
+    """Equal cells in a row, and the links between them.
 
     Attributes:
-      problem: whose they are.
-      cells: (cells, places) the variables of each; neighbours along most links in a row.
-      links: both ends of each. Every cell has each end once.
+      problem: the whole problem.
+      cells: (cells, places) the variables of each cell.
+      links: both ends of each link. Every cell has each end once.
       across: the variable at the other side, for a variable of a cell and its end of a link.
     """
 
@@ -149,7 +159,7 @@ class Chain:
 
     @property
     def part(self) -> float:
-        """What part the variables of a ring, a cell and the ends are of all."""
+        """The variables of a ring, a cell and the ends, as a part of all."""
         count, size = self.cells.shape
         return 1 - (count - 4) * size / (len(self.problem.own) - len(self.problem.fixed))
 
@@ -160,12 +170,12 @@ class Chain:
 
     @cached_property
     def place(self) -> Index:
-        """Of each variable in its cell; -1: it is in none."""
+        """The place of each variable in its cell; -1: it is in none."""
         return self._of_cells(np.arange(self.cells.shape[1]))
 
     @cached_property
     def cell(self) -> Index:
-        """Of each variable the cell that it is in; -1: it is in none."""
+        """The cell of each variable; -1: it is in none."""
         return self._of_cells(np.arange(len(self.cells))[:, None])
 
     def _of_cells(self, values: Index) -> Index:
@@ -175,7 +185,7 @@ class Chain:
 
     @cached_property
     def _inner(self) -> list[tuple[int, int, int]]:
-        """Pairs of places that are neighbours within a cell, and the number of the table."""
+        """Neighbouring places of a cell, and the numbers of their tables."""
         near, cell, place = self.problem.near, self.cells[0], self.place
         edges, which = near.edges_of(cell)
         other = near.other[edges]
@@ -184,7 +194,7 @@ class Chain:
         return list(zip(which[some].tolist(), to[some].tolist(), near.table[edges[some]].tolist(), strict=True))
 
     def ring(self) -> Part:
-        """A cell that is its own neighbour; or three in a ring, if one would be linked to itself twice in one place."""
+        """A cell that is its own neighbour; or three cells, if one would be linked to itself twice at one place."""
         edge, cell = self.problem.edge, self.cells[0].tolist()
         pairs = [{p, q} for p, q, _ in self._inner] + [{x[0], x[2]} for x, _ in self.links]
         copies = 1 if all(len(pair) == 2 for pair in pairs) and len(set(map(frozenset, pairs))) == len(pairs) else 3
@@ -193,22 +203,22 @@ class Chain:
         return Part(cell * copies, [self.problem.own[v] for v in cell] * copies, dict(edges))
 
     def _joined(self, end: End, c: int, copies: int) -> Pair:
-        """The variables of a link from cell c of a ring."""
+        """The variables at both ends of a link of cell c of a ring."""
         k, size = len(self.cells) // 2, len(self.cells[0])
         step = 1 if self.cell[self.across[int(self.cells[k, end[0]]), end]] == k + 1 else -1
         return c * size + end[0], (c + step) % copies * size + end[2]
 
     def shares(self, ring: Part, tight: float) -> dict[End, Table] | None:
-        """For each end what its variable is to cost more, so that the links cost nothing at least; None: nothing is
-        allowed.
+        """For each end the costs to add to its variable, so that every link costs at least nothing; None: no assignment
+        is allowed.
 
         Args:
-          ring: of this chain.
-          tight: the bound of the ring is raised for as long as LOOK raisings gain this part of it.
+          ring: the ring of this chain.
+          tight: the bound of the ring is raised as long as it gains this part of itself in LOOK steps.
         """
         ops, size = self.problem.ops, len(self.cells[0])
         copies = len(ring.variables) // size
-        small = Reduction.of(ring.unary, ring.pairwise, [], ops)
+        small = Reduction.of(ring.unary, ring.pairwise, ops)
         small.held = frozenset(c * size + end[0] for link in self.links for end in link for c in range(copies))
         small.run()
         if not small.feasible:
@@ -227,17 +237,18 @@ class Chain:
                 last = dual.bound
         log.debug("a cell of %d: bound %.9g", len(self.cells), (small.constant + dual.bound) / copies)
         handed, found = dual.handed(), dict[End, Table]()
+        kept = small.kept(small.held)
         for x, y in self.links:
             i, j = self._joined(x, 0, copies)
             given, table = handed[number[i], number[j]], ops.whole(self.problem.tables[x[1]])
             there = np.full(table.shape[1], given.max())
-            there[small.kept(j)] = given
+            there[kept[j]] = given
             found[x] = (table - there).min(1)
             found[y] = (table - np.where(np.isfinite(found[x]), found[x], 0.0)[:, None]).min(0)
         return found
 
     def one(self, shares: Mapping[End, Table]) -> Part:
-        """A cell, with its shares of the links."""
+        """One cell, with its shares of the links."""
         cell = self.cells[0].tolist()
         own = [self.problem.own[v] for v in cell]
         for (p, _, _), share in shares.items():
@@ -245,11 +256,11 @@ class Chain:
         return Part(cell, own, dict(self.problem.edge(*inner) for inner in self._inner))
 
     def ends(self, shares: Mapping[End, Table], wanted: Sequence[int], less: float) -> Part:
-        """What is in no cell and the outermost cells, with their shares of what links them to other cells.
+        """The outermost cells and the variables in no cell, with their shares of the links to other cells.
 
         Args:
-          wanted: values of a cell. Where others are linked to the outermost ones, these cost less.
-          less: so much, to tell them from others that are as good.
+          wanted: the values of a cell. Where other cells are linked to the outermost ones, these cost less.
+          less: by how much, to prefer them among values that are as good.
         """
         own, other = list(self.problem.own), {x: y for a, b in self.links for x, y in ((a, b), (b, a))}
         cell, last = self.cell.tolist(), len(self.cells) - 1
@@ -262,7 +273,7 @@ class Chain:
         return self.problem.part(self._without(self.middle), own)
 
     def between(self, part: Part, wanted: Sequence[int]) -> Part:
-        """What is in no cell of a part, where the cells have these values."""
+        """The variables of a part that are in no cell, given these values of the cells."""
         ops, place, own = self.problem.ops, self.place[part.variables].tolist(), list(part.unary)
         free = {k: n for n, k in enumerate(k for k, p in enumerate(place) if p < 0)}
         inner = dict[Pair, Given]()
@@ -278,10 +289,9 @@ class Chain:
         return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
 
     def shorter(self) -> Part | None:
-        """The problem with one cell between the outermost ones; None: it would not be
-        like the whole one."""
+        """The problem with one cell between the outermost ones; None if its links would not be those of the whole."""
         problem, near, last = self.problem, self.problem.near, len(self.cells) - 1
-        through: dict[Pair, list[End]] = {}  # who holds such a table of a place goes on from one of these ends
+        through: dict[Pair, list[End]] = {}  # the ends at which a table that leads to a place goes on
         for end in (end for link in self.links for end in link):
             through.setdefault(end[1:], []).append(end)
         part = problem.part(self._without(self.middle[1:]), problem.own)
@@ -300,7 +310,7 @@ class Chain:
         return part
 
     def whole(self, part: Part, values: Sequence[int], cell: Sequence[int]) -> list[int]:
-        """The assignment of the whole problem that has those values of a part, and in all other cells these."""
+        """The assignment of the whole problem with the values of a part, and those of `cell` in all other cells."""
         found = np.zeros(len(self.problem.own), np.intp)
         found[list(self.problem.fixed)] = list(self.problem.fixed.values())
         found[self.middle] = cell
@@ -308,7 +318,51 @@ class Chain:
         return found.tolist()
 
     def _without(self, cells: Index) -> Index:
-        """The variables that are neither in these cells nor fixed."""
+        """The variables that are not fixed and not in these cells."""
         kept = ~self.problem.is_fixed
         kept[cells] = False
         return np.flatnonzero(kept)
+
+
+class _SolvePart(Protocol):
+    """`minimize` for some of the variables."""
+
+    def __call__(
+        self, part: Part, start: Sequence[int] | None = None, close: float = ..., coarse: bool = ...
+    ) -> Assignment: ...
+
+
+def solve_chain(chain: LayerChain, search: Search, solve_part: _SolvePart, aim: float, enough: float) -> bool:
+    """Solves one cell for all of a chain, and then the rest of the problem with the outermost cells. The search keeps
+    the bound and the best assignment. Returns whether they are within `enough`.
+
+    The rest begins with the cell's values in the outermost cells. If it ends with other values there, which are as good
+    in a cell and better at the ends, all cells may take them.
+
+    Args:
+      aim: relative distance of cost and bound that is aimed at.
+    """
+    ring, many = chain.ring(), len(chain.middle)
+    shares = chain.shares(ring, aim * TIGHT)
+    if shares is None:
+        return False
+    alone = chain.one(shares)
+    values = solve_part(ring).values[: len(alone.variables)]
+    one = solve_part(alone, values, aim * LOOSE, coarse=False)
+    part = chain.ends(shares, values, aim * LESS * many * abs(one.cost))
+    close = aim * LOOSE * many * len(alone.variables) / len(part.variables)
+    between = chain.between(part, values)
+    known = dict(zip(between.variables, solve_part(between, close=max(close, SETTLED)).values, strict=True))
+    begin = [known[v] if v in known else values[chain.place[v]] for v in part.variables]
+    ends = solve_part(part, begin, close)
+    search.bound = chain.problem.constant + ends.bound + many * one.bound
+    for cell in (values, *(part.some(ends.values, outer) for outer in chain.cells[[0, -1]])):
+        search.offer(chain.whole(part, ends.values, cell))
+        if search.within(enough):
+            break
+    log.debug("%d cells: bound %.9g, cost %.9g", len(chain.cells), search.bound, search.cost)
+    if not search.within(enough) and (part := chain.shorter()) is not None:
+        found = solve_part(part, [search.values[v] for v in part.variables] if search.values else None)
+        search.offer(chain.whole(part, found.values, part.some(found.values, chain.middle[0])))
+        log.debug("one cell between the ends: cost %.9g", search.cost)
+    return search.within(enough)

@@ -1,7 +1,7 @@
-"""What is done to cost tables, each remembered by the identity of its operands. What is infinite is not allowed.
+"""Operations on cost tables, each memoized by the identity of its operands. Infinite entries are not allowed.
 
-Tables of a pair are held in both directions, the rows being the values of the variable that holds it. Vectors and
-tables are never changed in place: equal ones are one object.
+A table of a pair is held in both directions; its rows are the values of the variable that holds it. Vectors and tables
+are never changed in place: equal ones are one object.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import CHUNK, FORBIDDEN, A, Given, Index, Lookup, Memo, Table, double
 from shardc.solver.kernels import Kernels, numpy_kernels
+from shardc.solver.kernels.numpy_kernels import block, is_plain, kinds, least_gain, unbeaten
 
 COPY: Final = 4
-"""Entries that could be touched in the time in which one is made, kept and compared."""
+"""Entries that could be touched in the time that it takes to make, keep and compare one."""
 SUM: Final = 1e-13
 """Relative error up to which a table counts as a sum of two vectors."""
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concatenate[Operations, P], T]:
-    """Done once for the same arrays: what it gives is remembered by their identity."""
+    """Memoizes an operation by the identity of its arrays."""
     name = operation.__name__
 
     def remembered(self: Operations, *arrays: Any) -> T:
@@ -38,7 +39,7 @@ def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concat
 
 
 class Operations:
-    """Operations on tables, done once for the same operands. `work` counts the entries that were touched."""
+    """Operations on tables. `work` counts the entries that were touched."""
 
     def __init__(self, memo: Memo, kernels: Kernels = numpy_kernels) -> None:
         self.memo, self.kernels = memo, kernels
@@ -48,7 +49,7 @@ class Operations:
         return self.memo.one(table)
 
     def whole(self, table: Given) -> Table:
-        """Written out, once."""
+        """The table written out, once."""
         return self._whole(table) if isinstance(table, Lookup) else table
 
     @_once
@@ -56,7 +57,7 @@ class Operations:
         return table.whole()
 
     def given(self, table: Given) -> Given:
-        """The one that equals it, infinite where something is not allowed; as it is given."""
+        """`clean`, without writing a `Lookup` out."""
         return self._given(table) if isinstance(table, Lookup) else self.clean(double(table))
 
     @_once
@@ -66,14 +67,14 @@ class Operations:
 
     @_once
     def clean(self, table: Table) -> Table:
-        """The one that equals it, infinite where something is not allowed."""
+        """The table with infinite entries where they are not allowed; equal ones are one object."""
         array = np.ascontiguousarray(table)
         over = array >= FORBIDDEN
         return self.one(np.where(over, np.inf, array) if over.any() else array)
 
     @_once
     def turned(self, table: Table) -> Table:
-        """Its transpose, whose transpose it is."""
+        """The transpose; its transpose is the table."""
         other = np.ascontiguousarray(table.T)
         other = self.memo.one(other) if self.memo.has(table) else other
         self.memo.do(("turned", id(other)), (other,), lambda: table)
@@ -85,7 +86,7 @@ class Operations:
 
     @_once
     def normal(self, table: Table) -> tuple[float, Table]:
-        """The least entry, and the table less that."""
+        """The least entry, and the table minus it."""
         least = float(table.min())
         return (least, self._one(table - least)) if least and np.isfinite(least) else (0.0, table)
 
@@ -103,8 +104,8 @@ class Operations:
     @_once
     def _block(self, table: Given, rows: Index, columns: Index) -> Table:
         if isinstance(table, Lookup):
-            return self._one(self.kernels.block(table.matrix, table.rows[rows], table.columns[columns]))
-        return self._one(self.kernels.block(table, rows, columns))
+            return self._one(block(table.matrix, table.rows[rows], table.columns[columns]))
+        return self._one(block(table, rows, columns))
 
     def where(self, mask: NDArray[np.bool_]) -> Index:
         return self.memo.one(np.flatnonzero(mask))
@@ -116,14 +117,14 @@ class Operations:
 
     @_once
     def supported(self, table: Table) -> Index | None:
-        """Rows with an allowed entry; None: all of them."""
+        """The rows with an allowed entry; None: all rows."""
         self.work += table.size
         some = np.isfinite(table).any(1)
         return None if some.all() else self.where(np.asarray(some))
 
     @_once
     def follower(self, table: Table) -> Index | None:
-        """For each row its one allowed column, if there is but one in every row."""
+        """For each row its allowed column, if every row has exactly one."""
         self.work += table.size
         finite = np.isfinite(table)
         return self.memo.one(finite.argmax(1)) if (finite.sum(1) == 1).all() else None
@@ -135,7 +136,7 @@ class Operations:
 
     @_once
     def apart(self, table: Table) -> tuple[Table, Table] | None:
-        """Two vectors whose sum the table is, if there are any."""
+        """Two vectors whose sum is the table, if there are any."""
         self.work += table.size
         if not np.isfinite(table).all():
             return None
@@ -148,34 +149,34 @@ class Operations:
 
     @_once
     def plain(self, table: Table) -> bool:
-        """Whether it says nothing of one variable alone: all rows are supported, nothing follows, and it is no sum."""
+        """Whether `supported`, `follower` and `apart` have nothing to do, in either direction."""
         self.work += table.size
-        return self.kernels.is_plain(table, SUM)
+        return is_plain(table, SUM)
 
     @_once
     def classes(self, table: Table) -> tuple[Index, Index]:
-        """(first, number): the first of each kind of equal rows, and each row's kind."""
+        """(first, number): the first row of each group of equal rows, and the group of each row."""
         self.work += table.size
-        first, number = self.kernels.kinds(np.ascontiguousarray(table).view(np.uint64))
+        first, number = kinds(np.ascontiguousarray(table).view(np.uint64))
         return self.memo.one(first), self.memo.one(number)
 
     @_once
     def least_gain(self, table: Table) -> Table:
-        """For rows a, b the least over the columns of table[a] - table[b]."""
+        """For rows a, b the minimum over the columns of table[a] - table[b]."""
         if table.size * len(table) <= CHUNK:
             self.work += table.size * len(table)
-            return self.kernels.least_gain(np.ascontiguousarray(table.T))
+            return least_gain(np.ascontiguousarray(table.T))
         first, number = self.classes(table)
         small = table[first]
         columns, _ = self.classes(np.ascontiguousarray(small.T))
         small = small[:, columns]
         self.work += small.size * len(small)
-        return self.kernels.block(self.kernels.least_gain(np.ascontiguousarray(small.T)), number, number)
+        return block(least_gain(np.ascontiguousarray(small.T)), number, number)
 
-    def needed(self, own: Table, tables: Sequence[Table], uses: Sequence[Table]) -> Index | None:
-        """The values that no other beats, whatever the neighbours take; None: all of them.
+    def needed(self, own: Table, tables: Sequence[Table]) -> Index | None:
+        """The values that no other value beats, whatever the neighbours take; None: all values.
 
-        b beats a if own[a] - own[b] + sum over the tables of the least gain is not negative, and b uses no more.
+        b beats a if own[a] - own[b] + the sum of the tables' `least_gain` is not negative.
         """
 
         def make() -> Index | None:
@@ -184,29 +185,26 @@ class Operations:
             with np.errstate(invalid="ignore"):  # opposite infinities: not comparable
                 for table in tables:
                     gain = gain + self.least_gain(table)
-            for use in uses:
-                gain = np.where(use[:, None] >= use, gain, -np.inf)
-            index = self.kernels.unbeaten(gain)
+            index = unbeaten(gain)
             return self.memo.one(index) if index.size < own.size else None
 
-        key = ("needed", id(own), *map(id, tables), "uses", *map(id, uses))
-        return self.memo.do(key, (own, tables, uses), make)
+        return self.memo.do(("needed", id(own), *map(id, tables)), (own, tables), make)
 
     @_once
     def out_of_one(self, own: Table, table: Table) -> Table:
-        """Least over the rows of own[row] + table[row]."""
+        """The minimum over the rows of own[row] + table[row]."""
         self.work += table.size
         return self._one((table + own[:, None]).min(0))
 
     @_once
     def out_of_two(self, own: Table, left: Table, right: Table) -> Table:
-        """Least over the rows of own[row] + left[row, a] + right[row, b], for all a, b."""
+        """The minimum over the rows of own[row] + left[row, a] + right[row, b], for all a, b."""
         if left.size * right.shape[1] < CHUNK:
             return self._one(self._least_sum(left + own[:, None], right))
         first, number = self.classes(self.turned(left))
         last, name = self.classes(self.turned(right))
         small = self._least_sum(left[:, first] + own[:, None], right[:, last])
-        return self._one(self.kernels.block(small, number, name))
+        return self._one(block(small, number, name))
 
     def _least_sum(self, left: Table, right: Table) -> Table:
         self.work += left.size * right.shape[1]

@@ -1,10 +1,9 @@
-"""Finds the chain of equal cells that layers make which are written out.
+"""Finds the repeated layers of an unrolled program: a chain of equal cells, from the tables alone.
 
-Tables alone tell. Variables that look alike from near are at one place of their layers; from one of them steps to
-neighbours lead to one at each place: a cell. Where in the layer it begins does not matter, but it is chosen so that the
-tables between cells are as small as can be, as then nothing lies across them that need not: a clip by the global norm
-adds up its terms in the order of the layers' names. All cells that have the costs and the tables of the first one,
-within and to others, are the chain.
+Variables with equal surroundings are at the same place of their layers. From one of them, steps to neighbours lead to
+one variable at each place: a cell. A cell may begin anywhere in a layer; it is cut where the tables between cells are
+smallest, so that few tables cross the cut: a clip by the global norm adds up its terms in the order of the layers'
+names. All cells with the costs and the tables of the first one, inside and to others, are the chain.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from shardc.solver.adjacency import Kinds, Near
+from shardc.solver.adjacency import Adjacency, Kinds
 from shardc.solver.cost_tables import Index, Pair
-from shardc.solver.layer_chain import Chain, End, Numbered
+from shardc.solver.layer_chain import End, LayerChain, Numbered
 
-LEAST: Final = 12
-"""Cells of a chain, at least."""
+LEAST: Final = 8
+"""The fewest cells of a chain."""
 NEAR: Final = 2
-"""How far variables must look alike, in edges, to be of one kind."""
+"""Distance, in edges, up to which variables of one kind have equal surroundings."""
 PLACE: Final = 2, 4, 8, 16
-"""The same, to be at one place of their layers: the first after which the next tells no more places apart."""
+"""Distances that may tell the places of a layer apart: the first that tells as many apart as the next."""
 BALL: Final = 24
 """Layers around the middle in which the first cell is looked for."""
 MOST: Final = 0.6
-"""Part of these layers that have a variable at each place that counts."""
+"""A place counts if this part of these layers have a variable there."""
 ANCHORS: Final = 16
-"""Variables from which it is tried."""
+"""Variables from which a cell is grown."""
 SHAPES: Final = 4
-"""Shapes of a cell that are tried, each cut where tables of the one before were not in all layers."""
+"""Shapes of a cell that are tried, each cut at the tables that the one before had not in all layers."""
 
 
-def find_chain(problem: Numbered) -> Chain | None:
-    """The chain that there is around the middle; None: there is none of enough cells."""
+def find_chain(problem: Numbered) -> LayerChain | None:
+    """The chain of cells around the middle of the program; None if it has too few."""
     near = problem.near
     kind = next(itertools.islice(near.kinds(problem.costs), NEAR, None))
     _, which, size = np.unique(kind, return_inverse=True, return_counts=True)
@@ -67,27 +66,26 @@ def find_chain(problem: Numbered) -> Chain | None:
 
 
 def _usual(sizes: Index) -> int:
-    """How many variables most kinds have, of those that have some; 0: none has."""
+    """The most frequent size of the kinds that have enough variables; 0: none has."""
     often = np.bincount(sizes[2 * sizes >= LEAST], minlength=1)
     return int(often.size - 1 - often[::-1].argmax())
 
 
-def _middle(near: Near, rare: NDArray[np.bool_], count: int) -> Index:
-    """So many variables around the one that is farthest from those that are rare."""
+def _middle(near: Adjacency, rare: NDArray[np.bool_], count: int) -> Index:
+    """The `count` variables nearest to the one farthest from any rare variable."""
     begin = np.flatnonzero(rare & (near.degree > 0))
     last = near.outwards(begin if begin.size else np.zeros(1, np.intp))[-1:]
     return near.outwards(last, count)
 
 
-def _first_cell(near: Near, costs: Index, layers: int) -> Index | None:
-    """Variables of one layer, each a neighbour of one before it, of each kind as many as there are in a layer; with few
-    neighbours outside."""
+def _first_cell(near: Adjacency, costs: Index, layers: int) -> Index | None:
+    """The variables of one layer, each a neighbour of an earlier one, with as few neighbours outside as possible."""
     kind, size, places = np.zeros_like(costs), np.zeros(1, np.intp), 0
     for rounds, finer in enumerate(itertools.islice(near.kinds(costs), PLACE[-1] + 1)):
         if rounds in PLACE:
             _, which, sizes = np.unique(finer, return_inverse=True, return_counts=True)
             more = np.count_nonzero(sizes > MOST * layers)
-            if more <= places:  # no more are told apart
+            if more <= places:  # no more places are told apart
                 break
             kind, size, places = which, sizes, more
     usual = _usual(size)
@@ -104,20 +102,20 @@ def _first_cell(near: Near, costs: Index, layers: int) -> Index | None:
 
 
 def _beyond(end: End) -> End:
-    """The other end of its link."""
+    """The other end of a link."""
     return end[2], end[1] ^ 1, end[0]
 
 
 class _Steps(NamedTuple):
-    """The edges within a cell, both ways, in the order in which they are followed: large tables first, since smaller
-    ones may lead to another layer.
+    """The edges within a cell, in both directions, in the order in which they are followed: large tables first, since
+    small ones may lead to another layer.
 
     Attributes:
-      place, table, to: (edges,) of each the places at its ends, and the number of the table.
-      kind: (edges,) of the variable that it leads to.
-      first, last: (edges,) where those begin and end that are of the same place and table. Those to one kind follow
-        each other, in the order of the variables.
-      start: (places + 1,) where the edges out of each place begin among `out`.
+      place, table, to: (edges,) the places at the ends of each edge, and the number of its table.
+      kind: (edges,) the kind of the variable that it leads to.
+      first, last: (edges,) the range of the edges with the same place and table. Those to one kind follow each other,
+         in the order of the variables.
+      start, out: the edges out of place p are out[start[p] : start[p + 1]].
     """
 
     place: Index
@@ -146,9 +144,9 @@ def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
 
 
 class _Follower:
-    """Follows steps from one variable to the others of its cell; in lists, which Python reads faster than arrays."""
+    """Follows steps from one variable to the others of its cell. Python reads lists faster than arrays."""
 
-    def __init__(self, steps: _Steps, near: Near, kind: Kinds) -> None:
+    def __init__(self, steps: _Steps, near: Adjacency, kind: Kinds) -> None:
         self._place, self._table, self._to = steps.place.tolist(), steps.table.tolist(), steps.to.tolist()
         self._wanted = steps.kind.tolist()
         self._first, self._last = steps.first.tolist(), steps.last.tolist()
@@ -158,7 +156,7 @@ class _Follower:
         self._kind: list[int] = kind.tolist()
 
     def follow(self, place: int, variable: int) -> Index:
-        """The variables that steps lead to from one at that place; -1 where none does."""
+        """The cell of a variable at that place; -1 at places that no step leads to."""
         cell, taken = [-1] * len(self._out), {variable}
         cell[place] = variable
         heap, twins, turn = self._out[place].copy(), list[int](), 0
@@ -193,33 +191,33 @@ class _Follower:
 
 
 class _Alike:
-    """The cells that are like one of them.
+    """The cells that equal a model.
 
     Args:
-      model: its variables, each a neighbour of one before it.
-      kind: of all variables, how they look from near.
+      model: the variables of one cell, each a neighbour of an earlier one.
+      kind: hashes of the near surroundings of all variables.
 
     Attributes:
-      broken: places between which there are tables in the model, but not in all cells that `chain` came to.
+      broken: pairs of places with a table in the model, but not in all cells that `chain` looked at.
     """
 
     def __init__(self, model: Index, kind: Kinds, problem: Numbered) -> None:
         self.model, self.kind, self.problem, self.near = model, kind, problem, problem.near
         self.broken: set[Pair] = set()
         self._follower = _Follower(_steps_in(model, kind, problem), problem.near, kind)
-        self._place = np.full(kind.size, model.size)  # of the variables of a cell that is looked at
+        self._place = np.full(kind.size, model.size)  # places of the variables of the cell that is looked at
         self._model_tables = self._tables(model)
 
-    def chain(self) -> Chain | None:
-        """The cells in a row; None: they are in no such row."""
+    def chain(self) -> LayerChain | None:
+        """The chain of the cells; None: they are not in a row."""
         ends = self._ends()
         if ends is None:
             return None
         cells, queue = [self.model], deque([0])
-        number = np.full(self.kind.size, -1)  # of the cell that each variable is in
+        number = np.full(self.kind.size, -1)  # the cell of each variable
         number[self.model] = 0
         across: dict[tuple[int, End], int] = {}
-        further = [self.model[:0]]  # where the next cell is if it is as far from each as that from the one before
+        further = [self.model[:0]]  # for each cell the next one, if variable numbers grow evenly
         while queue:
             c = queue.popleft()
             for v, x, j in self._neighbours(cells[c], number, ends):
@@ -241,11 +239,11 @@ class _Alike:
 
     def _in_a_row(
         self, cells: Index, number: Index, across: Mapping[tuple[int, End], int], ends: Sequence[End]
-    ) -> Chain | None:
-        """The chain of these cells along most of their links, each of which is told by one of its ends."""
+    ) -> LayerChain | None:
+        """The chain of these cells in the order of most of their links, each given by one of its ends."""
         links = [(x, _beyond(x)) for x in ends]
         weights: Counter[tuple[int, ...]] = Counter()
-        for link in links:  # the cell that each leads to; -1: to none
+        for link in links:  # the cell that it leads to from each cell; -1: none
             ahead, behind = (
                 tuple(number[[across[v, x] for v in cells[:, x[0]].tolist()]].tolist()) for x in link
             )  # fmt: skip
@@ -256,13 +254,12 @@ class _Alike:
             while c >= 0:
                 row.append(c)
                 c = following[c]
-        return Chain(self.problem, cells[row], links, across) if len(row) == len(cells) else None
+        return LayerChain(self.problem, cells[row], links, across) if len(row) == len(cells) else None
 
     def _ends(self) -> dict[End, int] | None:
-        """The ends of links, and the variables beyond the model that they lead to; None: those are not in cells like
-        it."""
+        """The ends of the model's links, and the variables that they lead to; None: those are not in equal cells."""
         found: dict[End, int] = {}
-        places: dict[int, int] = {}  # of variables in cells like the model
+        places: dict[int, int] = {}  # of variables in equal cells
         edges, which = self.near.edges_of(self.model)
         other, table = self.near.other[edges], self.near.table[edges]
         out = ~np.isin(other, self.model)
@@ -281,7 +278,7 @@ class _Alike:
     def _neighbours(
         self, cell: Index, number: Index, ends: Mapping[End, int]
     ) -> Iterator[tuple[int, End, int]]:  # fmt: skip
-        """The variables of a cell at the ends of links, and those that they lead to."""
+        """The variables of a cell at ends of links, the ends, and the variables that they lead to."""
         for (p, k), group in itertools.groupby(sorted(ends, key=lambda x: (x[:2], ends[x])), key=lambda x: x[:2]):
             v = int(cell[p])
             some = sorted(j for j, k_ in self.near.of(v) if k_ == k and number[j] != number[v])
@@ -291,22 +288,21 @@ class _Alike:
                 yield v, x, j
 
     def _further(self, before: Index, cell: Index) -> Index:
-        """Variables as far from those of a cell, in numbers, as these from those of the cell before; empty: they are
-        not of the same kinds."""
+        """The variables whose numbers differ from those of a cell as its numbers differ from those of the cell before;
+        empty if they are of other kinds."""
         found = 2 * cell - before
         known = found.min() >= 0 and found.max() < self.kind.size and np.array_equal(self.kind[found], self.kind[cell])
         return found if known and np.diff(np.sort(found)).min(initial=1) > 0 else found[:0]
 
     def _around(self, place: int, variable: int) -> Index | None:
-        """The variables that steps lead to from one at that place; None: not to all places."""
+        """The cell of a variable at that place; None: steps do not lead to all places."""
         if self.kind[variable] != self.kind[self.model[place]]:
             return None
         cell = self._follower.follow(place, variable)
         return cell if cell.min() >= 0 else None
 
     def _tables(self, cell: Index) -> Index:
-        """A number for each table of the variables: of its place, of that which it leads to, if any, and of the
-        table."""
+        """A sorted code for each table of a cell: of the places at its ends and of the table."""
         edges, which = self.near.edges_of(cell)
         self._place[cell] = np.arange(cell.size)
         to = self._place[self.near.other[edges]]
@@ -315,24 +311,24 @@ class _Alike:
         return np.sort(numbers, kind="stable")  # which is quick where they nearly are
 
     def _missing(self, cell: Index) -> set[Pair]:
-        """Places in the model between which there are tables that this one has not."""
+        """Pairs of places with a table in the model, but not in this cell."""
         model, tables = self._model_tables, self._tables(cell)
         gone = tables[np.searchsorted(tables, model).clip(max=tables.size - 1)] != model
         pairs = (divmod(number // len(self.problem.tables), cell.size + 1) for number in model[gone].tolist())
         return {(min(p, q), max(p, q)) for p, q in pairs if q < cell.size}
 
     def _is_like(self, cell: Index) -> bool:
-        """Whether it has the costs of the model, and the tables at the same places."""
+        """Whether a cell has the costs of the model, and the same tables at the same places."""
         costs = self.problem.costs
         return np.array_equal(costs[cell], costs[self.model]) and np.array_equal(self._tables(cell), self._model_tables)
 
 
-def _cut_well(chain: Chain, free: Container[Pair]) -> Index | None:
-    """A cell of the same places, some from cells further on or before, with the least between it and others. Tables
-    between places that are `free` hardly count.
+def _cut_well(chain: LayerChain, free: Container[Pair]) -> Index | None:
+    """A cell of the same places, some of them of other cells, with the smallest tables to the next cells. Tables of
+    `free` pairs of places hardly count.
 
-    Minimises the sum over tables of their entries times |offset of one variable - offset of the other - cells between
-    them|: a linear program whose solutions are whole numbers.
+    This minimizes the sum over the tables of their entries times |offset of one place - offset of the other - cells
+    between them|: a linear program with integral solutions.
     """
     middle, near, tables = len(chain.cells) // 2, chain.problem.near, chain.problem.tables
     edges, first = near.edges_of(chain.cells[middle])

@@ -1,72 +1,92 @@
-"""Minimum of a sum of cost tables, by turns: a bound, an assignment, and a smaller problem.
+"""The search: turns of messages, each of which raises the bound, reads assignments, and drops what the bound forbids.
 
-What costs more than the best assignment known and the bound leave room for cannot be part of a better one and is
-dropped (reduced-cost fixing); what remains is reduced exactly. Where nothing more falls, neighbours are joined into one
-variable of their allowed pairs, which makes the bound sharper; joined often enough, it is the minimum.
+Values that cost more than the best known assignment leave room for cannot be part of a better one: they are dropped
+(reduced-cost fixing), and what remains is reduced exactly. Once elimination can solve what is left, it does.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.solver.assignment_cost import Costs
-from shardc.solver.cost_tables import Index, Pair, Table
+from shardc.solver.assignment_cost import ROUNDING, AssignmentCost
+from shardc.solver.cost_tables import Index, Memo, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
+from shardc.solver.kernels.numpy_kernels import block
 from shardc.solver.reduce import Reduction
 
 log = logging.getLogger("shardc")
 
-ROUNDING: Final = 1e-9
-"""Relative error that sums of costs may have: an assignment whose cost is so close to the bound is proved best."""
+WORK: Final = 8e9
+"""Table entries that one call may touch: five to ten seconds."""
 LOOK: Final = 6, 16
-"""Raisings of the bound before a look for better assignments: so many at least, and at most; between them, while they
-have not taken as long as the look before, or as the first one is to take."""
+"""The least and the largest number of times the bound is raised between two looks for better assignments. In between,
+ it is raised until that took as long as the last look did, or as the first is expected to."""
 FASTER: Final = 10
-"""Entries that a raising of the bound reads in the time in which a look touches one, with all that belongs to it."""
+"""Entries that raising the bound reads in the time in which a look touches one, its overhead included."""
 WINDOW: Final = 4
-"""Looks over which the bound is to rise."""
+"""Looks over which the bound has to rise."""
 SLOW: Final = 0.1
 """The bound rises slowly if the gap shrinks by less than this part of it in a window."""
 NEAR: Final = (1e-4, 3e-3, 0.1)
-"""Parts of the room between bound and cost: better assignments are looked for among the values in them."""
+"""Parts of the room between bound and cost: successive looks search among the values within them."""
 FEW: Final = 0.8
-"""Part of the values that may be left, for the rest to be dropped. While the bound rises from one look to the next by
-more than what is open, they are not dropped yet, unless half as few are left."""
-ENTRIES: Final = 1 << 23
-"""Entries of different tables, up to which variables are joined."""
-FIRST_PAIRS: Final = 256
-"""Pairs of values of neighbours that are joined before anything is known."""
-LITTLE: Final = 1 << 14
-MUCH: Final = 1 << 24
-"""Entries that may be touched in looking for beaten values of one variable where layers no longer share tables: while
-values are dropped, and where neighbours are joined, since joined values beat many others."""
+"""Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
+more than the gap, they are dropped only once half as few are left."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
-"""Part of the search's work so far that an elimination of more may add, in entries."""
+"""Work of a larger elimination that is done all the same, as part of the search's work so far."""
 LARGE: Final = 1 << 28
 """Entries of a table of an elimination, at most."""
 FAR: Final = 1e-2
-"""Relative distance of cost and bound from which on they are far from each other."""
+"""Relative gap from which on cost and bound are far from each other."""
 SETTLED: Final = 1e-3
-"""A column of labels is settled if moves along it gain no more than this part of the cost."""
+"""Moves along a column of labels that gain no more than this part of the cost count as no gain."""
 MOVES: Final = 4
 """Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
 """Entries that one move may touch."""
-TIED: Final = 3
-"""How far variables must look alike to be tied, in edges."""
 STEP: Final = 1 << 16
-"""Entries that could be touched in the time in which a variable is eliminated."""
+"""Entries that could be touched in the time that it takes to eliminate a variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolverOptions:
+    """How far the search goes, and which of its mechanisms it uses.
+
+    Attributes:
+      work: table entries that may be touched, roughly. A chain of layers may take as much for each of its parts.
+      close: relative distance of cost and bound at which the search ends.
+      patience: factor of `work` while cost and bound are more than FAR from each other.
+      together: classes of variables (`alike`) that are to take one value; the bound is then one of such assignments.
+      chain, coarse: whether repeated layers are solved as a chain, and values of equal labels are first taken as one.
+        None: where it pays.
+      at_once: entries of all tables of an elimination that is done at once.
+      worth: work of a larger elimination that is done all the same, as part of the search's work so far.
+      kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
+    """
+
+    work: float = WORK
+    close: float = ROUNDING
+    patience: float = 1.0
+    together: Sequence[Sequence[int]] | None = None
+    chain: bool | None = None
+    coarse: bool | None = None
+    at_once: float = EXACT
+    worth: float = WORTH
+    kernels: Kernels | None = None
+
+
+DEFAULT: Final = SolverOptions()
 
 
 @dataclass
@@ -75,237 +95,251 @@ class Search:
 
     Attributes:
       problem: made smaller as the search goes on.
-      full: costs of whole assignments.
-      close: relative distance of cost and bound that is close enough.
-      values: the best assignment known, if any; cost: what it costs.
-      limit: entries that may be touched (`problem.ops.work`) until no new turn begins, besides those of moves.
-      patience: so many times the limit may be touched while cost and bound are far from each other.
-      bound: no assignment costs less, nor less than `cost` where that is smaller.
-      labels: for each variable of the whole problem (values, columns) what its values are like. A move goes to the best
-        assignment whose values differ from those known in one column at most.
+      full: the cost of assignments of the whole problem.
+      options: as those of `minimize`.
+      labels: for each variable of the whole problem (values, columns) the labels of its values.
+      values: the best assignment known, if any; cost: its cost.
+      bound: a lower bound, never above `cost`.
+      moved_from: the cost from which the last moves began.
+      limit: entries that may be touched (`problem.ops.work`) before no new turn begins. Moves come on top of it.
     """
 
     problem: Reduction
-    full: Costs
-    limit: float
-    close: float = ROUNDING
+    full: AssignmentCost
+    options: SolverOptions = DEFAULT
+    labels: Sequence[NDArray[np.int64]] | None = None
     values: list[int] | None = None
     cost: float = np.inf
     bound: float = -np.inf
-    labels: Sequence[NDArray[np.int64]] | None = None
-    patience: float = 1.0
-    _tied: bool = False  # whether a tied assignment was looked for
-    _moved: float = np.inf  # cost from which moves were made the last time
 
     def __post_init__(self) -> None:
+        self.limit = self.options.work
         self._begin = self.problem.ops.work
+        self.moved_from = np.inf
 
     def run(self) -> None:
-        pairs = FIRST_PAIRS
         self.problem.run()
         log.debug("reduced to %d variables, work %.1e", sum(self.problem.inside), self.problem.ops.work)
-        while not self.closed:
+        while not self.within(self.options.close):
             r = self.problem
             inside = [v for v, some in enumerate(r.inside) if some]
-            if not r.feasible:  # nothing better than what is known
-                self._raise_to(self.cost)
+            if not r.feasible:  # nothing is better than what is known
+                self.raise_to(self.cost)
                 return
             if not inside:
                 self.offer(r.restore([0] * len(r.own)))
-                self._raise_to(min(r.constant, self.cost))
+                self.raise_to(min(r.constant, self.cost))
                 return
-            part = self._sweep(inside)
+            part = self._turn(inside)
             if part is None:
                 return
             before, after = _values(r), _values(part)
             self.problem = part
-            stuck = after > FEW * before
-            part.beaten_work = MUCH if stuck else LITTLE
             part.run()
-            if stuck:
-                part.join_small(pairs, ENTRIES)
-                pairs *= 4
+            if after > FEW * before:
                 part.pair_work *= 8
             log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
             r.ops.memo.forget()
-
-    @property
-    def closed(self) -> bool:
-        return self.within(self.close)
 
     def within(self, part: float) -> bool:
         """Whether cost and bound are as close as this part of the cost."""
         return self.cost - self.bound <= part * abs(self.cost) < np.inf
 
     @property
-    def _ended(self) -> bool:
-        """Whether it is proved, or the work is done."""
-        return self.closed or self.spent
-
-    @property
     def spent(self) -> bool:
         """Whether the work is done."""
         far = not self.cost - self.bound <= FAR * abs(self.cost)
-        return self.problem.ops.work > self.limit * (self.patience if far else 1.0)
+        return self.problem.ops.work > self.limit * (self.options.patience if far else 1.0)
+
+    @property
+    def _ended(self) -> bool:
+        return self.within(self.options.close) or self.spent
+
+    def _turn(self, inside: Sequence[int]) -> Reduction | None:
+        """Raises the bound as long as that pays, and looks for better assignments. Returns the problem as the messages
+        rewrite it, without what costs too much: its constant is the bound. None ends the search."""
+        turn = _Turn(self, inside)
+        if turn.part.easy(turn.values, self.options.at_once):
+            self._eliminate_all(turn)
+            return None
+        turn.begin()
+        for share in itertools.cycle(NEAR):
+            rise = turn.raise_bound()
+            turn.look(share)
+            if turn.stalled(rise) and self._columns > 1 and not self.within(SETTLED):
+                self.move(self.whole(inside, turn.best))  # the turn goes on from what it read
+            left = turn.fix()
+            if min(map(len, turn.values)) == 0:
+                self.raise_to(self.cost)
+            else:
+                worth = max(self.options.worth * (self.problem.ops.work - self._begin), self.options.at_once)
+                if not self.within(self.options.close) and turn.part.easy(turn.values, worth):
+                    self._eliminate_all(turn)
+            log.debug("bound %.9g, cost %.9g, %.2f left", self.bound, self.cost, left)
+            if self._ended:
+                return None
+            if turn.pays_no_more(rise, left):
+                return turn.rest()
+        raise AssertionError
+
+    def _eliminate_all(self, turn: _Turn) -> None:
+        """The best assignment of the values left, which is optimal if the best one known is not."""
+        self.offer(self.whole(turn.inside, turn.eliminate(turn.values)))
+        self.raise_to(self.cost)
 
     @property
     def _columns(self) -> int:
         return self.labels[0].shape[1] if self.labels else 0
 
-    def _sweep(self, inside: Sequence[int]) -> Reduction | None:
-        """Raises the bound for as long as it pays, looking for better assignments. Gives the problem as the messages
-        write it, of what is not too dear: its constant is the bound. None at the end of the search."""
-        r = self.problem
-        number = {v: k for k, v in enumerate(inside)}
-        near = [{number[j]: t for j, t in r.near[v].items()} for v in inside]
-        part = _Part([r.own[v] for v in inside], near, r.ops.kernels)
-        values = [np.arange(u.size) for u in part.own]
-        if part.easy(values):
-            self._offer_part(inside, self._eliminate(part, values))
-            self._raise_to(self.cost)
-            return None
-        if not self._tied:
-            self._tied = True
-            self._tie()
-        dual = Dual(part.own, near, r.ops.kernels)
-        best = self._known(inside, dual.values)
-        read, looked = np.inf, STEP * len(inside)
-        gaps: list[float] = []
-        for share in itertools.cycle(NEAR):
-            raised = 0
-            while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * looked):
-                dual.raise_bound()
-                r.ops.work += dual.work
-                raised += 1
-            for reading in dual.readings:
-                best = dual.improve(dual.better_of(best, dual.improve(reading, 4)), 2)
-            bound = r.constant + dual.bound
-            rise = bound - self.bound
-            self._raise_to(bound)
-            excess, first = dual.excess(), dual.first
-            room = min(min(self.cost, r.constant + dual.cost(best)) - bound, abs(bound))  # what was read may be far off
-            alive = excess <= share * room
-            alive[first + best] = True
-            begin = r.ops.work
-            best = self._eliminate(part, _split(alive, first), best)
-            looked = r.ops.work - begin
-            if self.values is None or r.constant + dual.cost(best) < self.cost - ROUNDING * abs(self.cost):
-                self._offer_part(inside, best)
-            last, read = read, r.constant + dual.cost(best)
-            stalled = max(rise, last - read) < (read - bound) / 2 and read < self._moved * (1 - SETTLED)
-            if self._columns > 1 and stalled and np.isfinite(read) and not self.within(SETTLED):
-                self.move(self._whole(inside, best))  # and go on from what was read, which may lead elsewhere
-            alive = excess <= self.cost - bound + ROUNDING * abs(self.cost)
-            some = np.count_nonzero(alive) / alive.size
-            values = _split(alive, first)
-            if min(map(len, values)) == 0:
-                self._raise_to(self.cost)
-            elif not self.closed and part.easy(values, WORTH * (r.ops.work - self._begin)):
-                self._offer_part(inside, self._eliminate(part, values))
-                self._raise_to(self.cost)
-            gaps.append(self.cost - self.bound)
-            log.debug("bound %.9g, cost %.9g, %.2f left, work %.1e", self.bound, self.cost, some, r.ops.work)
-            slowly = len(gaps) > 1 and rise < gaps[-1]  # whatever the cost fell by: only the bound takes sweeps
-            if self._ended or some < FEW / 2 or (some < FEW and slowly):
-                break
-            if len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]:
-                break
-        if self._ended:
-            return None
-        constant, own, tables = dual.rest(values)
-        constant += r.constant
-        rest = r.cheap(
-            dict(zip(inside, values, strict=True)), dict(zip(inside, own, strict=True)),
-            {(inside[i], inside[j]): t for (i, j), t in tables.items()},
-            self.cost - constant + ROUNDING * abs(self.cost),
-        )  # fmt: skip
-        rest.constant = constant
-        return rest
-
-    def _tie(self) -> None:
-        """The best assignment in which variables that look alike from near, as those of repeated layers do, take the
-        same value. Like moves, it comes on top of the limit."""
-        begin, part = self.problem.ops.work, self.problem.tied_alike(TIED)
-        if part is None:
-            return
-        search = Search(part, self.full, begin + self.limit, self.close, self.values, self.cost, labels=self.labels)
-        search.run()
-        if search.values is not None:
-            self.offer(search.values)
-        log.debug("tied: cost %.9g", self.cost)
-        self.limit += self.problem.ops.work - begin
-
     def move(self, values: list[int], sweeps: int = MOVES, wide: int = 1) -> None:
-        """From these values along some columns of the labels after others, `wide` at once, until nothing is gained. The
-        work comes on top of the limit: the bound does not rise by it."""
-        ways, settled = list(itertools.combinations(range(self._columns), wide)), 0
-        cost, begin = self.full.cost(values), self.problem.ops.work
-        self._moved = cost
-        for columns in itertools.islice(itertools.cycle(ways), sweeps * len(ways)):
-            before, part = cost, self.problem.among(self._alike(values, columns))
-            search = Search(part, self.full, part.ops.work + MOVE_WORK, SETTLED, values, cost)
+        """Moves from these values along `wide` columns of the labels at once. The work comes on top of the limit: moves
+        do not raise the bound."""
+        self.moved_from, begin = self.full.cost(values), self.problem.ops.work
+
+        def best_among(values: list[int], columns: Sequence[int]) -> tuple[list[int], float, float]:
+            memo, before = self.problem.ops.memo, self.full.cost(values)
+            part = self.problem.among(labelled_alike(self.labels or (), values, columns, memo))
+            options = SolverOptions(part.ops.work + MOVE_WORK, SETTLED)
+            search = Search(part, self.full, options, None, values, before)
             search.run()
-            values, cost = search.values or values, search.cost
-            log.debug("columns %s: cost %.9g", columns, cost)
-            settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
-            if settled == len(ways) or cost - self.bound <= SETTLED * abs(cost):
-                break
-        self.offer(values)
+            return search.values or values, before, search.cost
+
+        ways = list(itertools.combinations(range(self._columns), wide))
+        self.offer(move_along(ways, sweeps, values, best_among, self.bound))
         self.limit += self.problem.ops.work - begin
 
-    def _alike(self, values: Sequence[int], columns: tuple[int, ...]) -> list[NDArray[np.bool_]]:
-        """For each variable what differs from a value in these columns of the labels at most."""
-        do, pairs = self.problem.ops.memo.do, zip(self.labels or (), values, strict=True)
-
-        def make(labels: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
-            same = labels == labels[value]
-            same[:, columns] = True
-            return same.all(1)
-
-        return [do(("alike", id(a), columns, v), a, lambda a=a, v=v: make(a, v)) for a, v in pairs]
-
-    def _known(self, inside: Sequence[int], otherwise: Index) -> Index:
-        """The best assignment known, as far as variables are left, if none of its values was dropped."""
-        known = None if self.values is None else self.problem.reduce(self.values)
-        return otherwise if known is None else np.asarray(known, np.intp)[inside]
-
-    def _eliminate(self, part: _Part, values: Sequence[Index], held: Index | None = None) -> Index:
-        """The best assignment of these values; with `held` one that is no worse, and quickly."""
-        found, work = part.eliminate(values, held)
-        self.problem.ops.work += work
-        return found
-
-    def _raise_to(self, bound: float) -> None:
+    def raise_to(self, bound: float) -> None:
+        """Raises the bound to another one, if that is higher."""
         self.bound = max(self.bound, bound)
 
-    def _offer_part(self, inside: Sequence[int], values: Index) -> None:
-        self.offer(self._whole(inside, values))
-
-    def _whole(self, inside: Sequence[int], values: Index) -> list[int]:
-        """The assignment of the whole problem."""
+    def whole(self, inside: Sequence[int], values: Index) -> list[int]:
+        """The assignment of the whole problem, from that of the variables that remain."""
         whole = np.zeros(len(self.problem.own), np.intp)
         whole[inside] = values
         return self.problem.restore(whole.tolist())
 
     def offer(self, values: list[int]) -> None:
-        """An assignment of the whole problem, to be kept if it is the best one."""
+        """Keeps an assignment of the whole problem if it is the best one."""
         cost = self.full.cost(values)
         if cost < self.cost:
             self.values, self.cost = values, cost
 
 
-class _Part:
-    """Costs and tables of variables among which some values are looked at."""
+class _Turn:
+    """Messages of a reduced problem, and what they say of its values.
 
-    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels) -> None:
-        self.own, self.near, self._kernels = own, near, kernels
+    Attributes:
+      inside: the variables that remain; the others are numbered by their place here.
+      values: for each variable the values that may be part of a better assignment.
+      best: the best assignment read.
+    """
+
+    def __init__(self, search: Search, inside: Sequence[int]) -> None:
+        self.search, self.inside, self.problem = search, inside, search.problem
+        number = {v: k for k, v in enumerate(inside)}
+        near = [{number[j]: t for j, t in self.problem.near[v].items()} for v in inside]
+        self.part = _Part([self.problem.own[v] for v in inside], near)
+        self.values = [np.arange(u.size) for u in self.part.own]
+
+    def begin(self) -> None:
+        search = self.search
+        self.dual = Dual(self.part.own, self.part.near, self.problem.ops.kernels)
+        known = None if search.values is None else self.problem.reduce(search.values)
+        self.best = self.dual.values if known is None else np.asarray(known, np.intp)[self.inside]
+        self._read = self._last = np.inf
+        self._looked: float = STEP * len(self.inside)  # the work of the last look, or what the first is expected to be
+        self._gaps: list[float] = []
+
+    def raise_bound(self) -> float:
+        """Raises the bound for about as long as the last look took. Returns by how much it rose."""
+        dual, search, raised = self.dual, self.search, 0
+        while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * self._looked):
+            dual.raise_bound()
+            self.problem.ops.work += dual.work
+            raised += 1
+        rise = self._bound - search.bound
+        search.raise_to(self._bound)
+        return rise
+
+    @property
+    def _bound(self) -> float:
+        return self.problem.constant + self.dual.bound
+
+    @property
+    def _cost(self) -> float:
+        """The cost of the best assignment read."""
+        return self.problem.constant + self.dual.cost(self.best)
+
+    def look(self, share: float) -> None:
+        """Improves what was read: each variable by itself, then all of them among the values within a share of the room
+        between bound and cost."""
+        dual, search = self.dual, self.search
+        for reading in dual.readings:
+            self.best = dual.improve(dual.better_of(self.best, dual.improve(reading, 4)), 2)
+        self._excess = dual.excess()
+        room = min(min(search.cost, self._cost) - self._bound, abs(self._bound))  # what was read may be far off
+        alive = self._excess <= share * room
+        alive[dual.first + self.best] = True
+        begin = self.problem.ops.work
+        self.best = self.eliminate(_split(alive, dual.first), self.best)
+        self._looked = self.problem.ops.work - begin
+        if search.values is None or self._cost < search.cost - ROUNDING * abs(search.cost):
+            search.offer(search.whole(self.inside, self.best))
+        self._last, self._read = self._read, self._cost
+
+    def stalled(self, rise: float) -> bool:
+        """Whether neither bound nor reading improved by half of what is between them, and no moves began there."""
+        little = max(rise, self._last - self._read) < (self._read - self._bound) / 2
+        return bool(little and np.isfinite(self._read) and self._read < self.search.moved_from * (1 - SETTLED))
+
+    def fix(self) -> float:
+        """Leaves the values that may be part of a better assignment. Returns what part of all values they are."""
+        search = self.search
+        alive = self._excess <= search.cost - self._bound + ROUNDING * abs(search.cost)
+        self.values = _split(alive, self.dual.first)
+        return np.count_nonzero(alive) / alive.size
+
+    def pays_no_more(self, rise: float, left: float) -> bool:
+        """Whether enough values are gone, or the bound hardly rises any more."""
+        self._gaps.append(self.search.cost - self.search.bound)
+        gaps = self._gaps
+        slowly = len(gaps) > 1 and rise < gaps[-1]  # however the cost fell: only the bound takes sweeps
+        if left < FEW / 2 or (left < FEW and slowly):
+            return True
+        return len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]
+
+    def rest(self) -> Reduction:
+        """The problem of the values left, as the messages rewrite it."""
+        inside, search = self.inside, self.search
+        constant, own, tables = self.dual.rest(self.values)
+        constant += self.problem.constant
+        rest = self.problem.cheap(
+            dict(zip(inside, self.values, strict=True)), dict(zip(inside, own, strict=True)),
+            {(inside[i], inside[j]): t for (i, j), t in tables.items()},
+            search.cost - constant + ROUNDING * abs(search.cost),
+        )  # fmt: skip
+        rest.constant = constant
+        return rest
+
+    def eliminate(self, values: Sequence[Index], held: Index | None = None) -> Index:
+        """The best assignment of these values; with `held`, quickly, one that costs no more."""
+        found, work = self.part.eliminate(values, held)
+        self.problem.ops.work += work
+        return found
+
+
+class _Part:
+    """Costs and tables of variables of which only some values are looked at."""
+
+    def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
+        self.own, self.near = own, near
         self._order = elimination_order(len(own), [(v, j) for v, n in enumerate(near) for j in n if v < j])
 
-    def easy(self, values: Sequence[Index], work: float = 0.0) -> bool:
-        """Whether eliminating all variables touches no more entries than this, or few."""
+    def easy(self, values: Sequence[Index], work: float) -> bool:
+        """Whether eliminating all variables touches at most `work` entries."""
         order, pairs = self._open(values)
         entries, largest = elimination_work([len(values[v]) for v in order], pairs, range(len(order)))
-        return entries <= max(work, EXACT) and largest <= LARGE
+        return entries <= work and largest <= LARGE
 
     def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""
@@ -318,11 +352,9 @@ class _Part:
                 if len(values[j]) == 1:
                     mine = mine + table[some, values[j][0]]
             own.append(mine)
-        pairwise = {
-            (a, b): self._kernels.block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs
-        }
+        pairwise = {(a, b): block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs}
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
-        elimination = Elimination(own, pairwise, start, self._kernels)
+        elimination = Elimination(own, pairwise, start)
         found = elimination.run(range(len(order)))
         whole = np.asarray([some[0] for some in values], np.intp)
         for v, value in zip(order, found, strict=True):
@@ -330,10 +362,53 @@ class _Part:
         return whole, elimination.work + STEP * len(order)
 
     def _open(self, values: Sequence[Index]) -> tuple[list[int], list[Pair]]:
-        """The variables of more than one value in the order to eliminate them in, and the pairs of places there."""
+        """The variables with more than one value, in the order of elimination, and the pairs of places there."""
         order = [v for v in self._order if len(values[v]) > 1]
         place = {v: k for k, v in enumerate(order)}
         return order, [(k, place[j]) for v, k in place.items() for j in self.near[v] if k < place.get(j, -1)]
+
+
+def move_along(
+    ways: Sequence[Sequence[int]],
+    sweeps: int,
+    values: list[int],
+    best_among: Callable[[list[int], Sequence[int]], tuple[list[int], float, float]],
+    bound: float = -np.inf,
+) -> list[int]:
+    """Moves of many variables at a time, along some columns of their labels after others, until nothing is gained.
+
+    Args:
+      ways: the columns of each move.
+      sweeps: over all ways, at most.
+      values: an assignment to begin with.
+      best_among: finds, for values and columns, the best assignment whose values differ from these in those columns at
+        most. Returns it, the cost of the values, and its cost.
+      bound: moves end within SETTLED of it.
+    """
+    settled = 0
+    for columns in itertools.islice(itertools.cycle(ways), sweeps * len(ways)):
+        values, before, cost = best_among(values, columns)
+        log.debug("moved along columns %s: cost %.9g", columns, cost)
+        settled = settled + 1 if cost >= before * (1 - SETTLED) else 1
+        if settled == len(ways) or cost - bound <= SETTLED * abs(cost):
+            break
+    return values
+
+
+def labelled_alike(
+    labels: Iterable[NDArray[np.int64]], values: Sequence[int], columns: Sequence[int], memo: Memo
+) -> list[NDArray[np.bool_]]:
+    """For each variable which of its values have the labels of this value, except in these columns."""
+
+    def make(of: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
+        same = of == of[value]
+        same[:, columns] = True
+        return same.all(1)
+
+    return [
+        memo.do(("alike", id(of), tuple(columns), v), of, lambda of=of, v=v: make(of, v))
+        for of, v in zip(labels, values, strict=True)
+    ]
 
 
 def _split(alive: NDArray[np.bool_], first: Index) -> list[Index]:

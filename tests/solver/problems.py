@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardc.solver import FORBIDDEN, Memory
+from shardc.solver import FORBIDDEN, AssignmentCost, Memo, SolverOptions
+from shardc.solver.operations import Operations
+from shardc.solver.reduce import Reduction
+from shardc.solver.search import DEFAULT, Search
 
 Pairs = list[tuple[int, int]]
 
@@ -65,18 +68,6 @@ def repeated_layers(seed: int, layers: int, width: int = 3, values: int = 3):
     return own * layers, pairwise
 
 
-def random_memory(unary: Sequence[np.ndarray], seed: int, tightness: float) -> Memory:
-    """Several uses for some variables; the limit lies between the least and the most that can be in use."""
-    rng = np.random.default_rng([seed, 7])
-    uses = []
-    for v, u in enumerate(unary):
-        for _ in range(int(rng.integers(0, 3))):
-            begin = int(rng.integers(0, 10))
-            uses.append((v, begin, begin + int(rng.integers(0, 6)), rng.integers(0, 20, u.size).astype(float)))
-    peaks = [Memory(uses, 0).peak(x) for x in every(unary)]
-    return Memory(uses, float(np.quantile(peaks, tightness)))
-
-
 def every(unary: Sequence[np.ndarray]):
     return itertools.product(*(range(len(u)) for u in unary))
 
@@ -86,6 +77,20 @@ def cost_of(unary: Sequence[np.ndarray], pairwise: Mapping[tuple[int, int], np.n
     return float(total) if total < FORBIDDEN else np.inf
 
 
-def minimum(unary, pairwise, memory: Memory | None = None) -> float:
-    fits = (x for x in every(unary) if memory is None or memory.peak(x) <= memory.limit)
-    return min((cost_of(unary, pairwise, x) for x in fits), default=np.inf)
+def minimum(unary, pairwise) -> float:
+    return min((cost_of(unary, pairwise, x) for x in every(unary)), default=np.inf)
+
+
+MESSAGES: SolverOptions = SolverOptions(at_once=0)
+"""What is small is not simply eliminated."""
+
+
+def reduction(unary, pairwise) -> Reduction:
+    return Reduction.of(unary, pairwise, Operations(Memo()))
+
+
+def searched(problem: Reduction, unary, pairwise, options: SolverOptions = DEFAULT) -> Search:
+    """A search by turns of messages, at its end."""
+    found = Search(problem, AssignmentCost(unary, pairwise), options)
+    found.run()
+    return found

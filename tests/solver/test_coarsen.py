@@ -1,19 +1,17 @@
 """Values of the same labels taken as one, against enumeration."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, minimize, search
+from shardc.solver import FORBIDDEN, ROUNDING, SETTLED, SolverOptions, minimize, relative_gap
 from shardc.solver.coarsen import LARGE, WIDE, Coarse, is_large
-from shardc.solver.search import ROUNDING, SETTLED, Search
-from shardc.solver.solve import relative_gap
+from shardc.solver.search import Search
 from tests.solver.problems import cost_of, minimum, random_problem, shapes
 
 SEEDS = range(40)
-solve = sys.modules["shardc.solver.solve"]  # the function has the module's name
+FIRST = SolverOptions(coarse=True)
 
 
 def labelled(shape: str, seed: int, forbidden: float):
@@ -42,13 +40,12 @@ def test_a_coarse_value_costs_what_the_cheapest_does_that_it_stands_for(shape, f
 
 @pytest.mark.parametrize("forbidden", [0.0, 0.3])
 @pytest.mark.parametrize("shape", shapes)
-def test_what_a_coarse_problem_begins_is_as_good_as_it_is_said_to_be(shape, forbidden, monkeypatch):
-    monkeypatch.setattr(solve, "is_large", bool)
+def test_what_a_coarse_problem_begins_is_as_good_as_it_is_said_to_be(shape, forbidden):
     exact = 0
     for seed in SEEDS:
         unary, pairwise, labels = labelled(shape, seed, forbidden)
         least = minimum(unary, pairwise)
-        found = minimize(unary, pairwise, labels=labels)
+        found = minimize(unary, pairwise, labels=labels, options=FIRST)
         if least >= FORBIDDEN:
             assert not found.cost < FORBIDDEN
             continue
@@ -61,7 +58,6 @@ def test_what_a_coarse_problem_begins_is_as_good_as_it_is_said_to_be(shape, forb
 
 def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     """Two orders of each value that cost the same: what is best among them is best of all."""
-    monkeypatch.setattr(solve, "is_large", bool)
     rng = np.random.default_rng(0)
     unary = [rng.integers(1, 30, 4).astype(float).repeat(2) for _ in range(6)]
     pairwise = {
@@ -72,7 +68,7 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
     sizes: list[int] = []
     run = Search.run
     monkeypatch.setattr(Search, "run", lambda self: sizes.append(sum(u.size for u in self.problem.own)) or run(self))
-    found = minimize(unary, pairwise, labels=labels)
+    found = minimize(unary, pairwise, labels=labels, options=FIRST)
     assert sizes == [24, 12]  # the coarse problem, and what its best assignment stands for
     assert found.gap <= ROUNDING
     assert found.cost == minimum([u[::2] for u in unary], {p: t[::2, ::2] for p, t in pairwise.items()})
@@ -80,9 +76,7 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
 
 def test_where_the_coarse_problem_takes_all_work_nothing_is_searched_again(monkeypatch):
     """What it found is the result then, and its bound."""
-    monkeypatch.setattr(solve, "is_large", bool)
-    monkeypatch.setattr(search, "EXACT", 0)  # nothing is simply eliminated
-    monkeypatch.setattr(search, "WORTH", 0.0)
+    options = SolverOptions(1.0, coarse=True, at_once=0, worth=0.0)
     searched = []
     run = Search.run
     monkeypatch.setattr(Search, "run", lambda self: searched.append(self.labels) or run(self))
@@ -91,7 +85,7 @@ def test_where_the_coarse_problem_takes_all_work_nothing_is_searched_again(monke
         unary, pairwise, labels = labelled("dense", seed, 0.0)
         least = minimum(unary, pairwise)
         searched.clear()
-        found = minimize(unary, pairwise, labels=labels, work=1.0)
+        found = minimize(unary, pairwise, labels=labels, options=options)
         assert found.bound <= least <= found.cost == cost_of(unary, pairwise, found.values)
         assert searched and not any(of is labels for of in searched)  # those of the whole problem
         open_gaps += found.gap > SETTLED

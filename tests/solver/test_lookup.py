@@ -1,18 +1,14 @@
 """Tables whose entries stand in a smaller matrix, against the same ones written out."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, Memo, alike, by_cost, minimize
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import FORBIDDEN, AssignmentCost, Memo, SolverOptions, alike, by_cost, minimize
 from shardc.solver.coarsen import Coarse
 from shardc.solver.cost_tables import Lookup, whole
 from tests.solver.problems import random_problem, shapes
 
 SEEDS = range(20)
-solve = sys.modules["shardc.solver.solve"]  # the function has the module's name
 
 
 def looked_up(shape: str, seed: int):
@@ -44,17 +40,18 @@ def test_its_entries_are_those_of_the_matrix():
 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("shape", shapes)
-def test_it_is_solved_as_if_it_were_written_out(shape, large, monkeypatch):
-    monkeypatch.setattr(solve, "is_large", lambda pairwise: large)
+def test_it_is_solved_as_if_it_were_written_out(shape, large):
+    options = SolverOptions(coarse=large)
     found = 0
     for seed in SEEDS:
         unary, tables, plain = looked_up(shape, seed)
         labels = [np.random.default_rng(seed).integers(0, 2, (u.size, 2)) for u in unary]
-        one = minimize(unary, tables, labels=labels)
-        assert one == minimize(unary, plain, labels=labels)
+        one = minimize(unary, tables, labels=labels, options=options)
+        assert one == minimize(unary, plain, labels=labels, options=options)
         assert alike(unary, tables, Memo()) == alike(unary, plain, Memo())
         if one.cost < FORBIDDEN:
-            assert Costs(unary, tables).cost(one.values) == Costs(unary, plain).cost(one.values) == one.cost
+            assert AssignmentCost(unary, tables).cost(one.values) == one.cost
+            assert AssignmentCost(unary, plain).cost(one.values) == one.cost
             assert next(by_cost(unary, tables, 1e9))[0] <= one.cost
             found += 1
     assert found > len(SEEDS) / 2

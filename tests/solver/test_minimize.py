@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, Memo, elimination_order, minimize
-from shardc.solver.operations import Operations
-from shardc.solver.reduce import Reduction
-from tests.solver.problems import cost_of, minimum, random_problem
+from shardc.solver import FORBIDDEN, Memo, minimize
+from shardc.solver.eliminate import elimination_order
+from tests.solver.problems import cost_of, minimum, random_problem, reduction
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -62,7 +61,7 @@ def test_tables_of_a_pair_in_both_directions_add_up(first):
     pairwise = {pair: tables[pair] for pair in (first, first[::-1])}
     unary, both = [np.zeros(5), np.zeros(4)], one + other.T
     assert minimize(unary, pairwise).cost == both.min()
-    problem = Reduction.of(unary, pairwise, [], Operations(Memo()))
+    problem = reduction(unary, pairwise)
     some = problem.among([np.arange(5) > 1, np.arange(4) < 3])
     assert np.array_equal(some.near[0][1], both[2:, :3])
     assert np.array_equal(some.near[1][0], both[2:, :3].T)

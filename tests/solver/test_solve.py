@@ -1,4 +1,4 @@
-"""The solver against enumeration, with and without a limit on memory."""
+"""The solver against enumeration."""
 
 import os
 import subprocess
@@ -7,8 +7,18 @@ import sys
 import numpy as np
 import pytest
 
-from shardc.solver import FORBIDDEN, Memo, Memory, by_cost, minimize, relative_gap, search, solve
-from tests.solver.problems import cost_of, every, minimum, random_memory, random_problem, repeated_layers, shapes
+from shardc.solver import FORBIDDEN, Memo, SolverOptions, by_cost, minimize, relative_gap
+from tests.solver.problems import (
+    MESSAGES,
+    cost_of,
+    every,
+    minimum,
+    random_problem,
+    reduction,
+    repeated_layers,
+    searched,
+    shapes,
+)
 
 
 @pytest.mark.parametrize("forbidden", [0.0, 0.3])
@@ -16,9 +26,9 @@ from tests.solver.problems import cost_of, every, minimum, random_memory, random
 def test_the_minimum_is_found_and_proved(shape, forbidden):
     for seed in range(25):
         unary, pairwise = random_problem(shape, seed, forbidden)
-        found, best = solve(unary, pairwise), minimum(unary, pairwise)
-        assert found.feasible == (best < FORBIDDEN)
-        if found.feasible:
+        found, best = minimize(unary, pairwise), minimum(unary, pairwise)
+        assert (found.cost < np.inf) == (best < FORBIDDEN)
+        if best < FORBIDDEN:
             assert found.cost == best == cost_of(unary, pairwise, found.values)
             assert found.bound <= best + 1e-9
             assert found.gap <= 1e-6
@@ -26,28 +36,25 @@ def test_the_minimum_is_found_and_proved(shape, forbidden):
             assert found.bound == np.inf
 
 
-@pytest.fixture
-def messages_only(monkeypatch):
-    """What is small is not simply eliminated."""
-    monkeypatch.setattr(search, "EXACT", 0)
-
-
 @pytest.mark.parametrize("forbidden", [0.0, 0.3])
 @pytest.mark.parametrize("shape", ["grid", "dense", "sparse"])
-def test_bounds_fixing_and_joining_find_it_too(messages_only, shape, forbidden):
+def test_bounds_and_fixing_find_it_too(shape, forbidden):
     for seed in range(40):
         unary, pairwise = random_problem(shape, seed, forbidden)
-        found, best = solve(unary, pairwise), minimum(unary, pairwise)
+        found, best = minimize(unary, pairwise, options=MESSAGES), minimum(unary, pairwise)
         assert found.cost == best
         assert found.bound <= best + 1e-9 or best == np.inf
         assert found.gap <= 1e-6 or best == np.inf
 
 
 @pytest.mark.parametrize("shape", ["grid", "dense", "sparse"])
-def test_stopped_early_the_bound_holds_and_the_cost_is_true(messages_only, shape):
+def test_stopped_early_the_bound_holds_and_the_cost_is_true(shape):
     for seed in range(40):
         unary, pairwise = random_problem(shape, seed)
-        found, best = solve(unary, pairwise, start=[0] * len(unary), work=1), minimum(unary, pairwise)
+        found, best = (
+            minimize(unary, pairwise, [0] * len(unary), options=SolverOptions(1, at_once=0)),
+            minimum(unary, pairwise),
+        )
         assert found.bound <= best + 1e-9
         assert best <= found.cost == cost_of(unary, pairwise, found.values)
 
@@ -55,39 +62,10 @@ def test_stopped_early_the_bound_holds_and_the_cost_is_true(messages_only, shape
 @pytest.mark.parametrize("seed", range(5))
 def test_repeated_layers_are_solved_and_cost_no_more_each(seed):
     unary, pairwise = repeated_layers(seed, 3, values=2)
-    assert solve(unary, pairwise).cost == minimum(unary, pairwise)
-    few, many = (solve(*repeated_layers(seed, n)) for n in (12, 96))
-    assert few.gap == many.gap == 0
-    assert many.work < 1.02 * 96 / 12 * few.work
-
-
-@pytest.mark.parametrize("tightness", [0.05, 0.3, 0.8])
-@pytest.mark.parametrize("shape", shapes)
-def test_within_a_limit_on_memory(shape, tightness):
-    for seed in range(15):
-        unary, pairwise = random_problem(shape, seed, most=3)
-        memory = random_memory(unary, seed, tightness)
-        found, best = solve(unary, pairwise, memory, work=1e8), minimum(unary, pairwise, memory)
-        assert found.feasible
-        assert memory.peak(found.values) == found.peak <= memory.limit
-        assert found.cost == cost_of(unary, pairwise, found.values)
-        assert found.bound <= best + 1e-9 <= found.cost + 2e-9
-        assert found.cost_unlimited == minimum(unary, pairwise)
-
-
-@pytest.mark.parametrize("shape", shapes)
-def test_what_cannot_fit_is_said_with_the_least_peak(shape):
-    for seed in range(15):
-        unary, pairwise = random_problem(shape, seed, most=3)
-        memory = random_memory(unary, seed, 0.0)
-        least = min(memory.peak(x) for x in every(unary))
-        if least == 0:
-            continue
-        found = solve(unary, pairwise, Memory(memory.uses, least - 1), work=1e8)
-        assert not found.feasible
-        assert found.gap == found.cost == np.inf
-        assert found.least_peak <= least + 1e-9 <= found.peak + 2e-9
-        assert found.peak == memory.peak(found.values)
+    assert minimize(unary, pairwise).cost == minimum(unary, pairwise)
+    few, many = (searched(reduction(*p), *p) for p in (repeated_layers(seed, n) for n in (12, 96)))
+    assert few.cost == few.bound and many.cost == many.bound
+    assert many.problem.ops.work < 1.02 * 96 / 12 * few.problem.ops.work
 
 
 def test_a_start_is_not_made_worse():
@@ -105,17 +83,15 @@ def test_a_memo_serves_several_problems():
 
 def test_a_table_of_another_shape_is_an_error():
     with pytest.raises(ValueError, match=r"table of variables 0, 1: \(2, 2\), not \(2, 3\)"):
-        solve([np.zeros(2), np.zeros(3)], {(0, 1): np.zeros((2, 2))})
+        minimize([np.zeros(2), np.zeros(3)], {(0, 1): np.zeros((2, 2))})
 
 
 PRINT = """
-from tests.solver.problems import random_memory, random_problem, repeated_layers
-from shardc.solver import search, solve
-search.EXACT = 0
+from tests.solver.problems import MESSAGES, random_problem, repeated_layers
+from shardc.solver import minimize
 for seed in range(6):
-    unary, pairwise = random_problem("dense", seed)
-    print(solve(unary, pairwise, random_memory(unary, seed, 0.3), work=1e8))
-print(solve(*repeated_layers(1, 8)))
+    print(minimize(*random_problem("dense", seed), options=MESSAGES))
+print(minimize(*repeated_layers(1, 8)))
 """
 
 

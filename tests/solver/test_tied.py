@@ -5,16 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from shardc.solver import Memo, minimize, search
-from shardc.solver.assignment_cost import Costs
-from shardc.solver.operations import Operations
-from shardc.solver.reduce import Reduction, Use
-from shardc.solver.search import Search
-from tests.solver.problems import cost_of, minimum, repeated_layers
-
-
-def reduction(unary, pairwise):
-    return Reduction.of(unary, pairwise, [], Operations(Memo()))
+from shardc.solver import SolverOptions, minimize
+from tests.solver.problems import cost_of, reduction, repeated_layers, searched
 
 
 def test_layers_look_alike_as_far_from_the_ends():
@@ -60,8 +52,7 @@ def test_the_best_of_alike_values(rounds, forbidden):
         assert len(classes) < len(unary)
         part = problem.tied(classes)
         assert sum(part.inside) == len(classes)
-        found = Search(part, Costs(unary, pairwise), 1e9)
-        found.run()
+        found = searched(part, unary, pairwise)
         assert found.cost == tied_minimum(unary, pairwise, classes)
         if found.values is not None:
             assert all(len({found.values[v] for v in c}) == 1 for c in classes)
@@ -77,7 +68,7 @@ def test_the_best_of_values_kept_together_that_cost_differently():
         rng = np.random.default_rng(seed)
         unary = [u + 0.5 * rng.random(u.size) for u in unary]
         pairwise = {pair: t + 0.5 * rng.random(t.shape) for pair, t in pairwise.items()}
-        found = minimize(unary, pairwise, together=classes)
+        found = minimize(unary, pairwise, options=SolverOptions(together=classes))
         assert found.cost == pytest.approx(tied_minimum(unary, pairwise, classes), rel=1e-12)
         assert found.cost == pytest.approx(cost_of(unary, pairwise, found.values), rel=1e-12)
         assert all(len({found.values[v] for v in c}) == 1 for c in classes)
@@ -85,37 +76,3 @@ def test_the_best_of_values_kept_together_that_cost_differently():
         assert found.cost >= least
         differed += found.cost > least
     assert differed
-
-
-def test_what_is_tied_has_the_memory_of_all():
-    unary, pairwise = repeated_layers(0, 3, 2)
-    problem = reduction(unary, pairwise)
-    problem.uses = [[Use(v, v + 1, np.asarray([0.0, 1.0, 2.0]))] for v in range(len(unary))]
-    part = problem.tied(problem.alike(0))
-    assert [u.begin for u in part.uses[0]] == [0, 2, 4]
-
-
-def test_a_search_begins_with_tied_values_and_may_leave_them(monkeypatch):
-    """The ends cost otherwise than the middle here, and what is found is proved all the same."""
-    offered: list[float] = []
-    plain = Search._tie
-
-    def tie(self: Search) -> None:
-        plain(self)
-        offered.append(self.cost)
-
-    monkeypatch.setattr(Search, "_tie", tie)
-    monkeypatch.setattr(search, "EXACT", 0)  # nothing is simply eliminated
-    left = 0  # searches that found something better than what is tied
-    for seed in range(20):
-        unary, pairwise = repeated_layers(seed, 4, 2)
-        problem = reduction(unary, pairwise)
-        found = Search(problem, Costs(unary, pairwise), 1e9)
-        found._tie()
-        assert offered[-1] >= minimum(unary, pairwise)
-        found = minimize(unary, pairwise)
-        assert found.exact
-        assert found.cost == minimum(unary, pairwise)
-        left += offered[0] > found.cost
-        offered.clear()
-    assert left

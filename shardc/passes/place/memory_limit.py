@@ -27,8 +27,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_prices import MemoryModel
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.place.relink import DifferingParts
-from shardc.solver import Assignment, by_cost, choices_of
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import Assignment, AssignmentCost, by_cost, choices_of
 
 log = logging.getLogger("shardc")
 
@@ -115,7 +114,7 @@ class LimitSearch:
 
     def __init__(self, placer: Placer, ties: Mapping[int, int], backend: Backend, limit: float) -> None:
         self.placer, self.problem, self.ties, self.backend, self.limit = placer, placer.problem, ties, backend, limit
-        self.costs = Costs(placer.tables.unary, placer.tables.pairwise)
+        self.costs = AssignmentCost(placer.tables.unary, placer.tables.pairwise)
         self.pool: list[Sequence[int]] = []
         self.partings: list[int] = []
         self._tried: dict[tuple[int, ...], Trial] = {}

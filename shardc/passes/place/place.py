@@ -21,11 +21,20 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.place.domain import Domain, Domains
 from shardc.passes.place.problem import Node, Problem
 from shardc.sbp.placement import Placement
-from shardc.solver import Assignment, Memo, alike, choices_of, minimize, move
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import (
+    ROUNDING,
+    SETTLED,
+    Assignment,
+    AssignmentCost,
+    Memo,
+    SolverOptions,
+    alike,
+    choices_of,
+    minimize,
+    move,
+)
 from shardc.solver.cost_tables import Given, Index, Table, whole
 from shardc.solver.kernels import Kernels, kernels_for
-from shardc.solver.search import ROUNDING, SETTLED
 
 log = logging.getLogger("shardc")
 
@@ -138,10 +147,8 @@ class Tables:
         if start is not None and self.offered is not None:
             start = [int(np.searchsorted(f, c)) for f, c in zip(self.offered, start, strict=True)]
         patience = PATIENCE if work is None else 1.0
-        found = minimize(
-            self.unary, self.pairwise, start, self.memo, work or self.work, close, self.labels, patience, together,
-            kernels=self.kernels,
-        )  # fmt: skip
+        options = SolverOptions(work or self.work, close, patience, together, kernels=self.kernels)
+        found = minimize(self.unary, self.pairwise, start, self.labels, self.memo, options)
         if self.offered is None:
             return found
         return replace(found, values=[int(f[v]) for f, v in zip(self.offered, found.values, strict=True)])
@@ -158,7 +165,7 @@ class Tables:
         found = self.minimize(start, together=together)
         if found.gap > SETTLED:  # a move that gains no more counts as none
             values = self.move(found.values)
-            cost = Costs(self.unary, self.pairwise).cost(values)
+            cost = AssignmentCost(self.unary, self.pairwise).cost(values)
             found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
         return found if together is None else replace(found, bound=-math.inf)
 
@@ -179,7 +186,8 @@ class Tables:
             tables = tables_of(offered)
             return tables.unary, tables.pairwise
 
-        return move(some, start, self.labels, sweeps, self.memo, self.together, self.kernels)
+        options = SolverOptions(together=self.together, kernels=self.kernels)
+        return move(some, start, self.labels, sweeps, self.memo, options)
 
     def merge(self, pool: Sequence[Sequence[int]], start: Sequence[int], work: float, close: float) -> list[int]:
         """The best choices that take each node's choice from some assignment of a pool, which has `start` (Lempitsky et

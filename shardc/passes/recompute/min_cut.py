@@ -1,7 +1,8 @@
-"""What to keep and what to do again, at a price on what is kept: a minimum cut (Picard 1976, closures of a graph).
+"""Which values to keep and which operations to run again, at prices on memory: a minimum cut (Picard 1976, closures).
 
-A needed value is kept, for its size, or its maker runs again, for its seconds, and needs what it reads. All three are
-edges of a network: a value on the source's side is needed, an operation there runs again.
+A needed value is either kept, which costs its size times the price, or its maker runs again, which costs seconds and
+needs the values it reads. These are edges of a network: a value on the source's side is needed, an operation there runs
+again.
 
     source -- inf --> value -- size x price --> its maker, or the sink -- seconds --> sink
                       maker -- inf --> what it reads
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 SOURCE: Final = 0
 SINK: Final = 1
 CAPACITY: Final = 2**29
-"""Of all edges that can be cut, together: scipy's flows are numbers of 32 bits."""
+"""The capacity of all edges that can be cut, together: scipy's flows are 32-bit integers."""
 UNCUT: Final = 2**30
-"""Of an edge that can not."""
+"""The capacity of an edge that cannot be cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +32,11 @@ class Repeatable:
     """Values, and the operations that make them.
 
     Attributes:
-      needed: values that have to be there.
-      sizes: (values,) what keeping each takes; inf: it is not kept. What has no maker can be.
-      makers: (values,) the operation that makes it again; -1: none does.
-      seconds: (operations,) that running each again takes.
-      reads: (operations,) the values that each needs.
+      needed: the values that must be available.
+      sizes: (values,) the cost of keeping each; inf: it is not kept. A value without a maker can be kept.
+      makers: (values,) the operation that computes it again; -1: none.
+      seconds: (operations,) the time to run each again.
+      reads: (operations,) the values that each reads.
       after: (operations,) an operation that runs again if this one does; -1: none.
     """
 
@@ -48,7 +49,8 @@ class Repeatable:
 
     @cached_property
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(edges,) tails and heads: those to needed values, from values, to the sink, to what is read, to `after`."""
+        """(edges,) tails and heads, of the edges to needed values, from values, to the sink, to values read, to
+        `after`."""
         values, operations = 2 + np.arange(len(self.sizes)), 2 + len(self.sizes) + np.arange(len(self.seconds))
         readers = np.repeat(operations, [len(r) for r in self.reads])
         read = np.asarray([v for r in self.reads for v in r], np.int64)
@@ -60,10 +62,10 @@ class Repeatable:
         return np.concatenate(tails), np.concatenate(heads)
 
     def solve(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The values that are kept, and the operations that run again, so that all of it costs least.
+        """The values to keep and the operations to run again, at the least total cost.
 
         Args:
-          prices: (values,) seconds for each of a size.
+          prices: (values,) seconds per unit of size.
         """
         tails, _ = self._edges
         first = len(self.needed)

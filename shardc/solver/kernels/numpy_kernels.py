@@ -1,4 +1,4 @@
-"""The loops over tables in NumPy. `shardc.solver.kernels.Kernels` says what each computes."""
+"""The loops over tables in NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph
+from shardc.solver.graph import Graph, Members
 from shardc.solver.kernels.numpy_messages import NumpyPasses, in_order
 
 
@@ -42,10 +42,12 @@ def least_product(left: Table, right: Table) -> Table:
 
 
 def block(table: Table, rows: Index, columns: Index) -> Table:
+    """table[rows, :][:, columns]"""
     return table.take(rows, 0).take(columns, 1)
 
 
 def affordable(table: Table, rows: Table, columns: Table, most: float) -> NDArray[np.bool_]:
+    """Whether rows[a] + columns[b] + entry (a, b) of a table is at most `most`."""
     sums = rows[:, None] + columns
     sums += table
     return sums <= most
@@ -61,6 +63,8 @@ def block_of_allowed(
 
 
 def kinds(bits: NDArray[np.uint64]) -> tuple[Index, Index]:
+    """The first row of each group of equal rows, and the group of each row. Groups are numbered by first appearance."""
+    """table[rows, :][:, columns], infinite where not allowed; and whether a forbidden entry was finite."""
     rows, columns = bits.shape
     if not rows:
         return np.zeros(0, np.intp), np.zeros(0, np.intp)
@@ -76,6 +80,7 @@ def kinds(bits: NDArray[np.uint64]) -> tuple[Index, Index]:
 
 
 def least_gain(columns: Table) -> Table:
+    """For a, b the minimum over c of columns[c, a] - columns[c, b]; infinite where neither is allowed."""
     size = columns.shape[1]
     with np.errstate(invalid="ignore"):  # of two infinities: no number, which is not the least
         if columns.size * size <= CHUNK:
@@ -92,6 +97,8 @@ def least_gain(columns: Table) -> Table:
 
 
 def is_plain(table: Table, error: float) -> bool:
+    """Whether a table says nothing about one of its variables alone: each row has an allowed entry, some row has more
+    than one, some column has, and it is not the sum of two vectors up to a relative error."""
     high = table.max(0)
     if high.max() < np.inf:
         return not _is_sum(table, error * max(float(high.max()), -float(table.min())))
@@ -101,7 +108,7 @@ def is_plain(table: Table, error: float) -> bool:
 
 
 def _is_sum(table: Table, error: float) -> bool:
-    """Whether it is the sum of two vectors, nowhere off by more than `error`."""
+    """Whether a table is the sum of two vectors, up to an absolute error."""
     if len(table) > 1:
         change = table[1] - table[0]  # the same everywhere in a sum
         if change.max() - change.min() > 4 * error:
@@ -112,6 +119,8 @@ def _is_sum(table: Table, error: float) -> bool:
 
 
 def unbeaten(gain: Table) -> Index:
+    """The values a that no other value b beats, which is gain[a, b] >= 0. Of values that beat each other as few stay as
+    possible; each value that is dropped is beaten by one that stays."""
     beaten = gain >= 0
     np.fill_diagonal(beaten, False)
     # of those that beat each other the last one stays
@@ -126,6 +135,14 @@ def unbeaten(gain: Table) -> Index:
 
 
 def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
+    """The minimum of a sum of arrays over the last dimension but one, flat.
+
+    Args:
+      entries: those of all arrays; begins: (arrays,) where each begins.
+      strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in
+         the last.
+      sizes: (dimensions,) of the sum, two at least.
+    """
     shape: list[int] = sizes.tolist()
     columns, wide, rest = list[Table](), list[Table](), list[Table]()
     for begin, some in zip(begins.tolist(), strides.tolist(), strict=True):
@@ -143,7 +160,7 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
 
 
 def _add_up(terms: Sequence[Table], rest: Sequence[Table], found: Table, inner: int) -> None:
-    """found = least over the last dimension but one, of `inner` entries, of the sum of `terms`, + the sum of `rest`; in
+    """found = min over the last dimension but one, of `inner` entries, of the sum of `terms`, + the sum of `rest`; in
     parts whose sums stay in a core's cache."""
     if found.ndim > 1 and found.size * inner > CHUNK:
         step = CHUNK // (found[0].size * inner)
@@ -163,22 +180,20 @@ def _add_up(terms: Sequence[Table], rest: Sequence[Table], found: Table, inner: 
         found += term
 
 
-def least_of_groups(
-    matrix: Table, rows: Index, columns: Index, group: Index, other: Index, groups: int, others: int
-) -> Table:
-    some = _least_of_members(matrix, rows, group, groups)
-    return np.ascontiguousarray(_least_of_members(np.ascontiguousarray(some.T), columns, other, others).T)
+def least_of_groups(matrix: Table, rows: Members, columns: Members) -> Table:
+    some = np.ascontiguousarray(_least_of_members(matrix, rows).T)
+    return np.ascontiguousarray(_least_of_members(some, columns).T)
 
 
-def _least_of_members(matrix: Table, rows: Index, group: Index, groups: int) -> Table:
-    """The least of each group's rows of a matrix."""
-    place = np.unique(group * len(matrix) + rows)
+def _least_of_members(matrix: Table, members: Members) -> Table:
+    """The minimum over the rows of each group."""
+    place = np.unique(members.group * len(matrix) + members.row)
     group, rows = place // len(matrix), place % len(matrix)
-    counts = np.bincount(group, minlength=groups)
-    begins, found = np.cumsum(counts) - counts, np.full((groups, matrix.shape[1]), np.inf)
-    for k in range(int(counts.max(initial=0))):  # the next row of each group that has so many
+    counts = np.bincount(group, minlength=members.groups)
+    begins, found = np.cumsum(counts) - counts, np.full((members.groups, matrix.shape[1]), np.inf)
+    for k in range(int(counts.max(initial=0))):  # the next row of each group that has one
         some = np.flatnonzero(counts > k)
-        if some.size == groups:
+        if some.size == members.groups:
             np.minimum(found, matrix[rows[begins + k]], out=found)
         else:
             found[some] = np.minimum(found[some], matrix[rows[begins[some] + k]])

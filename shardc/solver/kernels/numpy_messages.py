@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph
+from shardc.solver.graph import Graph, Pass
 
 Real = TypeVar("Real", np.float32, np.float64)
 FAR: Final = 1e30
@@ -18,11 +19,7 @@ FAR: Final = 1e30
 
 
 def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real], space: NDArray[Real]) -> None:
-    """out[b] = least over a of here[a] + table[a, b].
-
-    Args:
-      space: for sums; one row at least.
-    """
+    """out[b] = min over a of here[a] + table[a, b]. `space` for the sums has at least one row."""
     rows, columns = table.shape
     if table.size <= space.size:
         sums = space[: table.size].reshape(rows, columns)
@@ -38,20 +35,20 @@ def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real], sp
 
 
 def _space(tables: Sequence[NDArray[Real]], kind: type[Real]) -> NDArray[Real]:
-    """For the sums of all of a table, or so many of its rows that they stay in a core's cache."""
+    """Space for the sums of a whole table, or of as many of its rows as stay in a core's cache."""
     most = max((t.size for t in tables), default=0)
     return np.empty(max(min(most, CHUNK), max((t.shape[1] for t in tables), default=0)), kind)
 
 
 class _Side(NamedTuple):
-    """The edges from variables of a level to earlier ones, or to later ones.
+    """The edges from the variables of a level to earlier ones, or to later ones.
 
     Attributes:
-      edges: their numbers; twins: of the edges that come back.
-      to: where the messages lie that come along these edges to the level's variables.
-      of: for each entry of `to` the position of its value among those of the level.
-      begins, counts: where the entries of each edge begin, and how many there are.
-      parts: for each edge its number and its entries; places: its variable's values among those of the level.
+      edges: their numbers; twins: the numbers of the same edges from the other ends.
+      to: where the messages to the level's variables along these edges lie.
+      of: for each entry of `to` the position of its value in the level.
+      begins, counts: where the entries of each edge begin, and their number.
+      parts: for each edge its number and its entries; places: the values of its variable in the level.
     """
 
     edges: Index
@@ -68,11 +65,11 @@ class _Level(NamedTuple):
     """Variables that are visited together: none of them is a neighbour of another.
 
     Attributes:
-      variables: their numbers; mine: where the values of each begin and end among those of the level.
+      variables: their numbers; mine: the values of each in the level.
       values: the position of each value among those of all variables.
       begins: where the values of each variable begin.
-      share: for each value as `Graph.share`.
-      ranks: positions of values, and of the messages to them along the first edge of each variable; the second; ...
+      share: `Graph.share` for each value.
+      ranks: positions of values, and of the messages to them along each variable's first edge; second edge; ...
       earlier, later: the edges to variables visited before and after.
     """
 
@@ -87,12 +84,12 @@ class _Level(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Arguments of the NumPy calls for one edge. To make these views takes as long as to compute with short arrays.
+    """The arguments of the NumPy calls for one edge. Making these views takes as long as computing with short arrays.
 
     Attributes:
       table: of the edge; costs: (rows, 1) of its rows.
-      sums: room for the sums of the two; empty: they are too many for it.
-      message: what the least ones of each column are written to.
+      sums: space for the sums of the two; empty if they are too many.
+      message: the output, one entry for each column.
     """
 
     table: NDArray[Any]
@@ -102,10 +99,10 @@ class _Call(NamedTuple):
 
 
 class _Sums:
-    """Tables in one precision, and the arrays that passes write sums of tables and costs to.
+    """Tables in one precision, and the arrays for the sums of tables and costs.
 
     Attributes:
-      messages: all messages before their least entry is subtracted.
+      messages: all messages, before their least entry is subtracted.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class _Sums:
         self._calls = {id(side): [call(*part) for part in side.parts] for side in sides}
 
     def send(self, side: _Side, given: Table) -> None:
-        """Messages along edges to whose tables these costs are given."""
+        """Sends messages along edges whose tables get these costs."""
         self._given[: given.size] = given
         for table, costs, sums, message in self._calls[id(side)]:
             if sums.size:
@@ -133,7 +130,7 @@ class _Sums:
 
 
 def _ranges(begins: Index, counts: Index) -> Index:
-    """begins[k], begins[k] + 1, ..., counts[k] of them, for each k."""
+    """begins[k], begins[k] + 1, ..., counts[k] numbers for each k."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
 
@@ -176,11 +173,10 @@ def _level(graph: Graph, variables: Index) -> _Level:
 
 
 class NumpyPasses:
-    """`shardc.solver.kernels.Passes` in NumPy.
+    """Passes over the edges of a problem. `own` holds the costs of all values, `messages` all messages.
 
-    A call of NumPy takes as long as a thousand entries. So there are two calls for each edge, and the others are for
-    all edges of a level at once: the least entry of a message is subtracted when the variable that it goes to is
-    visited.
+    A NumPy call takes as long as a thousand entries. So `send` makes two calls for each edge, and the others for all
+    edges of a level at once: the least entry of a message is subtracted when its variable is visited.
     """
 
     def __init__(self, graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> None:
@@ -199,19 +195,36 @@ class NumpyPasses:
         self._shape = [(b - a, n) for (a, b), n in zip(itertools.pairwise(self._start), sizes, strict=True)]
         ends = list(itertools.accumulate((degree * n for degree, n in self._shape), initial=0))
         self._to = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        self._levels = _levels(graph)
-        self._exact = _Sums(tables, self._levels, self._along, ends[-1], np.float64)
-        self._rough = _Sums(singles, self._levels, self._along, ends[-1], np.float32) if singles else self._exact
-        bound: list[int] = []  # which terms of the bound are added one after the other
+        self._graph, self._singles, self._size = graph, singles, ends[-1]
+
+    @cached_property
+    def _levels(self) -> list[_Level]:
+        return _levels(self._graph)
+
+    @cached_property
+    def _exact(self) -> _Sums:
+        return _Sums(self._tables, self._levels, self._along, self._size, np.float64)
+
+    @cached_property
+    def _rough(self) -> _Sums:
+        return _Sums(self._singles, self._levels, self._along, self._size, np.float32)
+
+    @cached_property
+    def _bound(self) -> Index:
+        """The terms of the bound, in the order in which they are added."""
+        bound: list[int] = []
         for v in reversed(self._order):
-            bound += [v, *(len(sizes) + r for r in self._twin[self._start[v] : self._split[v]])]
-        self._bound = np.asarray(bound, np.intp)
+            bound += [v, *(len(self._order) + r for r in self._twin[self._start[v] : self._split[v]])]
+        return np.asarray(bound, np.intp)
 
     def _by_variable(self, messages: NDArray[Any]) -> list[NDArray[Any]]:
-        """(edges, values) the messages to each variable, in the order of its edges."""
+        """For each variable (edges, values) the messages to it, in the order of its edges."""
         return [messages[to].reshape(shape) for to, shape in zip(self._to, self._shape, strict=True)]
 
-    def send(self, own: Table, messages: Table, forward: bool, exact: bool, read: bool, values: Index) -> float:
+    def send(self, own: Table, messages: Table, how: Pass, values: Index) -> float:
+        """Sends messages along all edges in one direction, and may read an assignment into `values`. Returns a lower
+        bound after an exact pass back."""
+        forward, exact, _ = how
         sums = self._exact if exact else self._rough
         offsets, leasts, rest = np.zeros(len(self._other)), np.zeros(len(self._other)), np.zeros(len(self._order))
         for level in self._levels if forward else reversed(self._levels):
@@ -225,7 +238,7 @@ class NumpyPasses:
             costs = own[level.values]
             for of, to in level.ranks:
                 costs[of] += messages[to]
-            if read:
+            if how.read:
                 self._read(level, behind, costs.copy(), messages, values)
             if not forward:
                 rest[level.variables] = np.minimum.reduceat(costs, level.begins)
@@ -240,7 +253,7 @@ class NumpyPasses:
         return 0.0 if forward else in_order(np.concatenate((self._left * rest, leasts))[self._bound])
 
     def _read(self, level: _Level, behind: _Side, given: Table, messages: Table, values: Index) -> None:
-        """The best value of each variable of a level beside those that were read before."""
+        """Reads the best value of each variable of a level beside the values read before."""
         for (e, _), part in zip(behind.parts, behind.places, strict=True):
             here = given[part]
             here -= messages[self._along[self._twin[e]]]
@@ -249,6 +262,8 @@ class NumpyPasses:
             values[v] = given[part].argmin()
 
     def handed(self, own: Table, messages: Table) -> tuple[Table, Table]:
+        """After a pass back: for each value the part of its costs that no edge gets; and for each edge back, where its
+        message lies, the costs that its values gave to the table less the message from there."""
         left, given = np.empty(own.size), np.zeros(messages.size)
         incoming, outgoing = self._by_variable(messages), self._by_variable(given)
         for v, mine in enumerate(self._values):
@@ -258,6 +273,7 @@ class NumpyPasses:
         return left, given
 
     def excess(self, own: Table, messages: Table) -> Table:
+        """For each value, after a pass back, a lower bound of the cost of assignments that have it, less the bound."""
         left, given = self.handed(own, messages)
         found, space = np.empty(left.size), _space(self._tables, np.float64)
         for mine in self._values:
@@ -275,13 +291,8 @@ class NumpyPasses:
                 found[self._values[j]] += there - there.min()
         return found
 
-    def around(self, values: Index, found: Table) -> None:
-        for v, own in enumerate(self._values):
-            costs = found[own]
-            for e in range(self._start[v], self._start[v + 1]):
-                costs += self._columns[e][values[self._other[e]]]
-
     def improve(self, own: Table, values: Index, passes: int) -> float:
+        """Sets each variable in turn to its best value, the others unchanged. Returns the cost of the assignment."""
         for _ in range(passes):
             changed = False
             for v in self._order:
@@ -301,6 +312,7 @@ class NumpyPasses:
         return total
 
     def better_of(self, own: Table, best: Index, other: Index) -> Index:
+        """An assignment with the better of two in each part of the graph in which they differ."""
         before, after = best.tolist(), other.tolist()
         differ: list[bool] = (best != other).tolist()
         leader, change = list(range(len(before))), [0.0] * len(before)
@@ -329,7 +341,7 @@ class NumpyPasses:
 
 
 def _costs(own: Table, incoming: Table) -> Table:
-    """Of the values of a variable, with all messages to it."""
+    """The costs of the values of a variable, plus all messages to it."""
     costs = own.copy()
     for message in incoming:
         np.add(costs, message, costs)
@@ -344,5 +356,5 @@ def _root(leader: list[int], v: int) -> int:
 
 
 def in_order(terms: Table) -> float:
-    """Their sum, added one after the other. `np.sum` adds in pairs."""
+    """The sum of terms, added one after the other: `np.sum` adds in pairs."""
     return float(np.add.accumulate(terms)[-1]) if terms.size else 0.0

@@ -11,7 +11,7 @@ from shardc.passes.estimate.backend import backend_of
 from shardc.passes.place.memory_prices import MemoryModel
 from shardc.passes.place.place import Placer
 from shardc.passes.place.relink import DifferingParts
-from shardc.solver.assignment_cost import Costs
+from shardc.solver import AssignmentCost
 from tests.passes.place.test_optimal import random_problem
 
 
@@ -41,7 +41,7 @@ def test_parts_add_up():
     several = 0
     for seed in range(250):
         memory, one, other, parts = drawn(seed)
-        costs = Costs(memory.tables.unary, memory.tables.pairwise)
+        costs = AssignmentCost(memory.tables.unary, memory.tables.pairwise)
         several += parts.costs.size > 1
         none = np.zeros(parts.costs.size, np.bool_)
         assert parts.of(none) == list(one) and parts.of(~none) == list(map(int, other))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.iopddl import measure, measure_milp, read
-from tests.solver.problems import minimum
+from tests.benchmarks.test_memory_limited import minimum
 
 TINY = Path(__file__).parent / "data" / "tiny.json"
 
