@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from shardc.solver.cost_tables import Index, Pair, Single, Table, double
-from shardc.solver.graph import Pass, graph_of, outwards
+from shardc.solver.graph import MessagePass, graph_of, outwards
 from shardc.solver.kernels import Kernels, numpy_kernels
 from shardc.solver.kernels.numpy_kernels import block
 
@@ -95,14 +95,14 @@ class Dual:
         self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            bound = self._send(Pass(forward, not self._rough or (last and not forward), last))
+            bound = self._send(MessagePass(forward, not self._rough or (last and not forward), last))
             if last:
                 self.readings.append(self.values.copy())
         if bound < self.bound:
             self.messages = self._begin = known
             self._last = None
             if last and self._rough:
-                self.bound = self._send(Pass(forward=False, exact=True, read=False))
+                self.bound = self._send(MessagePass(forward=False, exact=True, read=False))
             return
         self.bound, after = bound, self.messages
         change, self._begin = after - begin, after
@@ -110,7 +110,7 @@ class Dual:
             self._begin = self._kernels.further(after, change, *self._last)
         self._last = after, change
 
-    def _send(self, how: Pass) -> float:
+    def _send(self, how: MessagePass) -> float:
         return self._passes.send(self.own, self.messages, how, self.values)
 
     def cost(self, values: Index) -> float:

@@ -36,7 +36,7 @@ class Graph(NamedTuple):
     left: Table
 
 
-class Pass(NamedTuple):
+class MessagePass(NamedTuple):
     """How messages are sent along all edges.
 
     Attributes:

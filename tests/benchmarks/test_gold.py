@@ -339,7 +339,7 @@ def one_axis_at_a_time():
     def goes_together(self, kind, axes, real=MeshView.goes_together):
         return real(self, kind, axes) and (len(axes) == 1 or kind not in ("all_gather", "reduce_scatter", "all_to_all"))
 
-    known = boxing._costs_of, boxing._links, boxing._graph, boxing._shortest, boxing.boxing_table
+    known = boxing._costs_of, boxing._edges, boxing._graph, boxing._shortest, boxing.boxing_table
     for cached in known:
         cached.cache_clear()
     with mock.patch.object(MeshView, "goes_together", goes_together):
