@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import Index, Single, Table
-from shardc.solver.graph import Graph, Members, Pass
+from shardc.solver.graph import Graph, Members, MessagePass
 from shardc.solver.kernels.numpy_messages import NumpyPasses, Real
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ class CompiledPasses(NumpyPasses):
         super().__init__(graph, tables, singles)
         self._compiled = _Graph(*graph, _addresses(tables), _addresses(singles or tables))
 
-    def send(self, own: Table, messages: Table, how: Pass, values: Index) -> float:
+    def send(self, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
         return _send(self._compiled, own, messages, how, values)
 
 
@@ -190,7 +190,7 @@ def _least(g: _Graph, e: Int, given: Table, message: Table, exact: bool, rough: 
 
 
 @compiled
-def _send(g: _Graph, own: Table, messages: Table, how: Pass, values: Index) -> float:
+def _send(g: _Graph, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
     """A pass, as `Passes.send`."""
     all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
     rough = np.empty(own.size, np.float32), np.empty(own.size, np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph, Pass
+from shardc.solver.graph import Graph, MessagePass
 
 Real = TypeVar("Real", np.float32, np.float64)
 FAR: Final = 1e30
@@ -221,7 +221,7 @@ class NumpyPasses:
         """For each variable (edges, values) the messages to it, in the order of its edges."""
         return [messages[to].reshape(shape) for to, shape in zip(self._to, self._shape, strict=True)]
 
-    def send(self, own: Table, messages: Table, how: Pass, values: Index) -> float:
+    def send(self, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
         """Sends messages along all edges in one direction, and may read an assignment into `values`. Returns a lower
         bound after an exact pass back."""
         forward, exact, _ = how
