@@ -8,8 +8,10 @@ from typing import Any, Final, TypeAlias
 from shardc import compat
 from shardc.compat import Jaxpr
 from shardc.ir.collective import Collective
-from shardc.ir.walk import all_eqns, local_bytes, short_aval
+from shardc.ir.walk import all_eqns, short_aval
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
 from shardc.plan.request import Argument
@@ -125,11 +127,11 @@ def _results(plan: SpmdPlan) -> str:
 
 def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
     """A table with one row for each group of leaves whose paths differ only in numbers or in one word."""
-    sizes = plan.mesh.sizes
+    sizes, backend = plan.mesh.sizes, backend_of(plan.mesh.topology.kind)
     rows: list[tuple[Key, str, int]] = []
     total = 0
     for path, var, placement, why in leaves:
-        size = local_bytes(var, placement, sizes)
+        size = piece_bytes(var.aval, placement, sizes, backend)
         total += size
         padded = "" if is_even(var.aval.shape, placement, sizes) else ", padded"
         if why != REUSES:

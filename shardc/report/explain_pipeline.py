@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from shardc.ir.collective import Collective
-from shardc.ir.walk import local_bytes, short_aval
+from shardc.ir.walk import short_aval
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
 from shardc.pipeline.schedule.action import Action
@@ -147,7 +149,8 @@ class _Leaf:
 
     @property
     def bytes(self) -> int:
-        return local_bytes(self.var, self.placement, self.stage.mesh.sizes)
+        mesh = self.stage.mesh
+        return piece_bytes(self.var.aval, self.placement, mesh.sizes, backend_of(mesh.topology.kind))
 
 
 def _leaves(plan: MpmdPlan) -> list[_Leaf]:

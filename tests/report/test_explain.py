@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import S
 from shardc.plan.plan import Unlimited
+from shardc.report.tables import bytes_text
 from tests.report import programs
 
 
@@ -90,3 +91,11 @@ def test_the_numbers_of_the_head_are_those_of_the_rows(mesh):
     moves = plan.explain().split("Moves")[1].split("Totals")[0]
     times = [int(n) for n in re.findall(r"  (\d+)  +[\d.]+ (?:bytes?|KiB)  ", moves)]
     assert sum(times) == sum(c.count for c in plan.collectives if c.bytes)
+
+
+@pytest.mark.parametrize("topology", ["cpu", "v5p"])
+def test_the_table_of_arguments_adds_up_to_the_memory_of_arguments(topology):
+    mesh = shardc.make_mesh(topology=topology, data=4)
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((24, 8), (7,), ())]
+    plan = shardc.function(lambda x, y, z: x.sum() + y.sum() + z, mesh=mesh).plan(*shapes)
+    assert f"Arguments: 3 arrays, {bytes_text(plan.memory.arguments)} per device" in plan.explain()
