@@ -14,7 +14,9 @@ from shardc.ir.collective import Collective
 from shardc.ir.program import Program
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.memory import SimulatedCall, pipeline_memory
@@ -306,6 +308,15 @@ class MpmdPlan:
         programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
         call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
         return pipeline_memory(call, self.capacities, working)
+
+    def register_bytes(self, channel: int) -> int:
+        """Bytes that a device of the receiving stage allots for one message of a channel."""
+        carried = self.built.channel_values[channel]
+        if carried is None:
+            return 0
+        placements, mesh = self.built.placements[carried.target], self.stages[carried.target].mesh
+        backend = backend_of(mesh.topology.kind)
+        return sum(piece_bytes(v.aval, placements[v], mesh.sizes, backend) for v in carried.taken)
 
     @cached_property
     def capacities(self) -> tuple[int, ...]:

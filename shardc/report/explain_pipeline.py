@@ -200,9 +200,10 @@ def _bytes_or_none(size: int) -> str:
 def _registers(plan: MpmdPlan, timeline: Timeline) -> tuple[list[int], list[int]]:
     """For each stage the peak bytes of its own stashes, and of the registers that it receives from other stages."""
     held, received = [0] * len(plan.stages), [0] * len(plan.stages)
-    for channel, carried, peak in zip(plan.network.channels, plan.built.channel_values, timeline.peaks, strict=True):
+    for channel, (carried, peak) in enumerate(zip(plan.built.channel_values, timeline.peaks, strict=True)):
         if carried is not None:
-            (held if carried.source == carried.target else received)[carried.target] += peak * channel.bytes
+            into = held if carried.source == carried.target else received
+            into[carried.target] += peak * plan.register_bytes(channel)
     return held, received
 
 
@@ -371,7 +372,7 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
         assert carried is not None
         credits = "unbounded" if channel.registers is None else str(channel.registers)
         word, peak = channel.name.rpartition(" ")[0], timeline.peaks[number]
-        at_most = bytes_text(peak * channel.bytes)
+        at_most = bytes_text(peak * plan.register_bytes(number))
         rows.setdefault((word, credits, bytes_text(channel.bytes), peak, at_most), []).append(
             (carried.source, carried.target)
         )
