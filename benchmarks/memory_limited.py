@@ -64,7 +64,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Bytes that may be in use at any time.
+    """A limit on the bytes in use at any time.
 
     Attributes:
       uses: (variable, begin, end, bytes for each of its values): in use during [begin, end). A variable may have
@@ -83,7 +83,7 @@ class MemoryLimit:
         return found
 
     def peak(self, values: Sequence[int]) -> float:
-        """The most that an assignment has in use at once."""
+        """The most bytes that an assignment has in use at once."""
         times = np.asarray([(begin, end) for _, begin, end, _ in self.uses], np.int64).reshape(-1, 2)
         amounts = np.asarray([float(u[values[v]]) for v, _, _, u in self.uses])
         some = times[:, 1] > times[:, 0]
@@ -95,7 +95,7 @@ class MemoryLimit:
 
 
 class Times:
-    """The points of time that matter: those at which a set of uses is alive that no other point's set contains.
+    """The points of time that matter: those whose set of live uses is contained in no other point's set.
 
     Attributes:
       least: at each point in time the bytes that are in use at least.
@@ -135,18 +135,19 @@ class Times:
         self._value = np.arange(len(self._flat)) - self._first[self._use]
 
     def profile(self, values: Index) -> Table:
-        """What is in use at each point."""
+        """The bytes in use at each point."""
         return _profile(self.low, self.high, self._flat[self._first + values[self.owner]], self.room.size)
 
     def price(self, prices: Table, first: Index, size: int) -> Table:
-        """What the memory of each value of each variable costs, at a price a byte for each point; the values of the
-        variables lie one after the other, from `first` on."""
+        """The cost of the memory of each value, at a price per byte for each point. The values of variable v begin at
+        first[v]."""
         total = np.concatenate(([0.0], np.cumsum(prices)))
         dear = self._flat * (total[self.high] - total[self.low])[self._use]
         return np.asarray(np.bincount(first[self.owner][self._use] + self._value, dear, size), np.float64)
 
     def moved(self, room: Table, variable: int, before: int, after: int) -> bool:
-        """Takes from the room what another value of a variable uses more, if there is enough."""
+        """Subtracts from the room what a variable's new value uses more. Does nothing and returns False if it does not
+        fit."""
         uses = [(k, float(self.amounts[k][after] - self.amounts[k][before])) for k in self.of.get(variable, ())]
         for k, more in uses:
             room[self.low[k] : self.high[k]] -= more
@@ -220,13 +221,13 @@ class Limited:
             prices = np.maximum(prices, LOWEST * prices.mean()) * np.exp(np.clip(rate * share, -1.0, 1.0))
 
     def whole(self, values: Index) -> list[int]:
-        """The assignment of the whole problem."""
+        """The assignment of the whole problem, from that of the variables that remain."""
         found = np.zeros(len(self.problem.own), np.intp)
         found[self.inside] = values
         return self.problem.restore(found.tolist())
 
     def _turn(self, prices: Table, raisings: int = 2) -> Table:
-        """Passes messages at these prices. Gives by how much the assignment read exceeds the limit at each point."""
+        """Passes messages at these prices. Returns by how much the assignment read exceeds the limit at each point."""
         extra = self.times.price(prices, self.first, self.flat.size)
         self.dual.set_own(self.flat + extra)
         for _ in range(raisings):
@@ -240,7 +241,7 @@ class Limited:
         return bool(np.isfinite(costs[self.first + values]).all())
 
     def _first_prices(self) -> Table:
-        """A price for all points alike at which what is read about fits."""
+        """One price for all points at which the assignment read nearly fits."""
         prices = np.zeros(self.times.room.size)
         over = self._turn(prices)
         self._offer(self.dual.values, prices)
@@ -268,7 +269,7 @@ class Limited:
         return float(self.problem.constant + self.flat[self.first + values].sum() + tables)
 
     def _repaired(self, values: Index) -> Index | None:
-        """Moves that cost least for what they free where too much is in use, until it fits."""
+        """Moves that cost least per byte freed at points over the limit, until the assignment fits."""
         for _ in range(REPAIRS):
             over = self.times.profile(values) - self.times.room
             self.problem.ops.work += self.dual.work // 16
@@ -299,7 +300,7 @@ class Limited:
         return None
 
     def _settled(self, values: Index) -> Index:
-        """Moves that cost less and keep the limit."""
+        """Moves that lower the cost and keep the limit."""
         room = self.times.room - self.times.profile(values)
         for _ in range(SETTLE):
             self.problem.ops.work += self.dual.work // 16
@@ -318,7 +319,7 @@ class Limited:
         return values
 
     def least_peak(self) -> tuple[Index, float]:
-        """Looks for an assignment of the least memory, whatever it costs; and a bound that no allowed one is below."""
+        """An assignment of little memory, whatever its cost; and a lower bound of any allowed assignment's memory."""
         if not self.inside or not self.problem.feasible:
             return np.zeros(len(self.inside), np.intp), float(self.times.least.max(initial=0.0))
         nothing = np.where(np.isfinite(self.flat), 0.0, np.inf)

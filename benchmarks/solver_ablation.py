@@ -98,6 +98,8 @@ def unchanged(problem: Reduction, values: Any, own: Any, tables: Any, slack: flo
 PLAIN = Reduction.cheap
 NOTHING: Callable[..., None] = lambda *_, **__: None  # noqa: E731
 PATCHES: Mapping[str, tuple[tuple[Any, str, Any], ...]] = {
+    "tied layers": ((Search, "_tie", NOTHING),),
+    "joining": ((Reduction, "join_small", NOTHING),),
     "moves": ((Search, "move", NOTHING),),
     "values compared": ((Reduction, "_drop_beaten", NOTHING),),
     "two neighbours": ((Reduction, "_work_of", only_one(Reduction, "_work_of")),),

@@ -25,8 +25,6 @@ from shardc.solver.operations import Operations
 
 EASY: Final = 1 << 14
 """Variables that cost no more table entries than this are minimized out before values are compared."""
-COMPARED: Final = 1 << 16
-"""The most entries that may be touched in comparing the values of one variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,17 @@ class _Out:
     tables: tuple[tuple[int, Table], ...]
 
 
-_Step: TypeAlias = _Kept | _Follows | _Out
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Value v of the variable means its own value first[v] and the value second[v] of `other`, which is out."""
+
+    variable: int
+    other: int
+    first: Index
+    second: Index
+
+
+_Step: TypeAlias = _Kept | _Follows | _Out | _Joined
 
 
 @dataclass
@@ -68,6 +76,7 @@ class Reduction:
       constant: the cost of what is decided.
       inside: whether each variable remains.
       pair_work: the most entries that may be touched in making one table of two neighbours.
+      beaten_work: the most entries that may be touched in comparing the values of one variable.
       feasible: False if some variable has no allowed value left.
       held: variables that stay, with all their allowed values, and the tables between them.
     """
@@ -78,6 +87,7 @@ class Reduction:
     constant: float = 0.0
     feasible: bool = True
     pair_work: int = 1 << 20
+    beaten_work: int = 1 << 16
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 
@@ -240,7 +250,7 @@ class Reduction:
     def _drop_beaten(self, v: int) -> None:
         size = self.own[v].size
         tables = [self.near[v][j] for j in sorted(self.near[v])]
-        if v in self.held or size < 2 or size * sum(t.size for t in tables) > COMPARED:
+        if v in self.held or size < 2 or size * sum(t.size for t in tables) > self.beaten_work:
             return
         alive = self.ops.needed(self.own[v], tables)
         if alive is not None:
@@ -301,6 +311,53 @@ class Reduction:
             self._add(leader, k, ops.rows(table, index))
         self._touch((leader,))
 
+    # --- joining ---------------------------------------------------------------------------------------------------
+
+    def join_small(self, values: int, entries: int) -> None:
+        """Joins neighbours with at most `values` pairs of values, those first whose tables grow least, and reduces the
+        result, until the different tables together have `entries` entries."""
+        while self.feasible:
+            found: list[tuple[int, int, int]] = []
+            distinct: dict[int, int] = {}
+            for v, near in enumerate(self.near):
+                found += [(self._growth(v, j), v, j) for j, t in near.items() if j > v and t.size <= values]
+                distinct.update((id(t), t.size) for t in near.values())
+            if sum(distinct.values()) > 2 * entries or not found:
+                return
+            found.sort()
+            taken: set[int] = set()
+            for growth, v, j in found:
+                if growth > 2 * abs(found[0][0]) + values:
+                    break
+                if v not in taken and j not in taken:
+                    taken.update((v, j), self.near[v], self.near[j])
+                    self._join(v, j)
+                    self._drop_beaten(v)
+            self.run()
+
+    def _growth(self, v: int, j: int) -> int:
+        """The number of entries that joining two variables adds."""
+        own, size = self.near[v], self.own[v].size * self.own[j].size
+        after = size * sum(self.own[k].size for k in (own.keys() | self.near[j].keys()) - {v, j})
+        return after - sum(t.size for t in own.values()) - sum(t.size for t in self.near[j].values()) + size
+
+    def _join(self, v: int, other: int) -> None:
+        """Two neighbours --> one variable, whose values are the allowed pairs of theirs."""
+        ops = self.ops
+        cost = self.near[v][other] + (self.own[v][:, None] + self.own[other])
+        first, second = (ops.one(index) for index in np.nonzero(np.isfinite(cost)))
+        self.inside[other] = False
+        self.steps.append(_Joined(v, other, first, second))
+        self._forget(v, other)
+        self.own[v] = ops.one(cost[first, second])
+        for k, own in list(self.near[v].items()):
+            self.near[v][k] = ops.rows(own, first)
+            self.near[k][v] = ops.turned(self.near[v][k])
+        for k, theirs in list(self.near[other].items()):
+            self._forget(other, k)
+            self._add(v, k, ops.rows(theirs, second))
+        self._touch((v, *self.near[v]))
+
     # --- edits -----------------------------------------------------------------------------------------------------
 
     def keep(self, v: int, index: Index) -> None:
@@ -354,6 +411,8 @@ class Reduction:
                     for j, table in tables:
                         total = total + table[:, found[j]]
                     found[v] = int(np.argmin(total))
+                case _Joined(v, other, first, second):
+                    found[v], found[other] = int(first[found[v]]), int(second[found[v]])
         return found
 
     def reduce(self, values: Sequence[int]) -> list[int] | None:
@@ -369,6 +428,11 @@ class Reduction:
                 case _Follows(v, leader, index):
                     if index[found[leader]] != found[v]:
                         return None
+                case _Joined(v, other, first, second):
+                    where = np.flatnonzero((first == found[v]) & (second == found[other]))
+                    if not where.size:
+                        return None
+                    found[v] = int(where[0])
                 case _Out():
                     pass
         return found
@@ -387,7 +451,7 @@ class Reduction:
         """A copy that can be reduced by itself."""
         other = Reduction(
             self.ops, list(self.own), [dict(n) for n in self.near], self.constant, self.feasible, self.pair_work,
-            list(self.steps), self.held,
+            self.beaten_work, list(self.steps), self.held,
         )  # fmt: skip
         other.inside, other._begun, other._given = list(self.inside), self._begun, self._given
         return other
@@ -420,6 +484,8 @@ class Reduction:
                     some[v] = some[v][index]
                 case _Follows(v, leader, index):
                     some[leader] = some[leader] & some[v][index]
+                case _Joined(v, other, first, second):
+                    some[v] = some[v][first] & some[other][second]
                 case _Out():
                     pass
         return some
@@ -437,6 +503,11 @@ class Reduction:
         for v, k in kind.items():
             found.setdefault(k, []).append(v)
         return list(found.values())
+
+    def tied_alike(self, rounds: int) -> Reduction | None:
+        """The problem in which variables that look alike take one value; None if that leaves more than a quarter."""
+        classes = self.alike(rounds)
+        return self.tied(classes) if 4 * len(classes) < sum(self.inside) else None
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
         """The problem in which all variables of a class take one value. They have equally many values."""

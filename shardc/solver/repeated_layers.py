@@ -22,7 +22,7 @@ from shardc.solver.adjacency import Adjacency, Kinds
 from shardc.solver.cost_tables import Index, Pair
 from shardc.solver.layer_chain import End, LayerChain, Numbered
 
-LEAST: Final = 8
+LEAST: Final = 12
 """The fewest cells of a chain."""
 NEAR: Final = 2
 """Distance, in edges, up to which variables of one kind have equal surroundings."""

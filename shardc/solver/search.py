@@ -1,7 +1,8 @@
 """The search: turns of messages, each of which raises the bound, reads assignments, and drops what the bound forbids.
 
 Values that cost more than the best known assignment leave room for cannot be part of a better one: they are dropped
-(reduced-cost fixing), and what remains is reduced exactly. Once elimination can solve what is left, it does.
+(reduced-cost fixing), and what remains is reduced exactly. Once elimination can solve what is left, it does. Where few
+values fall, neighbours are joined into one variable of their allowed pairs, which makes the bound sharper.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -41,6 +42,14 @@ NEAR: Final = (1e-4, 3e-3, 0.1)
 FEW: Final = 0.8
 """Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
 more than the gap, they are dropped only once half as few are left."""
+ENTRIES: Final = 1 << 23
+"""Entries of different tables up to which variables are joined."""
+FIRST_PAIRS: Final = 256
+"""Pairs of values of two neighbours that are joined the first time; four times as many the next time."""
+LITTLE: Final = 1 << 14
+MUCH: Final = 1 << 24
+"""Entries that may be touched in comparing the values of one variable after the first turn, when layers no longer share
+tables: LITTLE, or MUCH if few values could be dropped: joined values beat many others."""
 EXACT: Final = 1 << 24
 """Entries of all tables of an elimination that is done at once."""
 WORTH: Final = 0.25
@@ -55,6 +64,8 @@ MOVES: Final = 4
 """Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
 """Entries that one move may touch."""
+TIED: Final = 3
+"""Distance, in edges, up to which variables must look alike to take one value."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time that it takes to eliminate a variable."""
 
@@ -116,8 +127,10 @@ class Search:
         self.limit = self.options.work
         self._begin = self.problem.ops.work
         self.moved_from = np.inf
+        self._tied = False  # whether layers were tied
 
     def run(self) -> None:
+        pairs = FIRST_PAIRS
         self.problem.run()
         log.debug("reduced to %d variables, work %.1e", sum(self.problem.inside), self.problem.ops.work)
         while not self.within(self.options.close):
@@ -135,8 +148,12 @@ class Search:
                 return
             before, after = _values(r), _values(part)
             self.problem = part
+            stuck = after > FEW * before
+            part.beaten_work = MUCH if stuck else LITTLE
             part.run()
-            if after > FEW * before:
+            if stuck:
+                part.join_small(pairs, ENTRIES)
+                pairs *= 4
                 part.pair_work *= 8
             log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
             r.ops.memo.forget()
@@ -162,6 +179,9 @@ class Search:
         if turn.part.easy(turn.values, self.options.at_once):
             self._eliminate_all(turn)
             return None
+        if not self._tied:
+            self._tied = True
+            self._tie()
         turn.begin()
         for share in itertools.cycle(NEAR):
             rise = turn.raise_bound()
@@ -186,6 +206,20 @@ class Search:
         """The best assignment of the values left, which is optimal if the best one known is not."""
         self.offer(self.whole(turn.inside, turn.eliminate(turn.values)))
         self.raise_to(self.cost)
+
+    def _tie(self) -> None:
+        """Begins with the best assignment in which variables that look alike, as in repeated layers, take one value.
+        Its work comes on top of the limit."""
+        begin, part = self.problem.ops.work, self.problem.tied_alike(TIED)
+        if part is None:
+            return
+        options = replace(self.options, work=begin + self.limit, patience=1.0)
+        search = Search(part, self.full, options, self.labels, self.values, self.cost)
+        search.run()
+        if search.values is not None:
+            self.offer(search.values)
+        log.debug("tied: cost %.9g", self.cost)
+        self.limit += self.problem.ops.work - begin
 
     @property
     def _columns(self) -> int:

@@ -22,16 +22,15 @@ from shardc.solver.search import (
     DEFAULT,
     MOVE_WORK,
     SETTLED,
+    TIED,
     Search,
     SolverOptions,
     labelled_alike,
     move_along,
 )
 
-PART: Final = 0.55
-"""The largest part of the variables that a chain may leave to be looked at."""
-TIED: Final = 3
-"""How far variables must look alike to take one value, in edges."""
+PART: Final = 0.3, 0.34
+"""The largest part of the variables that a chain may leave to be looked at; with large tables."""
 
 Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
 """Costs and tables, as those of `minimize`, restricted to some values of each variable, given by number. Two variables
@@ -85,7 +84,7 @@ def _shortened(
     options, large, labels = search.options, is_large(pairwise), search.labels
     ops = search.problem.ops
     chain = find_chain(Numbered(unary, pairwise, ops)) if fresh and options.chain is not False else None
-    if chain is not None and (options.chain or chain.part <= PART):
+    if chain is not None and (options.chain or chain.part <= PART[large]):
 
         def solve_part(
             part: Part, start: Sequence[int] | None = None, close: float = options.close, coarse: bool = True

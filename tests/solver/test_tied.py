@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from shardc.solver import SolverOptions, minimize
-from tests.solver.problems import cost_of, reduction, repeated_layers, searched
+from shardc.solver import AssignmentCost, SolverOptions, minimize
+from shardc.solver.search import Search
+from tests.solver.problems import MESSAGES, cost_of, minimum, reduction, repeated_layers, searched
 
 
 def test_layers_look_alike_as_far_from_the_ends():
@@ -76,3 +77,26 @@ def test_the_best_of_values_kept_together_that_cost_differently():
         assert found.cost >= least
         differed += found.cost > least
     assert differed
+
+
+def test_a_search_begins_with_tied_values_and_may_leave_them(monkeypatch):
+    """The ends cost otherwise than the middle here, and what is found is proved all the same."""
+    offered: list[float] = []
+    plain = Search._tie
+
+    def tie(self: Search) -> None:
+        plain(self)
+        offered.append(self.cost)
+
+    monkeypatch.setattr(Search, "_tie", tie)
+    left = 0  # searches that found something better than the tied assignment
+    for seed in range(20):
+        unary, pairwise = repeated_layers(seed, 4, 2)
+        Search(reduction(unary, pairwise), AssignmentCost(unary, pairwise))._tie()
+        assert offered[-1] >= minimum(unary, pairwise)
+        found = minimize(unary, pairwise, options=MESSAGES)
+        assert found.exact
+        assert found.cost == minimum(unary, pairwise)
+        left += offered[0] > found.cost
+        offered.clear()
+    assert left
