@@ -88,7 +88,7 @@ def test_a_pipeline_has_the_losses_of_its_plan_on_one_device_and_of_a_schedule_f
         ("--mesh pipe=4", "4 stages want 4 blocks or more, the model has 2. Say --layers, or take a smaller axis pipe"),
         ("--mesh pipe=2 --chunks 2 --schedule zb-v", "4 stages want 4 blocks"),
         ("--mesh pipe=2 --schedule 1f1bb", 'Did you mean "1f1b"?'),
-        ("--mesh pipe=2 --layers 4 --schedule dualpipe-v --microbatches 2", "it wants at least 2·ranks = 4"),
+        ("--mesh pipe=2 --layers 4 --schedule dualpipe-v --microbatches 2", "it needs at least 2·ranks = 4"),
         ("--mesh data=2 --plan data --schedule gpipe", "--chunks and --stages are for --plan pipeline, not for data"),
     ],
 )
