@@ -41,7 +41,7 @@ def parse(grid: str) -> tuple[str, Rows]:
     """The name ("schedule" if there is none) and the rows of a grid."""
     lines = [line for line in grid.splitlines() if line.strip()]
     name = "schedule"
-    if lines and not _LABEL.match(lines[0]) and not any(_is_action(c) for c in _cells(lines[0])):
+    if _begins_with_name(lines):
         name = lines.pop(0).strip()
     for rank, line in enumerate(lines):
         label = _LABEL.match(line)
@@ -50,6 +50,13 @@ def parse(grid: str) -> tuple[str, Rows]:
                 f'Schedule "{name}": row {rank} is labelled "{label[0].strip()}"; rows have to be in order.'
             )
     return name, _read([_cells(line) for line in lines], name)
+
+
+def _begins_with_name(lines: Sequence[str]) -> bool:
+    """Whether the first line is no row: the second one is labelled as rank 0, or it has neither label nor action."""
+    if len(lines) > 1 and (second := _LABEL.match(lines[1])) and int(second[1] or second[2]) == 0:
+        return True
+    return bool(lines) and not _LABEL.match(lines[0]) and not any(_is_action(c) for c in _cells(lines[0]))
 
 
 def to_csv(rows: Rows, columns: Columns) -> str:

@@ -77,7 +77,7 @@ ROWS = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=ROWS, name=st.text("ab 1f-_é()|.,:", max_size=8).filter(lambda name: not name.startswith(("1:", "1|"))))
+@given(rows=ROWS, name=st.text("abrnk 01Ff-_é()|.,:", max_size=8))
 def test_any_rows_round_trip(rows, name):
     """Schedules that are none, too: what is wrong with them has to be shown. A name is a line of its own."""
     schedule = Schedule(name, rows)
