@@ -145,7 +145,7 @@ def test_a_new_variable_and_another_flag_are_errors():
         model.drops[0].eval()
         return x.sum()
 
-    said = "in a microbatch.*\n  model/seen is new; make it before the loop"
+    said = "in a microbatch.*\n  model/seen is new; create it before the loop"
     for fn, message in ((new, said), (flip, r"as \.train\(\)")):
         with pytest.raises(shardc.ArgumentError, match=message):
             shardc.accumulate(fn, microbatches=M)(net()[0], ROWS)
