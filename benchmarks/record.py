@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,12 @@ Made = Callable[[], Any]
 
 
 def zoo() -> Iterator[tuple[str, Made]]:
+    """Each plan of each model once, the machines by turns."""
+    first: dict[tuple[str, str], Case] = {}
     for case in all_cases([m for m in MODELS if m != "mixer"]):
-        for topology in TOPOLOGIES:
-            yield f"{case} {topology or 'cpu'}", partial(plan_of_case, case, topology)
+        first.setdefault((case.model, case.plan), case)
+    for case, topology in zip(first.values(), cycle(TOPOLOGIES), strict=False):
+        yield f"{case} {topology or 'cpu'}", partial(plan_of_case, case, topology)
 
 
 def plan_of_case(case: Case, topology: str | None) -> Any:
@@ -74,10 +78,9 @@ def schedules() -> Iterator[tuple[str, Made]]:
         for name, method in METHODS.items():
             if getattr(method, "weight_versions", 1) > 1:
                 continue
-            for stages in ("marked", "auto"):
-                for topology in TOPOLOGIES:
-                    text = f"{model} {name} {stages} {topology or 'cpu'}"
-                    yield text, partial(plan_of_pipeline, model, config, name, method.chunks, stages, topology)
+            for stages, topology in zip(("marked", "auto"), TOPOLOGIES, strict=True):
+                text = f"{model} {name} {stages} {topology or 'cpu'}"
+                yield text, partial(plan_of_pipeline, model, config, name, method.chunks, stages, topology)
 
 
 def plan_of_pipeline(
@@ -204,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for group in options.only:
         rows += start("benchmarks.record", "--measure", group, env=fake_cpu(8))
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=1))
     return compare(json.loads(options.against.read_text()), rows) if options.against else 0
 
 
