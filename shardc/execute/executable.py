@@ -18,6 +18,7 @@ from shardc.arrays.placed import PlacedArray, is_placed, put_leaf
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.name_nan import name_first
 from shardc.ir.host_callback import CALLBACKS, raise_kept
+from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
@@ -39,6 +40,18 @@ def _looked_for() -> tuple[bool, bool]:
 
 class OtherCallError(ArgumentError):
     """The arguments do not fit the plan."""
+
+
+def report_failure(program: Program, args: Sequence[Any], error: Exception) -> None:
+    """Raises StepFailedError if a failed call has destroyed donated arguments; it names them."""
+    gone = [
+        path for path, x in zip(program.in_paths, args, strict=False) if isinstance(x, jax.Array) and x.is_deleted()
+    ]
+    if gone:
+        raise StepFailedError(
+            f"{program.name} failed while it ran: {error}\n"
+            f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
+        ) from error
 
 
 class Executable:
@@ -191,7 +204,7 @@ class Executable:
         try:
             found = self.run([*args, *self._captured])
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
-            self._report_failure(args, error)
+            report_failure(self.plan.program, args, error)
             raise
         if self._empty_out:
             found = [self._cut_empty(i, x) if i in self._empty_out else x for i, x in enumerate(found)]
@@ -278,17 +291,6 @@ class Executable:
         with without_mesh():
             zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
             return jax.device_put(zeros, self._out_shardings[i])
-
-    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
-        gone = [
-            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
-            if isinstance(x, jax.Array) and x.is_deleted()
-        ]  # fmt: skip
-        if gone:
-            raise StepFailedError(
-                f"{self.plan.program.name} failed while it ran: {error}\n"
-                f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
-            ) from error
 
     def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
         plan = self.plan

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.errors import MeshError, PipelineError, PipelineTaskError, StepFailedError, all_offenders
-from shardc.execute.executable import Executable, OtherCallError
+from shardc.errors import MeshError, PipelineError, PipelineTaskError, all_offenders
+from shardc.execute.executable import Executable, OtherCallError, report_failure
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -342,7 +342,7 @@ class PipelineExecutable:
                 spans = executor.run(record=True)
                 self._last = Recording(spans, begin, self._watch.waited)
             except PipelineTaskError as error:
-                self._report_failure(args, error)
+                report_failure(self.plan.program, args, error)
                 raise
             return self._results()
         finally:
@@ -355,17 +355,6 @@ class PipelineExecutable:
             for i, v in zip(stage.program.results, stage.tasks.results, strict=True):
                 found[i] = self._exits[i].enter(v.val) if compat.is_literal(v) else state.residents[v]
         return self._exit.put_together([found[i] for i in range(len(found))])
-
-    def _report_failure(self, args: Sequence[Any], error: Exception) -> None:
-        gone = [
-            path for path, x in zip(self.plan.program.in_paths, args, strict=False)
-            if isinstance(x, jax.Array) and x.is_deleted()
-        ]  # fmt: skip
-        if gone:
-            raise StepFailedError(
-                f"{self.plan.program.name} failed while it ran: {error}\n"
-                f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
-            ) from error
 
     def close(self) -> None:
         """End the actors' threads; the next call starts new ones."""

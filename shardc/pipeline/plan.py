@@ -33,7 +33,7 @@ from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
 
 HOST_SECONDS = 5e-5
-"""What the host needs to launch a task: the least that a task costs."""
+"""Seconds that the host takes to launch a task: a lower bound on the cost of a task."""
 
 
 @dataclass(frozen=True)

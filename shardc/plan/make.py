@@ -106,7 +106,7 @@ class Placing:
 
 
 def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[LimitResult]]:
-    """Plans that fit, of the program as it is and as it computes again what it does not keep; and what was found where
+    """Plans that fit, of the program as it is and of programs that recompute values; and the searches' results where
     none does at once."""
     search, limit = whole.search, whole.limit
     if whole.fitting.memory.least_arguments() > limit:  # then nothing fits, and the error says why
@@ -160,7 +160,7 @@ def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> 
             missed.append(trial)
             both = choice.stacks and choice.values and dearest == math.inf
             if both and trial.plan.memory.peak > peak - ENOUGH * freed:
-                # what is written out fills another point as it is computed again, as logits do: loops pay what is dear
+                # unrolled values fill another point when they are recomputed, as logits do: loops pay the high prices
                 dearest = options.typical
                 continue
             low = wanted = max(wanted, freed)
@@ -179,28 +179,29 @@ def _near(plan: SpmdPlan) -> bool:
 
 
 TRIES: Final = 6
-"""To find what to compute again, at most."""
+"""The most amounts of recomputation that are planned for one limit."""
 
 
 PATIENT: Final = 3
-"""Tries that free too little after which all is computed again."""
+"""Attempts that free too little, after which all that may be is recomputed."""
 
 
 MORE: Final = 1.25
-"""So many times what one of them takes too much is freed besides by the next."""
+"""The factor on the bytes over the limit that the next attempt frees in addition."""
 
 
 ENOUGH: Final = 0.9
-"""Part of the bytes that are to be freed which is, else what is computed again fills another point."""
+"""The part of the chosen bytes that an attempt has to free. If it frees less, the recomputed values fill another
+point of the program."""
 
 
 FULL: Final = 0.95
-"""Part of the limit that a plan takes for which no other is looked for that frees less."""
+"""The part of the limit from which on a plan is full enough: no attempt that frees less is planned."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The plans of one program: as it is, or as it computes again what it does not keep, of which some may be
+    """The plans of one program: as it is, or as it recomputes values that it does not keep, of which some may be
     `cheaper` than to keep it anyway."""
 
     request: Request
