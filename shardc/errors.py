@@ -62,6 +62,26 @@ class PipelineTaskError(StepFailedError):
         self.source = source
 
 
+class ClusterError(ShardcError, RuntimeError):
+    """Processes that cannot run together: one never came, an address is in use, a secret or an environment is wrong."""
+
+
+class DisagreementError(ClusterError):
+    """Processes of one run that differ where they must be equal: plan, arguments, JAX's version or settings."""
+
+
+class PeerLostError(StepFailedError):
+    """A process of the run that died or fell silent. The arguments of the failed step are unchanged.
+
+    Attributes:
+      process: its number.
+    """
+
+    def __init__(self, message: str, process: int) -> None:
+        super().__init__(message)
+        self.process = process
+
+
 class ShardcWarning(UserWarning):
     """An expensive choice that is easy to avoid: given once for each function."""
 

@@ -1,0 +1,255 @@
+"""The store of a run: texts by key, which any process sets and any process waits for; and who is still there.
+
+The server lives in the launcher, or in process 0 if something else started the processes. It is used at the start of a
+run, after a loss, and for agreements before the first call; no step of a running program waits for it. A process says
+every second that it is alive.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Final, TypeAlias
+
+from shardc.errors import ClusterError
+from shardc.runtime.wire import Hello, Listener, dial, listen, read, write_all
+
+Event: TypeAlias = Mapping[str, Any]
+"""What the server tells all processes: `{"event": "lost", "process": 1, "why": "..."}`."""
+
+BEAT: Final = 1.0
+"""Seconds between two signs of life."""
+
+
+def _write(sock: socket.socket, lock: threading.Lock, data: Mapping[str, Any]) -> None:
+    text = json.dumps(data).encode()
+    with lock:
+        write_all(sock, memoryview(len(text).to_bytes(4) + text))
+
+
+def _read(sock: socket.socket) -> dict[str, Any]:
+    return json.loads(read(sock, int.from_bytes(read(sock, 4))))
+
+
+@dataclass(eq=False)
+class _Client:
+    """A process that is connected to the server."""
+
+    process: int
+    sock: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    seen: float = field(default_factory=monotonic)
+    status: str = ""
+    left: bool = False
+    """Whether it said that it ends."""
+
+
+class StoreServer:
+    """The server of a store.
+
+    Args:
+      address: where it listens; `wire.listen` says how an address is written.
+      secret: of the run.
+      on_end: called with the number of a process whose connection ends, and whether it had said that it would.
+    """
+
+    def __init__(self, address: str, secret: bytes, on_end: Callable[[int, bool], None] | None = None) -> None:
+        self._texts: dict[str, str] = {}
+        self._waits: dict[str, list[tuple[_Client, int]]] = {}
+        self._clients: dict[int, _Client] = {}
+        self._lock = threading.Lock()
+        self._on_end = on_end
+        self._looked = monotonic()
+        self._listener = Listener(listen(address), secret, self._serve)
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    def _serve(self, sock: socket.socket, hello: Hello) -> None:
+        client = _Client(int(hello["process"]), sock)
+        with self._lock:
+            self._clients[client.process] = client
+        try:
+            while True:
+                self._answer(client, _read(sock))
+        except (OSError, ValueError):
+            pass  # the connection ended
+        finally:
+            with self._lock:
+                ours = self._clients.get(client.process) is client
+                if ours:
+                    del self._clients[client.process]
+            with suppress(OSError):
+                sock.close()
+        if ours and self._on_end is not None:
+            self._on_end(client.process, client.left)
+
+    def _answer(self, client: _Client, said: Mapping[str, Any]) -> None:
+        client.seen = monotonic()
+        match said["do"]:
+            case "set":
+                self.set(said["key"], said["text"])
+            case "get":
+                with self._lock:
+                    text = self._texts.get(said["key"])
+                    if text is None:
+                        self._waits.setdefault(said["key"], []).append((client, said["number"]))
+                        return
+                self._tell(client, {"number": said["number"], "text": text})
+            case "leave":
+                client.left = True
+            case _:
+                client.status = said.get("status", client.status)
+
+    def _tell(self, client: _Client, data: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # its own thread sees the end of the connection
+            client.sock.settimeout(None)
+            _write(client.sock, client.lock, data)
+
+    def set(self, key: str, text: str) -> None:
+        """Set a text, and give it to all who wait for it."""
+        with self._lock:
+            self._texts[key] = text
+            waits = self._waits.pop(key, [])
+        for client, number in waits:
+            self._tell(client, {"number": number, "text": text})
+
+    def text(self, key: str) -> str | None:
+        """The text of a key, if it is set."""
+        with self._lock:
+            return self._texts.get(key)
+
+    def tell_all(self, event: Event) -> None:
+        """Tell all connected processes of an event."""
+        with self._lock:
+            clients = list(self._clients.values())
+        for client in clients:
+            self._tell(client, event)
+
+    def silent(self, seconds: float) -> list[int]:
+        """Processes that have given no sign of life for so long. To be called about every second: a pause of the
+        caller itself counts for nobody."""
+        now = monotonic()
+        paused, self._looked = now - self._looked > 3 * BEAT, now
+        with self._lock:
+            clients = list(self._clients.values())
+        if paused:
+            for client in clients:
+                client.seen = now
+        return sorted(c.process for c in clients if now - c.seen > seconds)
+
+    def statuses(self) -> dict[int, str]:
+        """The last status text of each connected process."""
+        with self._lock:
+            return {c.process: c.status for c in self._clients.values()}
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._lock:
+            clients = list(self._clients.values())
+        for client in clients:
+            with suppress(OSError):
+                client.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Store:
+    """The connection of a process to the store.
+
+    Args:
+      on_event: called, in a thread of the store, with what the server tells; with `{"event": "gone"}` if the server
+        ends.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, process: int, on_event: Callable[[Event], None], seconds: float = 60.0
+    ) -> None:
+        self.address = address
+        self.status: Callable[[], str] = str
+        """Gives the text that is sent with each sign of life."""
+        self._sock = dial(address, secret, {"process": process, "why": "store"}, seconds)
+        self._lock = threading.Lock()
+        self._answers: dict[int, SimpleQueue[str | None]] = {}
+        self._count = 0
+        self._ended = threading.Event()
+        self._on_event = on_event
+        for body, name in ((self._read_all, "shardc store"), (self._beat, "shardc sign of life")):
+            threading.Thread(target=body, name=name, daemon=True).start()
+
+    def set(self, key: str, text: str) -> None:
+        self._say({"do": "set", "key": key, "text": text})
+
+    def get(self, key: str, seconds: float) -> str | None:
+        """Wait for the text of a key. None if it did not come in time.
+
+        Raises:
+          ClusterError: the server is gone.
+        """
+        answer: SimpleQueue[str | None] = SimpleQueue()
+        with self._lock:
+            self._count += 1
+            number = self._count
+            self._answers[number] = answer
+        self._say({"do": "get", "key": key, "number": number})
+        try:
+            text = answer.get(timeout=seconds)
+        except Empty:
+            return None
+        finally:
+            self._answers.pop(number, None)
+        if text is None:
+            raise ClusterError(_GONE.format(self.address))
+        return text
+
+    def leave(self) -> None:
+        """Say that this process ends on purpose."""
+        with suppress(ClusterError):
+            self._say({"do": "leave"})
+
+    def close(self) -> None:
+        self._ended.set()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _say(self, data: Mapping[str, Any]) -> None:
+        try:
+            _write(self._sock, self._lock, data)
+        except OSError as error:
+            raise ClusterError(_GONE.format(self.address)) from error
+
+    def _read_all(self) -> None:
+        try:
+            while True:
+                said = _read(self._sock)
+                if "event" in said:
+                    self._on_event(said)
+                elif (answer := self._answers.get(said["number"])) is not None:
+                    answer.put(said["text"])
+        except (OSError, ValueError):
+            for answer in list(self._answers.values()):
+                answer.put(None)
+            if not self._ended.is_set():
+                self._on_event({"event": "gone"})
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            text = json.dumps({"do": "beat", "status": self.status()}).encode()
+            with self._lock:
+                try:
+                    sent = self._sock.send(len(text).to_bytes(4) + text, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue  # a stopped server does not stop us
+                except OSError:
+                    return
+                if sent < len(text) + 4:  # the rest must follow, or the stream has no frames any more
+                    with suppress(OSError):
+                        write_all(self._sock, memoryview(len(text).to_bytes(4) + text)[sent:])
+
+
+_GONE: Final = "the store of this run, at {}, is gone: the launcher, or the process that held it, has ended."
