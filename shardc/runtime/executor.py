@@ -8,15 +8,17 @@ other. Actors run ahead of the device as far as registers and the launch limit a
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import TypeAlias
 
-from shardc.errors import PipelineError, PipelineTaskError, all_offenders
+from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
@@ -35,10 +37,12 @@ class ProcessShare:
     Attributes:
       mine: numbers of these actors.
       ports: the port of each actor that runs in another process. Its replies go to `Executor.mailboxes`.
+      patience: seconds that a run may wait for other processes without running a step.
     """
 
     mine: Collection[int]
     ports: Mapping[int, Port] = field(default_factory=dict[int, Port])
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Executor:
         moves = [None if transports is None else transports(c) for c in net.channels]
         self._workers = [Worker(net, s, self._ports, moves, self._reports) for s in shares]
         self._net = net
-        self._runs = 0
+        self._patience = share.patience
+        self.runs = 0
+        """The number of the last run."""
         self._running = threading.Lock()
         for w, s in zip(self._workers, shares, strict=True):
             w.start(f"{threads.name}: actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}")
@@ -117,15 +123,17 @@ class Executor:
 
         Raises:
           PipelineTaskError: a task failed; all actors have stopped, and the executor can be run again.
-          PipelineError: the executor is closed or already running, or an actor of another process stopped the run.
+          PeerLostError: another process is lost. Every later run raises it too.
+          PipelineError: the executor is closed or already running, a task failed in another process, or no message
+            came from there for `ProcessShare.patience` seconds.
         """
         if not self._running.acquire(blocking=False):
             raise PipelineError("Executor.run: it is already running, in another thread or in one of its own tasks.")
         try:
             if not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor is closed.")
-            self._runs += 1
-            return self._run(self._runs, record)
+            self.runs += 1
+            return self._run(self.runs, record)
         finally:
             self._running.release()
 
@@ -139,15 +147,22 @@ class Executor:
                 for later in failed[1:]:
                     failed[0].add_note(f"After it {later}".partition("\n")[0])
                 raise failed[0]
-            if stopped and not self._finalizer.alive:
-                raise PipelineError("Executor.run: the executor was closed while it ran.")
             if stopped:
-                raise PipelineError(
-                    "Executor.run: an actor of another process stopped the run; that process reports the error."
-                )
+                raise self._why_stopped()
         finally:
             del failed, interrupt  # this frame and the exception would hold each other
         return spans
+
+    def _why_stopped(self) -> Exception:
+        if not self._finalizer.alive:
+            return PipelineError("Executor.run: the executor was closed while it ran.")
+        why = next(
+            (w.mailbox.why for w in self._workers if w.stopped and w.mailbox.why), "one of its threads has ended."
+        )
+        waits = "".join(f"\n  waited: {text}" for w in self._workers for text in w.waits)
+        if isinstance(why, PeerLostError):
+            return PeerLostError(f"{why}{waits}", why.process)
+        return PipelineError(f"{why}{waits}")
 
     def _wait_for_workers(self, run: int, record: bool) -> BaseException | None:
         """Order a run and wait until it has ended in all threads. Returns the exception that interrupted the wait."""
@@ -160,8 +175,7 @@ class Executor:
                         for w in self._workers:
                             w.orders.put((run, record))
                         ordered = True
-                    while any(w.done < run for w in self._workers):
-                        self._reports.get()
+                    self._wait_patiently(run)
                     return interrupt
                 except BaseException as error:  # KeyboardInterrupt, at any line
                     if interrupt is not None:  # the second one: the user does not wait for a task that hangs
@@ -169,9 +183,24 @@ class Executor:
                             w.abandoned = w.done < run
                         raise
                     interrupt = error
-                    stop_all(self._ports.values(), run)
+                    stop_all(self._ports.values(), run, PipelineError(f"the run was interrupted: {error!r}."))
         finally:
             del interrupt  # this frame and the exception would hold each other
+
+    def _wait_patiently(self, run: int) -> None:
+        """Wait until all threads have ended a run. If for too long nothing comes from other processes, stop it."""
+        fired, since = -1, monotonic()
+        while any(w.done < run for w in self._workers):
+            try:
+                self._reports.get(timeout=None if self._patience == math.inf else min(1.0, self._patience))
+            except Empty:
+                now = sum(w.fired for w in self._workers)
+                if now != fired or not all(w.idle or w.done >= run for w in self._workers):
+                    fired, since = now, monotonic()
+                elif monotonic() - since > self._patience:
+                    text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
+                    stop_all(self._ports.values(), run, PipelineError(text))
+                    since = monotonic()
 
     def _collect(self, run: int) -> tuple[list[Span], list[PipelineTaskError], bool]:
         """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""
@@ -209,7 +238,7 @@ def _split(actors: Sequence[int], threads: int | None) -> list[list[int]]:
 
 def _close(workers: Sequence[Worker]) -> None:
     for w in workers:
-        w.mailbox.stop(ALL_RUNS)
+        w.mailbox.stop(ALL_RUNS, PipelineError("Executor.run: the executor is closed."))
         w.orders.put(None)
     for w in workers:
         if w.thread is not threading.current_thread() and not w.abandoned:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from queue import SimpleQueue
 from time import monotonic
 from typing import Final, Protocol, TypeAlias
@@ -31,13 +32,19 @@ Allocate: TypeAlias = Callable[[int], memoryview]
 Packed: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A description of a value, and the buffers that hold it."""
 
-MESSAGE: Final = 0
-CREDIT: Final = 1
-STOP: Final = 2
-OPEN: Final = 3
-LETTER: Final = 4
-ALIVE: Final = 5
-LEAVE: Final = 6
+
+class FrameKind(IntEnum):
+    """The kind of a frame."""
+
+    MESSAGE = 0
+    CREDIT = 1
+    STOP = 2
+    OPEN = 3
+    VALUE = 4
+    LETTER = 5
+    ALIVE = 6
+    LEAVE = 7
+
 
 _HEAD: Final = struct.Struct("<BxHIQqqq")
 """Kind, number of buffers, bytes of the description, network, run, channel, key."""
@@ -48,14 +55,13 @@ class Frame:
     """What goes over a link at once.
 
     Attributes:
-      kind: MESSAGE, CREDIT, ...
       network: number of the network that it belongs to.
       run: of that network.
       channel, key: of a message; of a credit its channel.
       about, buffers: the value.
     """
 
-    kind: int
+    kind: FrameKind
     network: int = 0
     run: int = 0
     channel: int = 0
@@ -162,7 +168,7 @@ class Link:
                 waiting = bool(self._unsent)
             if not waiting:
                 last = monotonic()
-                self.send(Frame(ALIVE, about=self.say_status().encode()))
+                self.send(Frame(FrameKind.ALIVE, about=self.say_status().encode()))
                 continue
             ready = poll.poll(1000 * BEAT)
             with self._changed:
@@ -196,14 +202,14 @@ class Link:
             buffer = self._allocate(size)
             read_into(self._in, buffer)
             buffers.append(buffer)
-        return Frame(kind, network, run, channel, key, said, buffers)
+        return Frame(FrameKind(kind), network, run, channel, key, said, buffers)
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind == ALIVE:
+        if frame.kind is FrameKind.ALIVE:
             self.status = frame.about.decode()
-        elif frame.kind == LEAVE:
+        elif frame.kind is FrameKind.LEAVE:
             self._left = True
-        elif frame.kind == LETTER:
+        elif frame.kind is FrameKind.LETTER:
             tag, about = json.loads(frame.about)
             with self._changed:
                 self._letters.setdefault(tag, deque()).append((about.encode(), frame.buffers))
@@ -244,7 +250,7 @@ class Link:
     def post(self, tag: str, packed: Packed = (b"", ())) -> None:
         """Send a letter. Letters of one name arrive in their order."""
         about, buffers = packed
-        self.send(Frame(LETTER, about=json.dumps([tag, about.decode()]).encode(), buffers=buffers))
+        self.send(Frame(FrameKind.LETTER, about=json.dumps([tag, about.decode()]).encode(), buffers=buffers))
 
     def collect(self, tag: str, seconds: float) -> Packed:
         """Wait for a letter.
@@ -267,7 +273,7 @@ class Link:
 
     def close(self) -> None:
         """Say goodbye and end the threads. What was sent before arrives."""
-        self.send(Frame(LEAVE))
+        self.send(Frame(FrameKind.LEAVE))
         with self._changed:
             until = monotonic() + 1.0
             while self._unsent and self.lost is None and monotonic() < until:
@@ -294,6 +300,3 @@ def _send_some(sock: socket.socket, pieces: list[memoryview]) -> list[memoryview
         if sent:
             pieces[0] = pieces[0].cast("B")[sent:]
     return pieces
-
-
-__all__ = ["ALIVE", "CREDIT", "LETTER", "MESSAGE", "OPEN", "STOP", "Allocate", "Frame", "Link", "Packed", "Receiver"]

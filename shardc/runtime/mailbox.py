@@ -29,7 +29,7 @@ class Port(Protocol):
         """Post that a register of a channel that this actor gives to is free again."""
         ...
 
-    def stop(self, run: int) -> None:
+    def stop(self, run: int, why: Exception) -> None:
         """Post that some actor failed: this one abandons the run, and all runs before it."""
         ...
 
@@ -50,6 +50,8 @@ class Mailbox:
         self._later: list[Posted] = []
         self.stopped = 0
         """The last run to abandon."""
+        self.why: Exception | None = None
+        """The reason."""
 
     def message(self, run: int, message: Message, value: Any) -> None:
         posted: list[Posted] = [(run, message, value)]
@@ -59,8 +61,9 @@ class Mailbox:
     def credit(self, run: int, channel: int) -> None:
         self._posted.put([(run, channel, None)])
 
-    def stop(self, run: int) -> None:
-        self.stopped = max(self.stopped, run)
+    def stop(self, run: int, why: Exception) -> None:
+        if run > self.stopped:
+            self.stopped, self.why = run, why
         self._posted.put([(run, None, None)])
 
     def open(self, run: int, reader: MailboxReader) -> None:
@@ -104,8 +107,8 @@ class Mailbox:
         self._later = [p for p in later if p[0] > run]
 
 
-def stop_all(ports: Iterable[Port], run: int) -> None:
+def stop_all(ports: Iterable[Port], run: int, why: Exception) -> None:
     """Tell all actors, of this process and of others, to abandon a run."""
     for port in ports:
         with suppress(Exception):  # a lost connection must not keep the others from stopping
-            port.stop(run)
+            port.stop(run, why)

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Final, TypeAlias
 
-from shardc.errors import PipelineTaskError
+from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
 from shardc.runtime.window import LaunchWindow
@@ -124,6 +124,12 @@ class Worker:
         self.stopped = False
         self.abandoned = False
         """Whether the executor has given up waiting for the current run."""
+        self.fired = 0
+        """The number of steps run so far."""
+        self.idle = False
+        """Whether the thread waits for messages or credits."""
+        self.waits: list[str] = []
+        """What each unfinished actor of a stopped run waited for."""
         self._net = net
         self._moves = moves
         self._states = [_ActorState(net, a, share.windows.get(a)) for a in share.tasks]
@@ -173,7 +179,7 @@ class Worker:
         self._reports.put(None)
 
     def _run(self, run: int, record: bool) -> None:
-        self.spans, self.failures, self.stopped = [], [], False
+        self.spans, self.failures, self.stopped, self.waits = [], [], False, []
         self.mailbox.open(run, self)
         left = [p for p in self._states if p.actor.step is not None]
         while left and not self.failures:
@@ -181,6 +187,7 @@ class Worker:
                 self.mailbox.feed(run, self)
             if self.mailbox.stopped >= run:
                 self.stopped = True
+                self.waits = [self._wait_text(p) for p in left]
                 break
             ran = False
             for state in left:
@@ -200,7 +207,22 @@ class Worker:
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
         else:
+            self.idle = True
             self.mailbox.feed(run, self)
+            self.idle = False
+
+    def _wait_text(self, state: _ActorState) -> str:
+        """What an actor waits for: `rank 0 at 3B2 for message 2 of "gradient 1->0"`."""
+        step = state.actor.step
+        assert step is not None
+        channels, (messages, full) = self._net.channels, state.actor.missing()
+        parts = [f'message {key} of "{channels[c].name}"' for c, key in messages]
+        parts += [f'a free register of "{channels[c].name}"' for c in full]
+        return f"rank {state.number} at {step.label}" + (f" for {' and '.join(parts)}" if parts else "")
+
+    def waits_now(self) -> list[str]:
+        """What each unfinished actor waits for. For a thread that is idle."""
+        return [self._wait_text(p) for p in self._states if p.actor.step is not None]
 
     def _advance(self, state: _ActorState, run: int, record: bool, wait: bool) -> bool:
         """Run an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
@@ -228,10 +250,12 @@ class Worker:
             begin = perf_counter()
             end = self._launch(state, route, run)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
-            self.failures.append((perf_counter(), _task_error(error, state.number, label, source)))
-            stop_all(self._ports.values(), run)
+            failure = _task_error(error, state.number, label, source)
+            self.failures.append((perf_counter(), failure))
+            stop_all(self._ports.values(), run, PipelineError(str(failure)))
             return False
         state.prepared = False
+        self.fired += 1
         if record:
             self.spans.append(Span(state.number, label, begin, end))
         return True

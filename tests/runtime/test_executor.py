@@ -574,7 +574,7 @@ def test_an_order_that_comes_after_the_end_is_answered():
     for worker in executor._workers:
         worker.orders.put(None)
         worker.thread.join(5)
-    with pytest.raises(PipelineError, match="stopped the run"):
+    with pytest.raises(PipelineError, match="one of its threads has ended"):
         within(5, executor.run)
 
 

@@ -73,7 +73,7 @@ def check_threads(seed, monkeypatch):
     def close_when_stuck():
         deadline = time.monotonic() + 10
         # where nothing can run, it is closed before it began, unless that is waited for
-        while (len(log) < len(possible) or not executor._runs) and time.monotonic() < deadline:
+        while (len(log) < len(possible) or not executor.runs) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.01)
         executor.close()

@@ -28,8 +28,8 @@ class Wire:
     def credit(self, run, channel):
         self._bytes.put(pickle.dumps(("credit", run, channel)))
 
-    def stop(self, run):
-        self._bytes.put(pickle.dumps(("stop", run)))
+    def stop(self, run, why):
+        self._bytes.put(pickle.dumps(("stop", run, why)))
 
     def serve(self, mailbox):
         def read():
@@ -114,9 +114,8 @@ def test_a_failure_stops_the_others_and_they_run_again():
 
     executors, wires = two_executors(run)
     raised = both(executors)
-    assert (
-        str(raised[0]) == "Executor.run: an actor of another process stopped the run; that process reports the error."
-    )
+    assert str(raised[0]).startswith("actor 1 failed in y3: ValueError: broken")
+    assert "\n  waited: rank 0 at " in str(raised[0])
     assert isinstance(raised[1], PipelineTaskError) and raised[1].label == "y3"
     failing[0] = False
     assert both(executors, runs=3) == [None, None]
@@ -131,7 +130,7 @@ def test_what_comes_late_is_dropped():
     actor = Actor(NET, 1, None)
     mailbox.open(2, actor)
     mailbox.message(1, (0, "0"), "of that run too")
-    mailbox.stop(1)
+    mailbox.stop(1, PipelineError("stop"))
     for _ in range(2):
         within(5, mailbox.feed, 2, actor)
     assert not actor.ready() and mailbox.stopped == 1
@@ -172,6 +171,6 @@ def test_clearing_holds_no_value_of_what_is_over():
 @pytest.mark.parametrize("run", [2, 7])
 def test_stopping_holds_for_the_runs_before(run):
     mailbox = Mailbox()
-    mailbox.stop(run)
-    mailbox.stop(1)
+    mailbox.stop(run, PipelineError("stop"))
+    mailbox.stop(1, PipelineError("stop"))
     assert mailbox.stopped == run
