@@ -17,10 +17,10 @@ PACKAGE: Final = REPOSITORY / "shardc"
 PAGE: Final = REPOSITORY / "docs" / "where-is-what.md"
 
 ROOMS: Final = (
-    "errors", "versions", "compat", "passes",
+    "errors", "versions", "compat", "passes", "runtime",
     "machine", "sbp", "arrays", "ir", "solver",
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
-    "runtime", "plan",
+    "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.points", "pipeline",
     "report", "execute", "plans", "calls", "compiled", "api", "flax", "equinox", "tune", "__init__", "__main__",
 )  # fmt: skip

@@ -247,6 +247,17 @@ def at_once() -> Generator[None, None, None]:
 _NO_MESH: Final = jax.sharding.AbstractMesh((), ())
 
 
+# Why: JAX says which generator a key array is for, and not which one a type of keys is for.
+def words_of_keys(dtype: Any) -> tuple[int, ...]:
+    """The shape of the words that hold one key of an extended dtype."""
+    return tuple(dtype._impl.key_shape)
+
+
+def keys_of_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """The key array of an extended dtype that these words hold."""
+    return jax.random.wrap_key_data(words, impl=dtype._impl.name)
+
+
 # Why: four registries make JAX accept arrays of another type, such as its own arrays of keys.
 def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
     """Make JAX accept arrays of a class as arguments, operands and constants: as the jax.Array that `read` returns."""

@@ -198,11 +198,12 @@ class StackedArray(PlacedArray):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        return self.physical
+        return tuple(x for p in self.pieces for x in p.parts)
 
     def with_physical(self, parts: Sequence[Any]) -> StackedArray:
         """An array with these pieces and other physical arrays."""
-        return StackedArray([p.with_physical([x]) for p, x in zip(self.pieces, parts, strict=True)])
+        left = iter(parts)
+        return StackedArray([p.with_physical([next(left) for _ in p.parts]) for p in self.pieces])
 
     def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
         del parts

@@ -44,14 +44,16 @@ class OtherCallError(ArgumentError):
 
 def report_failure(program: Program, args: Sequence[Any], error: Exception) -> None:
     """Raises StepFailedError if a failed call has destroyed donated arguments; it names them."""
+    if text := gone_text(program, args):
+        raise StepFailedError(f"{program.name} failed while it ran: {error}{text}") from error
+
+
+def gone_text(program: Program, args: Sequence[Any]) -> str:
+    """Names the donated arguments that a failed call has destroyed; empty if there are none."""
     gone = [
         path for path, x in zip(program.in_paths, args, strict=False) if isinstance(x, jax.Array) and x.is_deleted()
     ]
-    if gone:
-        raise StepFailedError(
-            f"{program.name} failed while it ran: {error}\n"
-            f"  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged."
-        ) from error
+    return f"\n  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged." if gone else ""
 
 
 class Executable:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -15,9 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
+from shardc.arrays.far import FarArray, is_far
 from shardc.compat import Var
-from shardc.errors import MeshError, PipelineError, PipelineTaskError, all_offenders
-from shardc.execute.executable import Executable, OtherCallError, report_failure
+from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
+from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
+from shardc.execute.far_stages import FarStages, is_small, lives_on
+from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.stage_codec import Copy, Crossing, StageCodec, copies_of
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -34,7 +39,7 @@ from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.recorded import recorded
 from shardc.pipeline.schedule.simulate import Timeline
-from shardc.pipeline.stage_network import Once
+from shardc.pipeline.stage_network import ChannelValues, Once
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.report.chart import measured_chart
 from shardc.report.chart_text import chart_text
@@ -129,10 +134,13 @@ class PipelineExecutable:
         self.plan = plan
         self.settings = settings()
         self._ranks = tuple(meshes)
+        self.places = RankProcesses.of(meshes, plan.program.name)
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         for mesh in dict.fromkeys(self.meshes):
             note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
-        numbers = {m: _numbers(plan.cut.loop.microbatches, m) for m in dict.fromkeys(self.meshes)}
+        here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r)}
+        count = plan.cut.loop.microbatches
+        numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces
         self._entry = self._pieced(
@@ -145,14 +153,14 @@ class PipelineExecutable:
             id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
             for s in plan.stages
             for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
-            if task.plan is not None
+            if task.plan is not None and self.places.is_here(s.rank)
         }
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
         self._watch = _Watch()
         self._executor: Executor | None = None
-        self._updating = False
+        self._far: FarStages | None = None
 
     def _stage_arrays(
         self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
@@ -177,25 +185,71 @@ class PipelineExecutable:
 
     @property
     def compiled(self) -> Executor:
-        """The actors, with all programs compiled."""
+        """The actors, with all programs compiled. If stages run in several processes, each calls this together."""
+        if self._far is not None and self._far.epoch != self._far.cluster.epoch:
+            self.close()  # other processes were started again; what is compiled here is kept
         if self._executor is None:
-            executables = self._task_executables()
-            for e in executables:  # in this thread, because JAX's settings are per thread
-                _ = e.lowered
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda e: e.compiled, executables))
-            plan = self.plan
-            steps = step_values(plan.built, [s.tasks for s in plan.stages])
-            tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
-            window = max(1, IN_FLIGHT // plan.schedule.ranks)
-            self._executor = Executor(
-                plan.network,
-                lambda label: self._task(label, steps.get(label), tokens[label]),
-                transports=self._transport,
-                limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
-                threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
-            )
+            self._executor = self._opened()
         return self._executor
+
+    def _opened(self) -> Executor:
+        plan = self.plan
+        steps = step_values(plan.built, [s.tasks for s in plan.stages])
+        far = None
+        if self.places.are_several:
+            codec = StageCodec(self._crossings(), bool(settings()[0]))
+            far = FarStages(plan.program.name, plan.digest, plan.network, codec, self.places)
+        executables = self._task_executables()
+        for e in executables:  # in this thread, because JAX's settings are per thread
+            _ = e.lowered
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda e: e.compiled, executables))
+        tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
+        window = max(1, IN_FLIGHT // plan.schedule.ranks)
+        held = self._held(steps)
+        executor = Executor(
+            plan.network,
+            lambda label: self._task(label, steps.get(label), tokens[label]),
+            transports=lambda channel: self._transport(channel, held),
+            limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
+            threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
+            share=None if far is None else far.share,
+        )
+        if far is not None:
+            try:
+                far.open(executor)
+            except BaseException:
+                executor.close()
+                raise
+        self._far = far
+        return executor
+
+    def _held(self, steps: Mapping[Any, StepValues]) -> dict[int, set[int]]:
+        """For each channel the places of the values that a later step may overwrite: its sender keeps them too."""
+        found: dict[int, set[int]] = {}
+        for row in self.plan.network.actors:
+            for step in row:
+                values = steps.get(step.label)
+                for (channel, _), give in zip(step.gives, () if values is None else values.gives, strict=False):
+                    assert values is not None
+                    kept = {i for _, i, _ in values.kept if i is not None}
+                    found.setdefault(channel, set()).update(
+                        k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.place is None)
+                    )
+        return found
+
+    def _crossings(self) -> list[list[Crossing]]:
+        """The values of each channel between processes."""
+        plan = self.plan
+
+        def crossings(channel: Channel, carried: ChannelValues | None) -> list[Crossing]:
+            if carried is None or self.places.of_rank[channel.source] == self.places.of_rank[channel.target]:
+                return []
+            source, target = plan.stages[carried.source], plan.stages[carried.target]
+            pairs = zip(carried.given, carried.taken, strict=True)
+            return [Crossing(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
+
+        return [crossings(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
@@ -245,9 +299,11 @@ class PipelineExecutable:
 
         return run
 
-    def _transport(self, channel: Channel) -> Callable[[Any], Any]:
+    def _transport(self, channel: Channel, held: Mapping[int, set[int]]) -> Callable[[Any], Any]:
         number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
         carried = self.plan.built.channel_values[number]
+        if not (self.places.is_here(channel.source) and self.places.is_here(channel.target)):
+            return _copies(held.get(number, ()))
         if carried is None or not carried.given:
             return _stay
         source, target = self.plan.stages[carried.source], self.plan.stages[carried.target]
@@ -321,43 +377,108 @@ class PipelineExecutable:
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on the arguments of the flat call."""
-        executor = self.compiled
+        executor, far = self.compiled, self._far
         begin = perf_counter()
         whole = [*args, *self._captured]
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         try:
-            parts = self._entry.take_apart(whole)
-            entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
-            for stage, state in zip(self.plan.stages, self._states, strict=True):
-                names = stage.tasks.arguments
-                for v, i, stage_array in zip(names, stage.program.arguments, state.stage_arrays, strict=True):
-                    key = i, stage_array.sharding
-                    if key not in entered:
-                        entered[key] = stage_array.enter(parts[i])
-                    state.residents[v] = entered[key]
-            del parts, entered
+            self._enter(self._entry.take_apart(whole), executor.runs + 1)
             try:
                 spans = executor.run(record=True)
                 self._last = Recording(spans, begin, self._watch.waited)
             except PipelineTaskError as error:
                 report_failure(self.plan.program, args, error)
                 raise
-            return self._results()
+            except PeerLostError as error:
+                raise PeerLostError(f"{error}{gone_text(self.plan.program, args)}", error.process) from None
+            return self._results(executor.runs)
         finally:
+            if far is not None:
+                far.network.forget(executor.runs)
             for state in self._states:
                 state.residents.clear()
 
-    def _results(self) -> list[Any]:
+    def _enter(self, parts: Sequence[Any], run: int) -> None:
+        """Put the arguments, and those that live in another process and are read here, on the stages of this one."""
+        plan, far = self.plan, self._far
+        if far is not None:
+            for i, to in self._shared.items():
+                if lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
+                    far.send(run, len(self._exits) + i, parts[i], to)
+        entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
+        for stage, state in zip(plan.stages, self._states, strict=True):
+            if not self.places.is_here(stage.rank):
+                continue
+            names = stage.tasks.arguments
+            for v, i, stage_array in zip(names, stage.program.arguments, state.stage_arrays, strict=True):
+                key = i, stage_array.sharding
+                if key not in entered:
+                    entered[key] = stage_array.enter(self._near(parts[i], i, run))
+                state.residents[v] = entered[key]
+
+    @cached_property
+    def _homes(self) -> list[StageArray]:
+        """Each argument where it lives."""
+        pieces = self.plan.pieces.program
+        return self._stage_arrays(pieces.in_avals, self.plan.piece_inputs, self.plan.homes)
+
+    @cached_property
+    def _shared(self) -> dict[int, list[int]]:
+        """The arguments that this process sends to others when they live here, and to which ones."""
+        found: dict[int, list[int]] = {}
+        for stage in self.plan.stages:
+            for i in stage.program.arguments:
+                home = self.plan.stages[self.plan.homes[i]].rank
+                to = set(self.places.of_rank[stage.rank]) - set(self.places.of_rank[home])
+                if to and self.places.is_here(home):
+                    found[i] = sorted({*found.get(i, ()), *(to if self.places.speaks_for(home) else ())})
+        return found
+
+    def _near(self, x: Any, i: int, run: int) -> Any:
+        """Argument `i` in a form that a stage of this process can take."""
+        if not is_far(x):
+            return x.arriving() if isinstance(x, FarArray) and x.arriving is not None else x
+        plan, home = self.plan, self._homes[i]
+        if self._far is not None and x.mesh == home.mesh and not self.places.is_here(plan.stages[plan.homes[i]].rank):
+            return self._far.receive(run, len(self._exits) + i, plan.pieces.program.in_avals[i])
+        rank = plan.stages[plan.homes[i]].rank
+        raise OtherCallError(
+            f"{plan.program.name}: {plan.pieces.program.in_paths[i]} is {x!r}, and rank {rank}, which uses it, runs in "
+            f"{self.places.text(rank)}; move it with function.remap({rank}, mesh)(state), or bring its value here with "
+            "shardc.fetch."
+        )
+
+    def _results(self, run: int) -> list[Any]:
         found: dict[int, Any] = {}
         for stage, state in zip(self.plan.stages, self._states, strict=True):
             for i, v in zip(stage.program.results, stage.tasks.results, strict=True):
-                found[i] = self._exits[i].enter(v.val) if compat.is_literal(v) else state.residents[v]
+                found[i] = self._result(i, v, stage, state, run)
         return self._exit.put_together([found[i] for i in range(len(found))])
+
+    def _result(self, i: int, v: Any, stage: Stage, state: _StageState, run: int) -> Any:
+        exit, aval, far = self._exits[i], self.plan.pieces.program.out_avals[i], self._far
+        here = self.places.is_here(stage.rank)
+        if compat.is_literal(v):
+            return exit.enter(v.val) if here else FarArray(aval, exit.placement, exit.mesh, lambda: np.asarray(v.val))
+        if here:
+            if far is not None and is_small(aval) and self.places.speaks_for(stage.rank):
+                far.send(run, i, exit.leave(state.residents[v]), self._without(stage.rank))
+            return state.residents[v]
+        assert far is not None
+        return far.arriving(run, i, aval, exit) if is_small(aval) else FarArray(aval, exit.placement, exit.mesh)
+
+    def _without(self, rank: int) -> list[int]:
+        """The processes that do not run a rank."""
+        assert self._far is not None
+        return [p for p in range(self._far.cluster.processes) if p not in self.places.of_rank[rank]]
 
     def close(self) -> None:
         """End the actors' threads; the next call starts new ones."""
+        if self._far is not None:
+            self._far.close()
+            self._far = None
         if self._executor is not None:
             self._executor.close()
             self._executor = None
@@ -412,7 +533,8 @@ class PipelineExecutable:
         return self.plan.memory_with(self._working)
 
     def _working(self, task: StageTask) -> int:
-        found = self._executables[id(task)].memory_stats() if task.plan is not None else None
+        there = self._executables.get(id(task))  # None for a task of another process
+        found = None if there is None else there.memory_stats()
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
@@ -439,6 +561,11 @@ def _is_ready(x: Any) -> bool:
 
 def _stay(values: Any) -> Any:
     return values
+
+
+def _copies(places: Iterable[int]) -> Copy:
+    chosen = sorted(places)
+    return copies_of(chosen) if chosen else _stay
 
 
 def _placement_of(stage: Stage, v: Var) -> Placement:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, narrow
+from shardc.machine.devices import processes_of
 from shardc.pipeline.points.split_scans import Piece
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
@@ -42,7 +43,7 @@ class StageArray:
         return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
 
     def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
-        return x if self.plain else PlacedArray(x, self.shape, self.placement, self.mesh)
+        return x if self.plain or is_placed(x) else PlacedArray(x, self.shape, self.placement, self.mesh)
 
 
 class StackedStageArray:
@@ -67,7 +68,7 @@ class StackedStageArray:
 
     def _sharding(self, mesh: Any, axis: str | None) -> NamedSharding | None:
         first = self.pieces[0]
-        if not isinstance(mesh, Mesh) or axis not in mesh.axis_names:
+        if not isinstance(mesh, Mesh) or axis not in mesh.axis_names or len(processes_of(mesh.devices.flat)) > 1:
             return None
         ranks = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
         ranks = ranks.reshape(len(ranks), -1).tolist()
@@ -97,7 +98,9 @@ class StackedStageArray:
             shards = [shard.data for piece in pieces for shard in piece.addressable_shards]
             return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
         stage_arrays = zip(pieces, self.pieces, strict=True)
-        return StackedArray([PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in stage_arrays])
+        return StackedArray(
+            [x if is_placed(x) else PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in stage_arrays]
+        )
 
 
 class PiecedArrays:

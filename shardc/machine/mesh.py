@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
+from shardc.machine.devices import all_devices, process_of
 from shardc.machine.topology import (
     TOPOLOGIES,
     AxisSpan,
@@ -161,7 +162,7 @@ def _mesh_without_devices(topology: str, hbm: str | int | None, axes: Mapping[st
 
 
 def _mesh_of_devices(axes: Mapping[str, int]) -> Mesh:
-    devices, need = sorted(jax.devices(), key=_along_links), math.prod(axes.values())
+    devices, need = sorted(all_devices(), key=_along_links), math.prod(axes.values())
     if need > len(devices):
         raise MeshError(
             f"The mesh {_axes_text(axes)} needs {need} devices, this machine has {len(devices)} "
@@ -286,7 +287,7 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
                 return None
             found.append((*coords[:rank], domain or 0))
         else:
-            domain = device.process_index if domain is None else domain
+            domain = process_of(device) if domain is None else domain
             found.append((members[domain], domain))
             members[domain] += 1
     return found

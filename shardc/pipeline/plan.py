@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -142,6 +143,15 @@ class MpmdPlan:
         """The stages in figures."""
         sent = sum(t.bytes for t in self.transfers)
         return Staging(len(self.stages), self.schedule.name, str(self.schedule), sent)
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that is equal for equal plans, in every process."""
+        channels = [(c.name, c.source, c.target, c.registers, c.bytes) for c in self.network.channels]
+        ends = [(list(map(str, s.plan.inputs)), list(map(str, s.plan.outputs))) for s in self.stages]
+        moved = [(c.kind, c.axes, c.bytes, c.count) for c in self.collectives]
+        parts = str(self.schedule), channels, ends, moved
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def programs(self) -> tuple[SpmdPlan, ...]:

@@ -72,12 +72,13 @@ class Cluster:
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         self._counts: dict[str, int] = {}
+        self._published: dict[str, str] = {}
         self._lost: PeerLostError | None = None
         self._next: int | None = None
         self._over = ""
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
         self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
-        self.store.set(self._key(f"address/{seat.me}"), self._listener.address)
+        self.publish("address", self._listener.address)
 
     @property
     def me(self) -> int:
@@ -155,7 +156,7 @@ class Cluster:
         raise ClusterError(self._never_came([peer], "to open a link"))
 
     def _dial(self, peer: int) -> Link:
-        address = self._text(f"address/{peer}", peer, "to open a link")
+        address = self.published("address", peer)
         hello = {"process": self.me, "epoch": self.epoch}
         sock = dial(address, self.seat.secret, hello, self.seat.deadline)
         with self._changed:
@@ -167,6 +168,15 @@ class Cluster:
 
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"
+
+    def publish(self, name: str, text: str) -> None:
+        """Tell all processes a text about this one, in this epoch and in all later ones."""
+        self._published[name] = text
+        self.store.set(self._key(f"{name}/{self.me}"), text)
+
+    def published(self, name: str, process: int) -> str:
+        """The text that a process tells, or has still to tell, about itself."""
+        return self._text(f"{name}/{process}", process, f"to tell its {name}")
 
     def _text(self, name: str, process: int, why: str) -> str:
         """A text that a process sets."""
@@ -186,6 +196,11 @@ class Cluster:
             "calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
+    def count(self, name: str) -> int:
+        """How often this was asked in this epoch. Equal in all processes that make the same calls."""
+        self._counts[name] = self._counts.get(name, -1) + 1
+        return self._counts[name]
+
     def gather(self, name: str, text: str) -> list[str]:
         """The text of each process, in order. All processes call this with the same names in the same order.
 
@@ -193,8 +208,7 @@ class Cluster:
           PeerLostError: a process died.
           ClusterError: a process did not come before the deadline.
         """
-        number = self._counts[name] = self._counts.get(name, -1) + 1
-        key = f"gather/{name}/{number}"
+        key = f"gather/{name}/{self.count(f'gather {name}')}"
         self.store.set(self._key(f"{key}/{self.me}"), text)
         return [self._text(f"{key}/{p}", p, f"at {name}") for p in range(self.processes)]
 
@@ -260,7 +274,8 @@ class Cluster:
             self._next = self._lost = None
             self._counts.clear()
             self._changed.notify_all()
-        self.store.set(self._key(f"address/{self.me}"), self._listener.address)
+        for name, text in list(self._published.items()):
+            self.publish(name, text)
 
     def close(self) -> None:
         """Leave the run."""

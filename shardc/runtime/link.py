@@ -109,6 +109,8 @@ class Link:
         self._changed = threading.Condition()
         self._unsent: deque[memoryview] = deque()
         self._receivers: dict[int, Receiver] = {}
+        self._early: dict[int, Frame] = {}
+        """Openings of networks that are not open here yet."""
         self._letters: dict[str, deque[Packed]] = {}
         self._to_pack: SimpleQueue[Callable[[], Frame] | None] | None = None
         self._left = False
@@ -217,6 +219,8 @@ class Link:
         else:
             with self._changed:
                 receiver = self._receivers.get(frame.network)
+                if receiver is None and frame.kind is FrameKind.OPEN:
+                    self._early[frame.network] = frame
             if receiver is not None:  # else it is late: its network is closed
                 receiver.receive(self.peer, frame)
 
@@ -237,7 +241,10 @@ class Link:
         """From now on frames of this network go to `receiver`."""
         with self._changed:
             self._receivers[network] = receiver
+            early = self._early.pop(network, None)
             lost = self.lost
+        if early is not None:
+            receiver.receive(self.peer, early)
         if lost is not None:
             receiver.lose(lost)
 

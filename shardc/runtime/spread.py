@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -190,8 +190,13 @@ class SpreadNetwork:
         said = json.loads(frame.about)
         if "lost" in said:
             self.lose(PeerLostError(said["text"], said["lost"]))
-        else:
-            stop_all(self._mailboxes.values(), frame.run, PipelineError(f"process {peer}: {said['text']}"))
+            return
+        why = PipelineError(f"process {peer}: {said['text']}")
+        stop_all(self._mailboxes.values(), frame.run, why)
+        with self._changed:
+            waiting = [v for (run, _), v in self._awaited.items() if run == frame.run]
+        for value in waiting:
+            value.fail(why)
 
     def lose(self, error: PeerLostError) -> None:
         """Take notice that a process is lost: no run of this network ends any more. Tells the other processes."""
@@ -243,9 +248,18 @@ class SpreadNetwork:
         for at in [at for at in list(self._parts) if at[0] <= run]:
             self._parts.pop(at, None)
 
-    def send_value(self, run: int, number: int, peer: int, packed: Packed) -> None:
-        about, buffers = packed
-        self.links[peer].send(Frame(FrameKind.VALUE, self.number, run, number, 0, about, buffers))
+    def send_value(self, run: int, number: int, peer: int, pack: Callable[[], Packed]) -> None:
+        """Send a value besides the network. `pack` may wait for a device: it runs in a thread of the link."""
+
+        def frame() -> Frame:
+            try:
+                about, buffers = pack()
+            except Exception as error:  # noqa: BLE001 - of the computation that makes the value
+                self.fail(run, error)
+                return self.stop_frame(run, error)
+            return Frame(FrameKind.VALUE, self.number, run, number, 0, about, buffers)
+
+        self.links[peer].send_when_packed(frame)
 
 
 class _FarPort:

@@ -1,0 +1,98 @@
+"""Arrays of another JAX runtime: what a process knows of a value that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardc import compat
+from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.errors import ClusterError
+from shardc.machine.devices import processes_of
+from shardc.sbp.placement import Placement
+
+
+class FarArray(PlacedArray):
+    """A logical array that lives in another process. It can be passed on to shardc functions, and not read here.
+
+    A small result, such as a loss, comes to every process: it can be read, once it has arrived.
+
+    Attributes:
+      placement, mesh: where it lives.
+      arriving: waits for its value, if that comes here.
+    """
+
+    __slots__ = ("_dtype", "_weak", "arriving")
+
+    def __init__(
+        self, aval: Any, placement: Placement, mesh: Mesh, arriving: Callable[[], np.ndarray[Any, Any]] | None = None
+    ) -> None:
+        super().__init__(None, tuple(aval.shape), placement, mesh)
+        self._dtype, self._weak, self.arriving = aval.dtype, bool(getattr(aval, "weak_type", False)), arriving
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return ()
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return self._weak
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return self.arriving is not None
+
+    def block_until_ready(self) -> FarArray:
+        if self.arriving is not None:
+            self.arriving()
+        return self
+
+    def with_physical(self, parts: Sequence[Any]) -> FarArray:
+        return FarArray(self.aval, self.placement, self.mesh, self.arriving)
+
+    def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+        return self._refuse() if self.arriving is None else self.arriving()
+
+    def read(self, sharding: NamedSharding | None = None) -> jax.Array:
+        """The value as a jax.Array of this process.
+
+        Raises:
+          ClusterError: it is not here.
+        """
+        value = self._refuse() if self.arriving is None else self.arriving()
+        with compat.at_once():
+            return compat.as_aval(jax.numpy.asarray(value, self.dtype), self.aval)
+
+    def to_jax(self) -> jax.Array:
+        return self.read()
+
+    def _refuse(self) -> NoReturn:
+        who = ", ".join(map(str, processes_of(self.mesh.devices.flat)))
+        dims = ",".join(map(str, self.shape))
+        raise ClusterError(
+            f"{self.dtype}[{dims}] at {self.placement} lives in process {who} and cannot be read here; "
+            "shardc.fetch(x) brings its value to every process."
+        )
+
+    def __repr__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        who = ", ".join(map(str, processes_of(self.mesh.devices.flat)))
+        return f"FarArray({self.dtype}[{dims}], {self.placement}, process {who})"
+
+
+compat.register_array(FarArray, FarArray.read)
+
+
+def is_far(x: object) -> bool:
+    """Whether the value of an array, or of a part of it, is in another JAX runtime only."""
+    if isinstance(x, StackedArray):
+        return any(map(is_far, x.pieces))
+    return isinstance(x, FarArray) and x.arriving is None

@@ -1,0 +1,125 @@
+"""The side of one process in a pipeline of several: the network, and values that go besides it.
+
+Besides the messages between stages two kinds of values go from process to process:
+- an argument that several stages read, and that lives with one of them: its home sends it when a call begins;
+- a small result, such as the loss: its home sends it to all processes, which wait for it only when they read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.arrays.far import FarArray
+from shardc.arrays.pieces import array_of, letter_of, words
+from shardc.arrays.placed import PlacedArray, is_placed
+from shardc.errors import ClusterError
+from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.stage_codec import StageCodec
+from shardc.execute.stage_io import StageArray
+from shardc.runtime.actor import Network
+from shardc.runtime.cluster import Cluster, current
+from shardc.runtime.executor import Executor, ProcessShare
+from shardc.runtime.link import Packed
+from shardc.runtime.spread import SpreadNetwork
+from shardc.sbp.signature import is_extended
+
+SMALL: Final = 1024
+"""Bytes of the largest result that comes to every process."""
+
+
+def is_small(aval: Any) -> bool:
+    """Whether every process gets a result of this type."""
+    return not is_extended(aval.dtype) and aval.size * aval.dtype.itemsize <= SMALL
+
+
+class FarStages:
+    """The other processes of a pipeline.
+
+    Args:
+      name: of the function, for errors.
+      digest: of the plan, equal in all processes.
+      net, codec: the network, and how its messages become bytes.
+      places: which process runs which rank.
+    """
+
+    def __init__(self, name: str, digest: str, net: Network, codec: StageCodec, places: RankProcesses) -> None:
+        cluster = current()
+        if cluster is None:
+            who = ", ".join(map(str, places.all))
+            raise ClusterError(
+                f"{name}: its stages are in processes {who}, which know nothing of each other; start them with "
+                "python -m shardc run --processes n script.py."
+            )
+        self.cluster: Cluster = cluster
+        self.places = places
+        self.epoch = cluster.epoch
+        links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
+        number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
+        self.network = SpreadNetwork(net, number, places.of_rank, links, codec)
+
+    @property
+    def share(self) -> ProcessShare:
+        """The actors of this process, for the executor."""
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline)
+
+    def open(self, executor: Executor) -> None:
+        self.network.open(executor.mailboxes, self.cluster.seat.deadline)
+
+    def close(self) -> None:
+        self.network.close()
+
+    # -- values besides the messages
+
+    def send(self, run: int, number: int, x: Any, to: Sequence[int]) -> None:
+        """Send the logical value of an array of this process to others. Waits for nothing."""
+        value = _whole(x)
+
+        def packed() -> Packed:
+            return letter_of(np.asarray(words(value)))
+
+        for peer in to:
+            self.network.send_value(run, number, peer, packed)
+
+    def receive(self, run: int, number: int, aval: Any) -> Any:
+        """Wait for the logical value of an array of another process."""
+        return _value(self.network.expect(run, number).get(self.cluster.seat.deadline), aval)
+
+    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
+        """An array of another process whose value is on its way."""
+        expected, seconds = self.network.expect(run, number), self.cluster.seat.deadline
+
+        def value() -> np.ndarray[Any, Any]:
+            return _value(expected.get(seconds), aval)
+
+        return FarArray(aval, at.placement, at.mesh, value)
+
+
+def lives_on(x: Any, stage: StageArray) -> bool:
+    """Whether an array lives on the mesh of a stage, and nowhere else."""
+    if is_placed(x):
+        return x.mesh == stage.mesh
+    return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == set(stage.mesh.devices.flat)
+
+
+def _value(packed: Packed, aval: Any) -> Any:
+    value = array_of(packed)
+    return compat.keys_of_words(jax.numpy.asarray(value), aval.dtype) if is_extended(aval.dtype) else value
+
+
+def _whole(x: Any) -> jax.Array:
+    """The logical value as an array that this process has whole. The processes of a stage call it together."""
+    if isinstance(x, PlacedArray):
+        return x.to_jax()
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return jax.jit(_same, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x

@@ -1,0 +1,79 @@
+"""The processes that run the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardc.errors import MeshError, all_offenders
+from shardc.machine.devices import me, processes_of
+
+
+@dataclass(frozen=True)
+class RankProcesses:
+    """Which process runs which rank. A rank on a mesh of several processes is run by each of them.
+
+    Attributes:
+      of_rank: for each rank its processes, in ascending order.
+      me: this process.
+    """
+
+    of_rank: tuple[tuple[int, ...], ...]
+    me: int
+
+    @classmethod
+    def of(cls, meshes: Sequence[Any], where: str) -> RankProcesses:
+        """The processes of the ranks on these meshes.
+
+        Raises:
+          MeshError: two ranks share some processes and not all, or their devices lie differently in these.
+        """
+        found = tuple(tuple(processes_of(m.devices.flat)) for m in meshes)
+        wrong = [
+            f"rank {a} is in processes {_text(found[a])}, rank {b} in {_text(found[b])}"
+            for a, b in combinations(range(len(found)), 2)
+            if set(found[a]) & set(found[b]) and _layout(meshes[a]) != _layout(meshes[b])
+        ]
+        if wrong:
+            head = (
+                f"{where}: two ranks of a pipeline are either in other processes, or in the same ones with as many "
+                "devices in each; make the pipeline's axis the first one of the mesh, and of a size that divides the "
+                "number of processes or is divided by it:"
+            )
+            raise MeshError(all_offenders(head, wrong))
+        return cls(found, me())
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one process runs ranks."""
+        return len(self.all) > 1
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The processes that run a rank."""
+        return tuple(sorted({p for ps in self.of_rank for p in ps}))
+
+    def is_here(self, rank: int) -> bool:
+        """Whether this process runs a rank."""
+        return self.me in self.of_rank[rank]
+
+    def speaks_for(self, rank: int) -> bool:
+        """Whether this process is the first one that runs a rank: it sends what each of them could."""
+        return self.me == self.of_rank[rank][0]
+
+    def text(self, rank: int) -> str:
+        """The processes of a rank: `process 1` or `processes 2, 3`."""
+        return f"process{'es' if len(self.of_rank[rank]) > 1 else ''} {_text(self.of_rank[rank])}"
+
+
+def _text(processes: Sequence[int]) -> str:
+    return ", ".join(map(str, processes))
+
+
+def _layout(mesh: Mesh) -> tuple[int, ...]:
+    """The process of each device, in the order of the mesh."""
+    return tuple(p for d in mesh.devices.flat for p in processes_of([d]))

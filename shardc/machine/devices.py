@@ -1,0 +1,97 @@
+"""The devices of a run: those of this process's JAX runtime, and those of other runtimes, which only planning sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardc.runtime.cluster import Cluster, current
+
+
+@dataclass(frozen=True)
+class FarDevice:
+    """A device of another JAX runtime. A mesh may have it; nothing can be compiled for it or put on it here.
+
+    Attributes:
+      process: the process that has it.
+      number: its number there.
+      platform, device_kind: as JAX has them.
+    """
+
+    process: int
+    number: int
+    platform: str
+    device_kind: str
+
+    @property
+    def id(self) -> int:
+        """A number that no device of this runtime has."""
+        return (self.process + 1) * 1_000_000 + self.number
+
+    @property
+    def process_index(self) -> int:
+        return self.process
+
+    @property
+    def client(self) -> Any:
+        return jax.devices()[0].client
+
+    def default_memory(self) -> Any:
+        return jax.devices()[0].default_memory()
+
+    def addressable_memories(self) -> list[Any]:
+        return []
+
+    def __repr__(self) -> str:
+        return f"FarDevice(process {self.process}, {self.platform} {self.number})"
+
+
+def all_devices() -> list[Any]:
+    """The devices of all processes, in the order of the processes."""
+    here, cluster = jax.devices(), current()
+    if cluster is None or cluster.seat.islands == 1:
+        return here
+    mine = jax.local_devices()
+    said = {"count": len(mine), "platform": mine[0].platform, "kind": mine[0].device_kind}
+    cluster.publish("devices", json.dumps(said))
+    return [d for p in range(cluster.processes) for d in _devices_of(p, here, cluster)]
+
+
+def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any]:
+    if process in cluster.seat.island(cluster.me):
+        return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
+    told = json.loads(cluster.published("devices", process))
+    return [FarDevice(process, i, told["platform"], told["kind"]) for i in range(told["count"])]
+
+
+def process_of(device: Any) -> int:
+    """The process of the run that has a device."""
+    cluster = current()
+    if isinstance(device, FarDevice) or cluster is None or cluster.seat.islands == 1:
+        return device.process_index
+    return cluster.seat.island(cluster.me)[0] + device.process_index
+
+
+def me() -> int:
+    """The number of this process."""
+    cluster = current()
+    return jax.process_index() if cluster is None else cluster.me
+
+
+def processes_of(devices: Iterable[Any]) -> list[int]:
+    """The processes that have these devices, in ascending order."""
+    return sorted(set(map(process_of, devices)))
+
+
+def is_here(devices: Iterable[Any]) -> bool:
+    """Whether this process has at least one of these devices."""
+    return me() in set(map(process_of, devices))
+
+
+def is_far(devices: Iterable[Any]) -> bool:
+    """Whether one of these devices belongs to another JAX runtime."""
+    return any(isinstance(d, FarDevice) for d in devices)
