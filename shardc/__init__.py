@@ -16,8 +16,12 @@ from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.calls.placing import constrain, put
 from shardc.errors import (
     ArgumentError,
+    ClusterError,
+    DisagreementError,
     MeshError,
+    PeerLostError,
     PipelineError,
+    PipelineTaskError,
     PlacementError,
     ShardcError,
     ShardcWarning,
@@ -28,6 +32,7 @@ from shardc.errors import (
 from shardc.ir.boundary import stage_boundary
 from shardc.ir.trips import trips
 from shardc.ir.user_operation import signature
+from shardc.machine.devices import devices
 from shardc.machine.mesh import make_mesh
 from shardc.passes.trace.accumulate import accumulate
 from shardc.passes.trace.fully_sharded import fsdp
@@ -47,12 +52,16 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "ClusterError",
+    "DisagreementError",
     "MemoryLimitError",
     "MeshError",
     "P",
+    "PeerLostError",
     "Pipeline",
     "PipelineError",
     "PipelinePlan",
+    "PipelineTaskError",
     "PlacedArray",
     "Placement",
     "PlacementError",
@@ -69,6 +78,7 @@ __all__ = [
     "accumulate",
     "constrain",
     "data_parallel",
+    "devices",
     "discover",
     "fetch",
     "fsdp",

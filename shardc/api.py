@@ -20,6 +20,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
+from shardc.calls.remap import Move, checked_rank, whole_mesh
 from shardc.compiled import Compiled, CompiledPipeline, run
 from shardc.errors import (
     ArgumentError,
@@ -129,6 +130,7 @@ class Function:
         self._executables: dict[Any, AnyExecutable] = {}
         self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
+        self._moved_from: list[Mesh] = []
 
     def _refuse_wrong_names(self) -> None:
         """Raises ArgumentError if options name what is no argument."""
@@ -228,7 +230,7 @@ class Function:
 
     def _plan(self, call: Call) -> AnyPlan:
         key = self._key(call)
-        arrived = arrivals(call, self.mesh, self._ranks, self._arguments.where, self._view)
+        arrived = arrivals(call, self.mesh, self._ranks, self._moved_from, self._arguments.where, self._view)
         for arguments, plan in self._plans.get(key, ()):
             known = zip(arrived, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
@@ -297,6 +299,46 @@ class Function:
 
     def _says(self, offenders: Sequence[str]) -> str:
         return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
+
+    def remap(self, rank: int, mesh: Mesh) -> Move:
+        """Maps one rank of a pipeline onto other devices, of this process or of another one.
+
+        Its stages are compiled again; the executables of the other ranks are kept, and nothing is planned anew. If the
+        pipeline runs in several processes, all of them call this.
+
+        Args:
+          rank: the rank.
+          mesh: its new mesh, with the axes and sizes of the old one.
+
+        Returns:
+          A function that moves state to the new devices: `state = step.remap(1, mesh)(state)`. A call with state on the
+          old devices is an error.
+
+        Raises:
+          PipelineError: this is no pipeline, or has no such rank.
+          MeshError: the mesh has other axes, or devices of another rank.
+        """
+        where = self._arguments.where
+        old, new = checked_rank(rank, mesh, self._ranks, where)
+        assert self._ranks is not None and self._options.pipeline is not None
+        ranks = [new if r == rank else m for r, m in enumerate(self._ranks)]
+        pipeline = self._options.pipeline
+        if pipeline.meshes is None:
+            self.mesh = whole_mesh(self.mesh, pipeline.axis, ranks)
+        else:
+            self._options = replace(self._options, pipeline=replace(pipeline, meshes=ranks))
+            self.mesh = ranks[0]
+        self._ranks = ranks
+        made: dict[int, PipelineExecutable] = {}
+        for (plan, _), executable in self._executables.items():
+            assert isinstance(executable, PipelineExecutable)
+            made[plan] = executable.remapped(rank, self.mesh, ranks)
+        plans: Any = {i: e.plan for i, e in made.items()}
+        self._plans = {k: [(a, plans[id(p)]) for a, p in v if id(p) in plans] for k, v in self._plans.items()}
+        self._executables = {(id(e.plan), as_it_is_set(self.mesh)): e for e in made.values()}
+        self._cached_calls = CallCache(self._arguments)
+        self._moved_from.append(old)
+        return Move(old, new)
 
     # -- for `shardc.tune`
 

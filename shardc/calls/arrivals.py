@@ -18,12 +18,18 @@ from shardc.sbp.placement import Placement
 
 
 def arrivals(
-    call: Call, mesh: AnyMesh, ranks: Sequence[AnyMesh] | None, where: str, view: MeshView
+    call: Call,
+    mesh: AnyMesh,
+    ranks: Sequence[AnyMesh] | None,
+    left: Sequence[Mesh],
+    where: str,
+    view: MeshView,
 ) -> list[Placement | None]:
     """Where each array of a call lives on the mesh; None: anywhere else, it is put where the plan wants it.
 
     Args:
       ranks: the meshes of a pipeline's ranks; None: this is no pipeline.
+      left: meshes that ranks were on before `Function.remap`.
       where, view: the function and its mesh, for errors.
 
     Raises:
@@ -38,7 +44,7 @@ def arrivals(
             if isinstance(arrival, str):
                 elsewhere.append((name, path, x))
     if elsewhere:
-        raise ArgumentError(elsewhere_text(where, view, elsewhere))
+        raise ArgumentError(elsewhere_text(where, view, elsewhere, left))
     return found
 
 

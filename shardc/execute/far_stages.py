@@ -8,6 +8,7 @@ Besides the messages between stages two kinds of values go from process to proce
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -62,6 +63,7 @@ class FarStages:
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         self.network = SpreadNetwork(net, number, places.of_rank, links, codec)
+        self._finalizer = weakref.finalize(self, self.network.close)
 
     @property
     def share(self) -> ProcessShare:
@@ -72,7 +74,7 @@ class FarStages:
         self.network.open(executor.mailboxes, self.cluster.seat.deadline)
 
     def close(self) -> None:
-        self.network.close()
+        self._finalizer()
 
     # -- values besides the messages
 

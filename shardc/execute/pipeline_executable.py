@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -152,7 +152,7 @@ class PipelineExecutable:
         self._executables: dict[int, Executable] = {
             id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
             for s in plan.stages
-            for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
+            for task in _tasks_of(s)
             if task.plan is not None and self.places.is_here(s.rank)
         }
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
@@ -177,6 +177,15 @@ class PipelineExecutable:
     def with_schedule(self, schedule: Any) -> PipelineExecutable:
         """The pipeline with its tasks in another order; compiled tasks are reused. See `PipelinePlan.with_schedule`."""
         return PipelineExecutable(with_schedule(self.plan, schedule), self._ranks, self._executables)
+
+    def remapped(self, rank: int, whole: AnyMesh, meshes: Sequence[AnyMesh]) -> PipelineExecutable:
+        """The pipeline with a rank on other devices. Compiled tasks of the other ranks are reused."""
+        self.close()
+        request = self.plan.request
+        pipeline = request.pipeline if request.pipeline.meshes is None else replace(request.pipeline, meshes=meshes)
+        plan = replace(self.plan, request=replace(request, mesh=whole, meshes=meshes, pipeline=pipeline))
+        moved = {id(t) for s in plan.stages if s.rank == rank for t in _tasks_of(s)}
+        return PipelineExecutable(plan, meshes, {i: e for i, e in self._executables.items() if i not in moved})
 
     # -- compiled programs
 
@@ -546,6 +555,10 @@ def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
     """The numbers of the microbatches as arrays on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+
+
+def _tasks_of(stage: Stage) -> list[StageTask]:
+    return [stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()]
 
 
 def _lines_of(task: StageTask) -> str:

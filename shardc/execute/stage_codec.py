@@ -68,6 +68,10 @@ class Crossing:
             return self.mine
         return self.mine & pieces_of_process(self.taken.sharding, self.shape, peer)
 
+    def pack(self, x: jax.Array, peer: int) -> tuple[list[int], list[memoryview]]:
+        """The pieces that this process sends to another one: numbers and bytes. Waits for the device."""
+        return pack(x, self.given.sharding, self.wanted_by(peer))
+
     def enter(self, pieces: Mapping[int, Any]) -> Any:
         """The array on the taking stage."""
         if self.is_copy:
@@ -98,7 +102,7 @@ class StageCodec:
         numbers: list[list[int]] = []
         buffers: list[memoryview] = []
         for crossing, x in zip(self._crossings[channel], value, strict=True):
-            held, found = pack(x, crossing.given.sharding, crossing.wanted_by(peer))
+            held, found = crossing.pack(x, peer)
             numbers.append(held)
             buffers += found
         return json.dumps(numbers).encode(), buffers

@@ -50,8 +50,11 @@ class FarDevice:
         return f"FarDevice(process {self.process}, {self.platform} {self.number})"
 
 
-def all_devices() -> list[Any]:
-    """The devices of all processes, in the order of the processes."""
+def devices() -> list[Any]:
+    """All devices of the run, in the order of its processes: those of `jax.devices()` if this process runs alone.
+
+    Devices of processes with another JAX runtime can stand in the mesh of a pipeline's rank.
+    """
     here, cluster = jax.devices(), current()
     if cluster is None or cluster.seat.islands == 1:
         return here

@@ -20,7 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
-from shardc.machine.devices import all_devices, process_of
+from shardc.machine.devices import devices as devices_of_run
+from shardc.machine.devices import process_of
 from shardc.machine.topology import (
     TOPOLOGIES,
     AxisSpan,
@@ -162,16 +163,16 @@ def _mesh_without_devices(topology: str, hbm: str | int | None, axes: Mapping[st
 
 
 def _mesh_of_devices(axes: Mapping[str, int]) -> Mesh:
-    devices, need = sorted(all_devices(), key=_along_links), math.prod(axes.values())
-    if need > len(devices):
+    found, need = sorted(devices_of_run(), key=_along_links), math.prod(axes.values())
+    if need > len(found):
         raise MeshError(
-            f"The mesh {_axes_text(axes)} needs {need} devices, this machine has {len(devices)} "
-            f"({devices[0].platform}). Use a smaller mesh; for fake CPU devices set the environment variable "
+            f"The mesh {_axes_text(axes)} needs {need} devices, this machine has {len(found)} "
+            f"({found[0].platform}). Use a smaller mesh; for fake CPU devices set the environment variable "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts; to plan without devices "
             'name a topology, as in topology="v5p".'
         )
     shape, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    return Mesh(np.asarray(devices[:need]).reshape(shape), tuple(axes), auto)
+    return Mesh(np.asarray(found[:need]).reshape(shape), tuple(axes), auto)
 
 
 def _check_room(axes: Mapping[str, int], name: str, machine: Topology) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import all_offenders
+from shardc.machine.devices import is_far, processes_of
 from shardc.machine.mesh import AnyMesh, MeshView, stages_text
 from shardc.report.tables import fold_leaves
 
@@ -25,7 +26,15 @@ def _place_text(x: Any) -> str:
     else:
         mesh = mesh_text(x.sharding.mesh) if isinstance(x.sharding, NamedSharding) else ""
         devices = x.sharding.device_set
-    return f"{mesh} on device{'s' if len(devices) > 1 else ''} {numbers_text(d.id for d in devices)}".lstrip()
+    if is_far(devices):
+        where = f"in process {numbers_text(processes_of(devices))}"
+    else:
+        where = f"on device{'s' if len(devices) > 1 else ''} {numbers_text(d.id for d in devices)}"
+    return f"{mesh} {where}".lstrip()
+
+
+def _mesh_of(x: Any) -> Any:
+    return x.mesh if isinstance(x, PlacedArray) else getattr(x.sharding, "mesh", None)
 
 
 def mesh_text(mesh: AnyMesh) -> str:
@@ -41,13 +50,14 @@ def numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
 
 
-def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]]) -> str:
+def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]], left: Sequence[Mesh] = ()) -> str:
     """The text of the error about arrays that live elsewhere, alike ones folded.
 
     Args:
       where: the function.
       mesh: its mesh.
       found: argument, path and array of each.
+      left: meshes that a pipeline's ranks were on before they were mapped onto other devices.
     """
     rows = [((leaf_aval(x).str_short(short_dtypes=True),), path, _place_text(x)) for _, path, x in found]
     lines: list[str] = []
@@ -59,6 +69,13 @@ def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, A
     names = list(dict.fromkeys(name for name, _, _ in found))
     one, many = ", ".join(names), names[0] if len(names) == 1 else f"({', '.join(names)})"
     arrays = "1 array lives" if len(found) == 1 else f"{len(found)} arrays live"
+    if any(_mesh_of(x) in left for _, _, x in found):
+        return all_offenders(
+            f"{where}, mesh {mesh}: {arrays} where a rank was before it was mapped onto other devices. Move the state "
+            f"with the function that remap returned: move = {where.partition(' ')[0]}.remap(rank, mesh); {one} = "
+            f"move({many}).",
+            lines,
+        )
     return all_offenders(
         f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Move the arguments to this mesh with "
         f"{one} = shardc.put({many}, mesh, {{}}), which replicates them (instead of {{}}, placements as in "

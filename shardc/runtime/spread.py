@@ -101,6 +101,7 @@ class SpreadNetwork:
             a: _FarPort(self, [links[p] for p in ps]) for a, ps in enumerate(places) if not me & set(ps)
         }
         self._mailboxes: Mapping[int, Mailbox] = {}
+        self._closed = False
         self._changed = threading.Condition()
         self._opened: set[int] = set()
         self._lost: PeerLostError | None = None
@@ -133,7 +134,15 @@ class SpreadNetwork:
                                        "order; if it only takes longer, give `--deadline` more seconds.")  # fmt: skip
 
     def close(self) -> None:
-        """Take no more frames."""
+        """Take no more messages. Values that somebody still waits for arrive."""
+        self._mailboxes = {}
+        self._closed = True
+        self._remove_if_done()
+
+    def _remove_if_done(self) -> None:
+        with self._changed:
+            if any(not v.is_there for v in self._awaited.values()):
+                return
         for link in self.links.values():
             link.remove(self.number)
 
@@ -141,6 +150,11 @@ class SpreadNetwork:
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Take a frame. Runs in the link's thread."""
+        if self._closed:
+            if frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
+                value.put((frame.about, frame.buffers))
+                self._remove_if_done()
+            return
         try:
             match frame.kind:
                 case FrameKind.MESSAGE:
