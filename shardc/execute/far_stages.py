@@ -18,8 +18,9 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.far import FarArray
 from shardc.arrays.pieces import array_of, letter_of, words
-from shardc.arrays.placed import PlacedArray, is_placed
+from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
+from shardc.execute.far_values import whole
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.stage_codec import StageCodec
 from shardc.execute.stage_io import StageArray
@@ -80,7 +81,7 @@ class FarStages:
 
     def send(self, run: int, number: int, x: Any, to: Sequence[int]) -> None:
         """Send the logical value of an array of this process to others. Waits for nothing."""
-        value = _whole(x)
+        value = whole(x)
 
         def packed() -> Packed:
             return letter_of(np.asarray(words(value)))
@@ -112,16 +113,3 @@ def lives_on(x: Any, stage: StageArray) -> bool:
 def _value(packed: Packed, aval: Any) -> Any:
     value = array_of(packed)
     return compat.keys_of_words(jax.numpy.asarray(value), aval.dtype) if is_extended(aval.dtype) else value
-
-
-def _whole(x: Any) -> jax.Array:
-    """The logical value as an array that this process has whole. The processes of a stage call it together."""
-    if isinstance(x, PlacedArray):
-        return x.to_jax()
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return x
-    return jax.jit(_same, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
-
-
-def _same(x: jax.Array) -> jax.Array:
-    return x

@@ -1,0 +1,80 @@
+"""Values of other JAX runtimes, brought to every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.arrays.far import FarArray, is_far
+from shardc.arrays.pieces import array_of, letter_of, words
+from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.errors import ClusterError
+from shardc.runtime.cluster import Cluster, current
+from shardc.sbp.signature import is_extended
+
+
+def bring(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with the values of those that another JAX runtime has. All processes of the run call this together.
+
+    Raises:
+      ClusterError: no process has the value of a leaf.
+    """
+    cluster = current()
+    if cluster is None or cluster.seat.islands == 1:
+        return list(leaves)
+    parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
+    brought = iter(_bring([p for ps in parts for p in ps], cluster))
+    found = [[next(brought) for _ in ps] for ps in parts]
+    return [
+        ps[0]
+        if not isinstance(x, StackedArray)
+        else x
+        if ps == list(x.pieces)
+        else np.concatenate(list(map(np.asarray, ps)))
+        for x, ps in zip(leaves, found, strict=True)
+    ]
+
+
+def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
+    said = cluster.gather("shardc.fetch", "".join("-" if is_far(x) else "+" for x in parts))
+    found = list(parts)
+    for i, x in enumerate(parts):
+        without = [p for p, marks in enumerate(said) if marks[i] == "-"]
+        if without:
+            found[i] = _bring_one(x, without, cluster)
+    return found
+
+
+def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
+    """One value. The first process that has it, with those of its runtime, sends it to those that have it not."""
+    givers = [p for p in range(cluster.processes) if p not in without]
+    if not givers:
+        raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
+    tag = f"fetch {cluster.count('value')}"
+    if cluster.me in without:
+        value = array_of(cluster.link(givers[0]).collect(tag, cluster.seat.deadline))
+        return compat.keys_of_words(jax.numpy.asarray(value), x.dtype) if is_extended(x.dtype) else value
+    if cluster.me in cluster.seat.island(givers[0]) and isinstance(x, jax.Array):
+        value = whole(x)
+        if cluster.me == givers[0]:
+            letter = letter_of(np.asarray(words(value)))
+            for peer in without:
+                cluster.link(peer).post(tag, letter)
+    return x
+
+
+def whole(x: Any) -> jax.Array:
+    """The logical value as an array that this process has whole. The processes of a mesh call it together."""
+    if isinstance(x, PlacedArray):
+        return x.to_jax() if not isinstance(x, FarArray) else x.read()
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return jax.jit(_same, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
