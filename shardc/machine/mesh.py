@@ -23,6 +23,7 @@ from shardc.errors import MeshError, did_you_mean
 from shardc.machine.devices import devices as devices_of_run
 from shardc.machine.devices import process_of
 from shardc.machine.topology import (
+    BETWEEN_PROCESSES,
     TOPOLOGIES,
     AxisSpan,
     DeviceLink,
@@ -105,7 +106,10 @@ def parse_bytes(text: str | int | float) -> int:
 def make_mesh(
     *, topology: str | None = None, calibration: str | None = None, hbm: str | int | None = None, **axes: int
 ) -> AnyMesh:
-    """Make a mesh with the named axes over the first devices.
+    """Make a mesh with the named axes over the first devices, of several processes over as many devices of each.
+
+    The devices of a process lie side by side on the innermost axes, so that the outermost axes cross the border between
+    processes.
 
     Args:
       topology: the machine to plan for without its devices; the result is an AbstractMesh. A name and, after a colon,
@@ -120,8 +124,8 @@ def make_mesh(
       A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
 
     Raises:
-      MeshError: the mesh needs more devices than there are, a size is not a positive integer, or there is no such
-        topology or file.
+      MeshError: the mesh needs more devices than there are, or not the same number of each process; a size is not a
+        positive integer; or there is no such topology or file.
 
     Example:
       >>> mesh = make_mesh(data=1, model=1)
@@ -163,16 +167,46 @@ def _mesh_without_devices(topology: str, hbm: str | int | None, axes: Mapping[st
 
 
 def _mesh_of_devices(axes: Mapping[str, int]) -> Mesh:
-    found, need = sorted(devices_of_run(), key=_along_links), math.prod(axes.values())
+    shape, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    devices = choose_devices(devices_of_run(), axes)
+    return Mesh(np.asarray(devices).reshape(shape), tuple(axes), auto)
+
+
+def choose_devices(devices: Sequence[Any], axes: Mapping[str, int]) -> list[Any]:
+    """The devices of a mesh, in its order: the same number of each process, those of a process side by side unless
+    they are on a torus.
+
+    Raises:
+      MeshError: there are too few devices, or not the same number of each process.
+    """
+    found, need = sorted(devices, key=_along_links), math.prod(axes.values())
+    processes = len({process_of(d) for d in found})
     if need > len(found):
+        where = "this machine has" if processes == 1 else f"the {processes} processes of this run have"
+        here = need if processes == 1 else -(-need // processes)
         raise MeshError(
-            f"The mesh {_axes_text(axes)} needs {need} devices, this machine has {len(found)} "
+            f"The mesh {_axes_text(axes)} needs {need} devices, {where} {len(found)} "
             f"({found[0].platform}). Use a smaller mesh; for fake CPU devices set the environment variable "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts; to plan without devices "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={here} before JAX starts; to plan without devices "
             'name a topology, as in topology="v5p".'
         )
-    shape, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    return Mesh(np.asarray(found[:need]).reshape(shape), tuple(axes), auto)
+    each = need // processes
+    taken: Counter[int] = Counter()
+    chosen: list[Any] = []
+    for device in found:
+        if taken[process_of(device)] < each:
+            taken[process_of(device)] += 1
+            chosen.append(device)
+    if each * processes != need or len(chosen) != need:
+        have = Counter(process_of(d) for d in found)
+        least = min(have.values())
+        raise MeshError(
+            f"The mesh {_axes_text(axes)} needs {need} devices, and {processes} processes, the smallest of which has "
+            f"{least}, cannot each give the same number. Make the product of the sizes a multiple of {processes}, at "
+            f"most {processes * least}, as in shardc.make_mesh(data={processes * max(1, min(each, least))}); or start "
+            "another number of processes."
+        )
+    return chosen
 
 
 def _check_room(axes: Mapping[str, int], name: str, machine: Topology) -> None:
@@ -258,6 +292,8 @@ def _parse_kind(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]
 def _machine_of(mesh: Mesh) -> Topology:
     """The machine of a mesh's devices, with the layout of the mesh if the devices report their places."""
     machine = TOPOLOGIES[_known_kind(mesh.devices.flat[0].device_kind)]
+    if len(machine.fabrics) == 1 and len({process_of(d) for d in mesh.devices.flat}) > 1:
+        machine = replace(machine, fabrics=(*machine.fabrics, BETWEEN_PROCESSES))
     if len(machine.fabrics) == 1:
         return machine
     places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=len(machine.fabrics) - 1)
@@ -295,8 +331,10 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
 
 
 def _along_links(device: Any) -> tuple[int, ...]:
-    """Sort key: devices of a torus by coordinates, the first fastest; other devices keep their order."""
-    return (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ())[::-1])
+    """Sort key: devices of a torus by coordinates, the first fastest; others by process and number."""
+    place = getattr(device, "coords", None)
+    at = (process_of(device), device.id) if place is None else place[::-1]
+    return (getattr(device, "slice_index", 0) or 0, *at)
 
 
 def _known_kind(device_kind: str) -> str:

@@ -153,7 +153,7 @@ class Cluster:
                 return self._links[peer]
             self._raise_if_stopped()
             assert not done
-        raise ClusterError(self._never_came([peer], "to open a link"))
+        raise ClusterError(self.never_came([peer], "to open a link"))
 
     def _dial(self, peer: int) -> Link:
         address = self.published("address", peer)
@@ -187,13 +187,13 @@ class Cluster:
             text = self.store.get(self._key(name), min(1.0, left))
             if text is not None:
                 return text
-        raise ClusterError(self._never_came([process], why))
+        raise ClusterError(self.never_came([process], why))
 
-    def _never_came(self, processes: Sequence[int], why: str) -> str:
-        who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
+    def never_came(self, processes: Sequence[int], why: str) -> str:
+        """The text of the error that processes did not come in time."""
         return (
-            f"process {self.me} waited {self.seat.deadline:g} s for {who} {why}. Each process has to make the same "
-            "calls in the same order; if it only takes longer, give `--deadline` more seconds."
+            f"process {self.me} waited {self.seat.deadline:g} s for {processes_text(processes)} {why}. Each process "
+            "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
     def count(self, name: str) -> int:
@@ -201,16 +201,23 @@ class Cluster:
         self._counts[name] = self._counts.get(name, -1) + 1
         return self._counts[name]
 
-    def gather(self, name: str, text: str) -> list[str]:
+    def gather(self, name: str, text: str, among: Sequence[int] | None = None) -> list[str]:
         """The text of each process, in order. All processes call this with the same names in the same order.
+
+        Args:
+          name: what is gathered, for errors.
+          text: of this process.
+          among: the processes that take part, this one among them; None: all.
 
         Raises:
           PeerLostError: a process died.
           ClusterError: a process did not come before the deadline.
         """
+        members = range(self.processes) if among is None else among
+        name = name if among is None else f"{name} of {','.join(map(str, members))}"
         key = f"gather/{name}/{self.count(f'gather {name}')}"
         self.store.set(self._key(f"{key}/{self.me}"), text)
-        return [self._text(f"{key}/{p}", p, f"at {name}") for p in range(self.processes)]
+        return [self._text(f"{key}/{p}", p, f"at {name}") for p in members]
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
         """Make sure that all processes have the same facts.
@@ -223,16 +230,7 @@ class Cluster:
           DisagreementError: in every process, with all facts that differ.
         """
         said: list[dict[str, str]] = [json.loads(t) for t in self.gather(name, json.dumps(facts))]
-        lines: list[str] = []
-        for fact in dict.fromkeys(f for each in said for f in each):
-            groups: dict[str, list[int]] = {}
-            for p, each in enumerate(said):
-                groups.setdefault(each.get(fact, "nothing"), []).append(p)
-            if len(groups) > 1:
-                values = "; ".join(f"{_processes_text(ps)}: {value}" for value, ps in groups.items())
-                lines.append(f"{fact}: {values}")
-        if lines:
-            raise DisagreementError(all_offenders(f"{name}: the processes of this run differ in", lines))
+        refuse_unlike(name, range(self.processes), said)
 
     # -- losses
 
@@ -286,8 +284,33 @@ class Cluster:
         self.store.close()
 
 
-def _processes_text(processes: Sequence[int]) -> str:
+def processes_text(processes: Sequence[int]) -> str:
+    """`process 1` or `processes 0, 2`."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+
+
+MOST: Final = 12
+"""The most lines of an error about facts that differ."""
+
+
+def refuse_unlike(name: str, processes: Sequence[int], said: Sequence[Mapping[str, str]]) -> None:
+    """Raise DisagreementError if processes have not the same facts; it has a line for each fact that differs.
+
+    Args:
+      name: what they have to agree on, for errors.
+      processes, said: the processes, and the facts of each by name.
+    """
+    lines: list[str] = []
+    for fact in dict.fromkeys(f for each in said for f in each):
+        groups: dict[str, list[int]] = {}
+        for p, each in zip(processes, said, strict=True):
+            groups.setdefault(each.get(fact, "nothing"), []).append(p)
+        if len(groups) > 1:
+            lines.append(f"{fact}: {'; '.join(f'{processes_text(ps)}: {value}' for value, ps in groups.items())}")
+    if len(lines) > MOST:
+        lines = [*lines[: MOST - 1], f"and {len(lines) - MOST + 1} more"]
+    if lines:
+        raise DisagreementError(all_offenders(f"{name}: the processes of this run differ in", lines))
 
 
 _current: list[Cluster] = []

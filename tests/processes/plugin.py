@@ -1,0 +1,141 @@
+"""A pytest plugin for one of several processes that run the same tests on one global mesh.
+
+It joins the run before anything of JAX starts, meets the other processes before each test, and makes reads of arrays
+that lie in several processes a gather: the tests were written for one process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from shardc.runtime import cluster
+from shardc.runtime.cluster import Seat
+
+LONGEST = 150.0
+"""Seconds that a test may take."""
+BARRIER = 60.0
+"""Seconds that the processes wait for each other before a test."""
+
+
+def join() -> cluster.Cluster:
+    """Make this process one of the run that `SEAT` in the environment tells of."""
+    said = json.loads(os.environ["SEAT"])
+    at = said.pop("jax")
+    seat = Seat(**{**said, "secret": bytes.fromhex(said["secret"])}, deadline=BARRIER)
+    made = cluster.join(seat, lambda n: memoryview(np.empty(n, np.uint8)))
+    jax.distributed.initialize(
+        at, seat.processes, seat.me, coordinator_bind_address=at, cluster_detection_method="deactivate"
+    )
+    assert len(jax.devices()) % seat.processes == 0  # starts the backend, before conftest changes the environment
+    return made
+
+
+def gather_reads() -> None:
+    """From now on a read of an array whose pieces lie in several processes asks for them. All processes must read it."""
+    from jax._src.array import ArrayImpl
+    from jax.experimental import multihost_utils
+
+    known = ArrayImpl._value.fget
+
+    def value(self):
+        try:
+            return known(self)
+        except RuntimeError as error:
+            if "addressable" not in str(error):
+                raise
+        return np.asarray(multihost_utils.process_allgather(self, tiled=True))
+
+    ArrayImpl._value = property(value)
+
+
+def leave(code: int) -> None:
+    """End the process without waiting for others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+RUN = join() if "SEAT" in os.environ else None
+if RUN is not None:
+    gather_reads()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", help="the folder of the outcomes")
+
+
+def pytest_configure(config):
+    from hypothesis import settings
+
+    settings.register_profile("processes", derandomize=True, database=None, deadline=None)
+    settings.load_profile("processes")
+    config.stash_results = Results(Path(config.getoption("--results")))
+    config.pluginmanager.register(config.stash_results)
+
+
+class Results:
+    """Writes the outcome of each test, and meets the other processes before it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        done = folder / "done.json"
+        self.done = set(json.loads(done.read_text())) if done.exists() else set()
+        self.found = {}
+
+    def write(self, test, outcome, text=""):
+        with (self.folder / f"results{RUN.me}.jsonl").open("a") as file:
+            file.write(json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        from tests.processes.exclusions import reason
+
+        left = [i for i in items if i.nodeid not in self.done and reason(i.nodeid) is None]
+        config.hook.pytest_deselected(items=[i for i in items if i not in left])
+        items[:] = left
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        try:
+            RUN.gather(item.nodeid, "")
+        except Exception as error:  # noqa: BLE001  # whatever it is, this process cannot go on
+            print(f"process {RUN.me}, before {item.nodeid}: {error}", file=sys.stderr)
+            leave(3)
+        timer = threading.Timer(LONGEST, self.stop, [item.nodeid])
+        timer.daemon = True
+        timer.start()
+        self.write(item.nodeid, "ended", "the process ended in this test")
+        try:
+            return (yield)
+        finally:
+            timer.cancel()
+
+    def stop(self, test):
+        faulthandler.dump_traceback(sys.stderr)
+        self.write(test, "ended", f"not done after {LONGEST:g} s")
+        leave(4)
+
+    def pytest_runtest_logreport(self, report):
+        was = self.found.get(report.nodeid, "passed")
+        now = report.outcome if report.when == "call" or report.outcome != "passed" else was
+        self.found[report.nodeid] = now if was == "passed" else was
+        if report.when == "teardown" or report.outcome == "failed":
+            text = str(report.longrepr) if report.outcome == "failed" else ""
+            self.write(report.nodeid, self.found[report.nodeid], text)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config):
+        try:
+            RUN.gather("the end", "")
+        except Exception as error:  # noqa: BLE001
+            print(f"process {RUN.me}, at the end: {error}", file=sys.stderr)
+        leave(0)
