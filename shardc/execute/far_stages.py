@@ -21,10 +21,11 @@ from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
+from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
-from shardc.execute.stage_codec import StageCodec
+from shardc.execute.stage_codec import Crossing, StageCodec
 from shardc.execute.stage_io import StageArray
-from shardc.runtime.actor import Network
+from shardc.pipeline.plan import MpmdPlan
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Packed
@@ -44,26 +45,31 @@ class FarStages:
     """The other processes of a pipeline.
 
     Args:
-      name: of the function, for errors.
-      digest: of the plan, equal in all processes.
-      net, codec: the network, and how its messages become bytes.
+      plan: the plan, equal in all processes.
+      crossings: the values of each channel between processes.
+      wide: whether numbers of 64 bits are on.
       places: which process runs which rank.
     """
 
-    def __init__(self, name: str, digest: str, net: Network, codec: StageCodec, places: RankProcesses) -> None:
-        cluster = current()
+    def __init__(
+        self, plan: MpmdPlan, crossings: Sequence[Sequence[Crossing]], wide: bool, places: RankProcesses
+    ) -> None:
+        cluster, digest = current(), plan.digest
         if cluster is None:
             who = ", ".join(map(str, places.all))
             raise ClusterError(
-                f"{name}: its stages are in processes {who}, which know nothing of each other; start them with "
-                "python -m shardc run --processes n script.py."
+                f"{plan.program.name}: its stages are in processes {who}, which know nothing of each other; start them "
+                "with python -m shardc run --processes n script.py."
             )
+        codec = (
+            StageCodec(crossings, wide) if cluster.seat.edges == "bytes" else PullCodec(crossings, wide, cluster.host)
+        )
         self.cluster: Cluster = cluster
         self.places = places
         self.epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = SpreadNetwork(net, number, places.of_rank, links, codec)
+        self.network = SpreadNetwork(plan.network, number, places.of_rank, links, codec)
         self._finalizer = weakref.finalize(self, self.network.close)
 
     @property

@@ -22,7 +22,7 @@ from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskE
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, is_small, lives_on
 from shardc.execute.rank_processes import RankProcesses
-from shardc.execute.stage_codec import Copy, Crossing, StageCodec, copies_of
+from shardc.execute.stage_codec import Copy, Crossing, copies_of
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -206,8 +206,7 @@ class PipelineExecutable:
         steps = step_values(plan.built, [s.tasks for s in plan.stages])
         far = None
         if self.places.are_several:
-            codec = StageCodec(self._crossings(), bool(settings()[0]))
-            far = FarStages(plan.program.name, plan.digest, plan.network, codec, self.places)
+            far = FarStages(plan, self._crossings(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         for e in executables:  # in this thread, because JAX's settings are per thread
             _ = e.lowered

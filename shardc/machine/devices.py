@@ -20,12 +20,14 @@ class FarDevice:
       process: the process that has it.
       number: its number there.
       platform, device_kind: as JAX has them.
+      coords: its place on the torus of a slice, if it has one.
     """
 
     process: int
     number: int
     platform: str
     device_kind: str
+    coords: tuple[int, ...] | None = None
 
     @property
     def id(self) -> int:
@@ -59,8 +61,7 @@ def devices() -> list[Any]:
     if cluster is None or cluster.seat.islands == 1:
         return here
     mine = jax.local_devices()
-    said = {"count": len(mine), "platform": mine[0].platform, "kind": mine[0].device_kind}
-    cluster.publish("devices", json.dumps(said))
+    cluster.publish("devices", json.dumps([(d.platform, d.device_kind, getattr(d, "coords", None)) for d in mine]))
     return [d for p in range(cluster.processes) for d in _devices_of(p, here, cluster)]
 
 
@@ -68,7 +69,10 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
     if process in cluster.seat.island(cluster.me):
         return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
     told = json.loads(cluster.published("devices", process))
-    return [FarDevice(process, i, told["platform"], told["kind"]) for i in range(told["count"])]
+    return [
+        FarDevice(process, i, platform, kind, None if coords is None else tuple(coords))
+        for i, (platform, kind, coords) in enumerate(told)
+    ]
 
 
 def process_of(device: Any) -> int:
@@ -77,6 +81,15 @@ def process_of(device: Any) -> int:
     if isinstance(device, FarDevice) or cluster is None or cluster.seat.islands == 1:
         return device.process_index
     return cluster.seat.island(cluster.me)[0] + device.process_index
+
+
+def domain_of(device: Any) -> int | None:
+    """The domain of fast links that a device is in; None if it does not report it. Runtimes that know nothing of each
+    other number their domains alike, so there each process counts as one."""
+    cluster = current()
+    if cluster is None or cluster.seat.islands == 1:
+        return getattr(device, "slice_index", None)
+    return process_of(device)
 
 
 def me() -> int:

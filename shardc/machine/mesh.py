@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.devices import devices as devices_of_run
-from shardc.machine.devices import process_of
+from shardc.machine.devices import domain_of, process_of
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
     TOPOLOGIES,
@@ -317,7 +317,7 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
     found: list[tuple[int, ...]] = []
     members: Counter[int] = Counter()
     for device in devices:
-        domain = getattr(device, "slice_index", None)
+        domain = domain_of(device)
         if on_torus:
             coords = getattr(device, "coords", None)
             if coords is None:
@@ -334,7 +334,7 @@ def _along_links(device: Any) -> tuple[int, ...]:
     """Sort key: devices of a torus by coordinates, the first fastest; others by process and number."""
     place = getattr(device, "coords", None)
     at = (process_of(device), device.id) if place is None else place[::-1]
-    return (getattr(device, "slice_index", 0) or 0, *at)
+    return (domain_of(device) or 0, *at)
 
 
 def _known_kind(device_kind: str) -> str:
