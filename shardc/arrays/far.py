@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jax
 import numpy as np
@@ -14,6 +15,18 @@ from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import ClusterError
 from shardc.machine.devices import processes_of
 from shardc.sbp.placement import Placement
+
+SMALL: Final = 1024
+"""Bytes of the largest result of a pipeline that comes to every process."""
+
+
+def is_small(aval: Any) -> bool:
+    """Whether every process gets a result of this type."""
+    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and bytes_of(aval) <= SMALL
+
+
+def bytes_of(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 class FarArray(PlacedArray):

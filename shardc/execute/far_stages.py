@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,22 +23,16 @@ from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
 from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import Crossing, StageCodec
 from shardc.execute.stage_io import StageArray
 from shardc.pipeline.plan import MpmdPlan
+from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Packed
 from shardc.runtime.spread import SpreadNetwork
 from shardc.sbp.signature import is_extended
-
-SMALL: Final = 1024
-"""Bytes of the largest result that comes to every process."""
-
-
-def is_small(aval: Any) -> bool:
-    """Whether every process gets a result of this type."""
-    return not is_extended(aval.dtype) and aval.size * aval.dtype.itemsize <= SMALL
 
 
 class FarStages:
@@ -82,6 +76,10 @@ class FarStages:
 
     def close(self) -> None:
         self._finalizer()
+
+    def whole(self, recording: Recording, net: Network) -> Recording:
+        """The times of all processes, which call this together."""
+        return recording.gathered(net, self.cluster)
 
     # -- values besides the messages
 

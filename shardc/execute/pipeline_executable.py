@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.far import FarArray, is_far
+from shardc.arrays.far import FarArray, is_far, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
-from shardc.execute.far_stages import FarStages, is_small, lives_on
+from shardc.execute.far_stages import FarStages, lives_on
 from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import Copy, Crossing, copies_of
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
@@ -37,15 +38,13 @@ from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.points.split_scans import Piece
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.recorded import recorded
-from shardc.pipeline.schedule.simulate import Timeline
 from shardc.pipeline.stage_network import ChannelValues, Once
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.report.chart import measured_chart
 from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
-from shardc.runtime.actor import Channel, Network, Span
+from shardc.runtime.actor import Channel
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.sbp.placement import Placement
 
@@ -55,31 +54,6 @@ IN_FLIGHT: Final = 32
 
 THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """Threads that launch programs, at most one for each actor. They do little else, and XLA:CPU needs cores too."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The times of the steps of one call.
-
-    Attributes:
-      spans: the host's launches, by actor in order.
-      begin: the begin of the call.
-      waited: by label, the time on the devices, if the call waited for every task.
-    """
-
-    spans: Sequence[Span]
-    begin: float
-    waited: Mapping[Any, tuple[float, float]] | None
-
-    @property
-    def note(self) -> str:
-        return "launches by the host" if self.waited is None else "every task waited for"
-
-    def timeline(self, net: Network) -> Timeline:
-        """The timeline of the call; its times count from the begin."""
-        waited = self.waited or {}
-        spans = (Span(s.actor, s.label, *waited.get(s.label, (s.start, s.end))) for s in self.spans)
-        return recorded(net, spans, self.begin)
 
 
 class _StageState:
@@ -509,7 +483,9 @@ class PipelineExecutable:
         Raises:
           PipelineError: there was no call yet, another ending, or matplotlib is not installed.
         """
-        draw_picture(self._chart(), path)
+        chart = self._chart()
+        if self.places.first:
+            draw_picture(chart, path)
 
     def trace(self, path: str | Path) -> None:
         """Write the last call, planned and measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
@@ -517,7 +493,9 @@ class PipelineExecutable:
         Raises:
           PipelineError: there was no call yet.
         """
-        write_trace(self._chart(), path)
+        chart = self._chart()
+        if self.places.first:
+            write_trace(chart, path)
 
     def _chart(self) -> Any:
         if self._last is None:
@@ -525,7 +503,8 @@ class PipelineExecutable:
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
                 "it. The plan shows the planned call: plan.timeline(), plan.draw(...), plan.trace(...)."
             )
-        return measured_chart(self.plan, self._last.timeline(self.plan.network), self._last.note)
+        last = self._last if self._far is None else self._far.whole(self._last, self.plan.network)
+        return measured_chart(self.plan, last.timeline(self.plan.network), last.note)
 
     def hlo(self) -> str:
         """The optimized HLO of all tasks, one after the other."""

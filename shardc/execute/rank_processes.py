@@ -57,6 +57,11 @@ class RankProcesses:
         """The processes that run a rank."""
         return tuple(sorted({p for ps in self.of_rank for p in ps}))
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files: the only one, or process 0."""
+        return not self.are_several or self.me == 0
+
     def is_here(self, rank: int) -> bool:
         """Whether this process runs a rank."""
         return self.me in self.of_rank[rank]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from jax.sharding import Mesh
+
+from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
@@ -55,12 +58,18 @@ class Chart:
       tracks: the planned run, then the measured one if there is one.
       rank_of: the rank of each stage.
       seconds: whether times are seconds; otherwise they are units of the costs.
+      places: what runs each rank, if it is several processes: `process 1`.
     """
 
     title: str
     tracks: tuple[Track, ...]
     rank_of: tuple[int, ...]
     seconds: bool = True
+    places: tuple[str, ...] = ()
+
+    def rank_text(self, rank: int) -> str:
+        """`rank 1`; with several processes `rank 1, process 1`."""
+        return f"rank {rank}, {self.places[rank]}" if self.places else f"rank {rank}"
 
     @property
     def network(self) -> Network:
@@ -118,7 +127,16 @@ class Chart:
 
 def planned_chart(plan: MpmdPlan) -> Chart:
     """The chart of the planned call."""
-    return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of)
+    return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of, places=places_of(plan))
+
+
+def places_of(plan: MpmdPlan) -> tuple[str, ...]:
+    """The processes that run each rank: `process 1`; empty if one process runs all, or the plan has no devices."""
+    meshes = [m for m in plan.request.meshes if isinstance(m, Mesh)]
+    found = [processes_of(m.devices.flat) for m in meshes]
+    if len({p for ps in found for p in ps}) < 2:
+        return ()
+    return tuple(f"process{'es' if len(ps) > 1 else ''} {', '.join(map(str, ps))}" for ps in found)
 
 
 def measured_chart(plan: MpmdPlan, measured: Timeline, note: str) -> Chart:

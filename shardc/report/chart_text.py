@@ -37,7 +37,7 @@ def chart_text(chart: Chart, width: int = 120) -> str:
     names = [t.name if len(tracks) > 1 else "" for t in tracks]
     units = [scale_of(e, 1, seconds=chart.seconds)[2] for e in extents]
     ranks = range(len(chart.network.actors))
-    heads = [(f"rank {rank}" if i == 0 else "", name) for rank in ranks for i, name in enumerate(names)]
+    heads = [(chart.rank_text(rank) if i == 0 else "", name) for rank in ranks for i, name in enumerate(names)]
     heads = [(units[0], names[0]), *heads, (units[1], names[1])] if each else [*heads, (units[0], "")]
     first, second = (max(map(len, column)) for column in zip(*heads, strict=True))
     named = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b in heads]

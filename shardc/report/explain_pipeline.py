@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from shardc.arrays.far import SMALL, bytes_of, is_small
 from shardc.ir.collective import Collective
 from shardc.ir.walk import short_aval
 from shardc.passes.estimate.backend import backend_of
@@ -14,7 +15,7 @@ from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
-from shardc.report.chart import KINDS
+from shardc.report.chart import KINDS, places_of
 from shardc.report.explain import (
     REUSES,
     WORDS,
@@ -86,6 +87,11 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> str:
         f"A device sends at most {bytes_text(plan.bytes_per_device)} a call; on all stages together there are "
         f"{number_text(len(moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}."
     )
+    places = places_of(plan)
+    if places:
+        small = sum(bytes_of(a) for a in plan.program.out_avals if is_small(a))
+        sent += f"\nRank {'; rank '.join(f'{r} runs in {p}' for r, p in enumerate(places))}. "
+        sent += f"Results of at most {bytes_text(SMALL)} go to every process: {bytes_text(small)} a call."
     return (
         f"{plan.program.name} on {axes}: {number_text(size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "

@@ -132,7 +132,15 @@ def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
     for rank in range(ranks):
         top = rank * step + _GAP / 2
         middle = top + runs * _ROW / 2
-        axes.text(-1.45 / plot, middle, f"rank {rank}", size=8.5, color=_INK, va="center", weight="bold")
+        axes.text(
+            -1.45 / plot,
+            middle,
+            chart.rank_text(rank).replace(", ", "\n"),
+            size=8.5,
+            color=_INK,
+            va="center",
+            weight="bold",
+        )
         for i, track in enumerate(chart.tracks):
             y = top + i * _ROW
             axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)

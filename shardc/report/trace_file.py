@@ -32,7 +32,7 @@ def _track(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
     yield _meta(pid, 0, "process_name", name=name)
     yield _meta(pid, 0, "process_sort_index", sort_index=pid)
     for rank in range(len(chart.network.actors)):
-        yield _meta(pid, rank + 1, "thread_name", name=f"rank {rank}")
+        yield _meta(pid, rank + 1, "thread_name", name=chart.rank_text(rank))
         yield _meta(pid, rank + 1, "thread_sort_index", sort_index=rank)
     yield from _slices(chart, track, pid)
     yield from _arrows(chart, track, pid)
