@@ -9,18 +9,18 @@ its own kind, so that credits and signs of life overtake it. Each end says every
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from shardc.errors import ClusterError, PeerLostError
 from shardc.runtime.store import BEAT
@@ -46,16 +46,16 @@ class FrameKind(IntEnum):
     CLOCK = 8
 
 
+_KINDS: Final = tuple(FrameKind)
 _HEAD: Final = struct.Struct("<BxHIQqqq")
 """Kind, number of buffers, bytes of the description, network, run, channel, key."""
-_AHEAD: Final = 1 << 16
+_AHEAD: Final = 1 << 13
 """Bytes that the reader thread asks for at once, where it does not know yet how many come."""
 _FAREWELL: Final = 1.0
 """Seconds that `Link.close` waits for the peer to read the goodbye."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """What goes over a link at once.
 
     Attributes:
@@ -115,14 +115,14 @@ class Link:
         self._beat = min(BEAT, silence / 4)
         self._stream = _Stream(sock, silence, self._beat)
         self._allocate = allocate
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
         """Guards what is received: letters, receivers, and the loss of the peer."""
         self._receivers: dict[int, Receiver] = {}
         self._early: dict[int, list[Frame]] = {}
         """Frames of networks that this process has not opened yet."""
         self._over: set[int] = set()
         """Networks that this process has closed. A number never comes again."""
-        self._letters: dict[str, deque[Packed]] = {}
+        self._letters: dict[str, _Letterbox] = {}
         self._clocks = count()
         self._sending = threading.Condition()
         """Guards what is sent. Taken last: who holds it takes no other lock."""
@@ -230,13 +230,13 @@ class Link:
         stream = self._stream
         kind, number, about, network, run, channel, key = _HEAD.unpack(stream.take(_HEAD.size))
         if not number and not about:
-            return Frame(FrameKind(kind), network, run, channel, key)
+            return Frame(_KINDS[kind], network, run, channel, key)
         sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
         said = bytes(stream.take(about))
         buffers = [self._allocate(size) for size in sizes]
         for buffer in buffers:
             stream.fill(buffer)
-        return Frame(FrameKind(kind), network, run, channel, key, said, buffers)
+        return Frame(_KINDS[kind], network, run, channel, key, said, buffers)
 
     def _take(self, frame: Frame) -> None:
         match frame.kind:
@@ -249,8 +249,8 @@ class Link:
             case FrameKind.LETTER:
                 tag, _, about = frame.about.partition(b"\0")
                 with self._changed:
-                    self._letters.setdefault(tag.decode(), deque()).append((about, frame.buffers))
-                    self._changed.notify_all()
+                    box = self._letters.setdefault(tag.decode(), _Letterbox())
+                    box.letters.put((about, frame.buffers))  # under the lock: an empty box may be thrown away
             case _:
                 with self._changed:
                     receiver = self._receivers.get(frame.network)
@@ -266,7 +266,7 @@ class Link:
                 return
             self.lost = PeerLostError(f"process {self.peer} is lost: {why}.", self.peer)
             receivers = list(self._receivers.values())
-            self._changed.notify_all()
+            self._wake_collectors()
         with self._sending:
             self._unsent.clear()
             self._sending.notify_all()
@@ -274,6 +274,11 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the other thread, and tells a peer that was only silent
         for receiver in receivers:
             receiver.lose(self.lost)
+
+    def _wake_collectors(self) -> None:
+        for box in self._letters.values():
+            for _ in range(box.waiting):
+                box.letters.put(None)
 
     # -- networks
 
@@ -313,13 +318,19 @@ class Link:
           ClusterError: it did not come in time.
         """
         with self._changed:
-            self._changed.wait_for(lambda: tag in self._letters or self.lost is not None or self._closed, seconds)
-            letters = self._letters.get(tag)
-            if letters:
-                found = letters.popleft()
-                if not letters:
-                    del self._letters[tag]
-                return found
+            box = self._letters.setdefault(tag, _Letterbox())
+            box.waiting += 1
+            ended = self.lost is not None or self._closed
+        try:
+            found = box.letters.get(not ended, None if seconds == math.inf else max(0.0, seconds))
+        except Empty:
+            found = None
+        with self._changed:
+            box.waiting -= 1
+            if not box.waiting and box.letters.empty():
+                self._letters.pop(tag, None)
+        if found is not None:
+            return found
         if self.lost is not None:
             raise PeerLostError(f"{self.lost} Process {self.me} waited for its {tag}.", self.peer)
         if self._closed:
@@ -364,9 +375,9 @@ class Link:
             self._sending.wait_for(lambda: not self._unsent or self.lost is not None, self.silence)
         with self._changed:
             self._closed = True
+            self._wake_collectors()
             self._letters.clear()
             self._early.clear()
-            self._changed.notify_all()
         with self._sending:
             self._sending.notify_all()
         with suppress(OSError):
@@ -382,6 +393,14 @@ class Link:
     def _join(self, thread: threading.Thread, seconds: float | None) -> None:
         if thread.ident is not None and thread is not threading.current_thread():
             thread.join(seconds)
+
+
+class _Letterbox:
+    """The letters of one name that nobody has collected yet; None wakes a collector when nothing comes any more."""
+
+    def __init__(self) -> None:
+        self.letters: SimpleQueue[Packed | None] = SimpleQueue()
+        self.waiting = 0
 
 
 class _Stream:
