@@ -229,14 +229,15 @@ class Link:
     def _read_frame(self) -> Frame:
         stream = self._stream
         kind, number, about, network, run, channel, key = _HEAD.unpack(stream.take(_HEAD.size))
+        known = _KINDS[kind]  # first of all: what is no frame has no size either
         if not number and not about:
-            return Frame(_KINDS[kind], network, run, channel, key)
+            return Frame(known, network, run, channel, key)
         sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
         said = bytes(stream.take(about))
         buffers = [self._allocate(size) for size in sizes]
         for buffer in buffers:
             stream.fill(buffer)
-        return Frame(_KINDS[kind], network, run, channel, key, said, buffers)
+        return Frame(known, network, run, channel, key, said, buffers)
 
     def _take(self, frame: Frame) -> None:
         match frame.kind:
@@ -387,8 +388,7 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
         for thread in (self._reader, self._writer):
             self._join(thread, None)
-        if threading.current_thread() is not self._reader:
-            self._sock.close()
+        self._sock.close()
 
     def _join(self, thread: threading.Thread, seconds: float | None) -> None:
         if thread.ident is not None and thread is not threading.current_thread():

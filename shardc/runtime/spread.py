@@ -87,12 +87,12 @@ class SpreadNetwork:
       net: the network.
       number: it tells the frames of this network from those of others, and is the same in all processes.
       places: for each actor the processes that run it.
-      links: to all other processes that run actors.
+      links: to the other processes that run actors: at least to those that this one exchanges messages with.
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
 
     Attributes:
       mine: the actors of this process.
-      ports: for `Executor`, of all other actors.
+      ports: for `Executor`, of all other actors that have links.
 
     Raises:
       PipelineError: a channel joins actors that share some of their processes but not all.
@@ -106,7 +106,9 @@ class SpreadNetwork:
         me = {link.me for link in links.values()}
         self.mine = [a for a, ps in enumerate(places) if not links or me & set(ps)]
         self.ports: dict[int, Port] = {
-            a: _FarPort(self, [links[p] for p in ps]) for a, ps in enumerate(places) if a not in self.mine
+            a: _FarPort(self, [links[p] for p in ps])
+            for a, ps in enumerate(places)
+            if a not in self.mine and links.keys() >= set(ps)
         }
         self._mailboxes: Mapping[int, Mailbox] = {}
         self._changed = threading.Condition()
@@ -167,7 +169,7 @@ class SpreadNetwork:
                         self._opened.add(peer)
                         self._changed.notify_all()
                 case _:
-                    self._stop(peer, frame)
+                    self._stop(frame)
         except Exception as error:  # noqa: BLE001 - the thread must survive, and the run must not
             self.fail(frame.run, error)
 
@@ -199,12 +201,12 @@ class SpreadNetwork:
                     return
         self._mailboxes[channel.source].credit(frame.run, frame.channel)
 
-    def _stop(self, peer: int, frame: Frame) -> None:
+    def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)
         if "lost" in said:
             self._give_up(PeerLostError(said["text"], said["lost"]))
         else:
-            self._abandon(frame.run, PipelineError(f"process {peer}: {said['text']}"))
+            self._stop_all(frame.run, PipelineError(said["text"]), said["text"])
 
     def lose(self, error: PeerLostError) -> None:
         """Take notice that a process is lost: no run of this network ends any more. Tells the other processes.
@@ -246,16 +248,25 @@ class SpreadNetwork:
         if isinstance(why, PeerLostError):
             self._give_up(why)
             return
+        self._stop_all(run, why, self._told_as(why))
+
+    def stop_frame(self, run: int, why: Exception) -> Frame:
+        return self._stop_frame(run, self._told_as(why))
+
+    def _told_as(self, why: Exception) -> str:
+        return f"process {next(iter(self.links.values())).me}: {why}" if self.links else str(why)
+
+    def _stop_frame(self, run: int, text: str) -> Frame:
+        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": text}).encode())
+
+    def _stop_all(self, run: int, why: Exception, text: str) -> None:
         self._abandon(run, why)
         with self._changed:
             if run <= self._told:
                 return
             self._told = run
-        for link in self.links.values():
-            link.send(self.stop_frame(run, why))
-
-    def stop_frame(self, run: int, why: Exception) -> Frame:
-        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": str(why)}).encode())
+        for link in self.links.values():  # each process tells all that it knows: some have no link to the first one
+            link.send(self._stop_frame(run, text))
 
     def _abandon(self, run: int, why: Exception) -> None:
         """Stop the actors of this process; what comes from the others in these runs is not waited for any more."""

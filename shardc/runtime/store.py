@@ -26,14 +26,15 @@ Event: TypeAlias = Mapping[str, Any]
 
 BEAT: Final = 1.0
 """Seconds between two signs of life."""
+_SOON: Final = 0.01
+"""Seconds after which a client tries again to send what the server has not taken."""
 _PATIENCE: Final = 5
 """Seconds that the server waits for a client whose buffers are full, before it drops it."""
 
 
-def _write(sock: socket.socket, lock: threading.Lock, data: Mapping[str, Any]) -> None:
+def _packed(data: Mapping[str, Any]) -> bytes:
     text = json.dumps(data).encode()
-    with lock:
-        write_all(sock, memoryview(len(text).to_bytes(4) + text))
+    return len(text).to_bytes(4) + text
 
 
 def _read(sock: socket.socket) -> dict[str, Any]:
@@ -127,7 +128,8 @@ class StoreServer:
 
     def _tell(self, client: _Client, data: Mapping[str, Any]) -> None:
         try:
-            _write(client.sock, client.lock, data)
+            with client.lock:
+                write_all(client.sock, memoryview(_packed(data)))
         except OSError:  # its buffers are full and it reads nothing, or its connection ended: its own thread sees it
             with suppress(OSError):
                 client.sock.shutdown(socket.SHUT_RDWR)
@@ -196,6 +198,7 @@ class Store:
         self._lock = threading.Lock()
         self._answers: dict[int, SimpleQueue[str | None]] = {}
         self._count = 0
+        self._unsent = bytearray()
         self._gone = False
         self._ended = threading.Event()
         self._on_event = on_event
@@ -253,9 +256,17 @@ class Store:
 
     def _say(self, data: Mapping[str, Any]) -> None:
         try:
-            _write(self._sock, self._lock, data)
+            with self._lock:
+                self._unsent += _packed(data)
+                self._flush()
         except OSError as error:
             raise ClusterError(_GONE.format(self.address)) from error
+
+    def _flush(self) -> None:
+        """Send what the server takes. The rest waits: a stopped server stops no client."""
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent, socket.MSG_DONTWAIT)]
 
     def _read_all(self) -> None:
         try:
@@ -275,18 +286,14 @@ class Store:
                 self._on_event({"event": "gone"})
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
-            text = json.dumps({"do": "beat", "status": self._status_text()}).encode()
-            with self._lock:
-                try:
-                    sent = self._sock.send(len(text).to_bytes(4) + text, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    continue  # a stopped server does not stop us
-                except OSError:
-                    return
-                if sent < len(text) + 4:  # the rest must follow, or the stream has no frames any more
-                    with suppress(OSError):
-                        write_all(self._sock, memoryview(len(text).to_bytes(4) + text)[sent:])
+        last = monotonic()
+        while not self._ended.wait(_SOON if self._unsent else BEAT):
+            with self._lock, suppress(OSError):  # the reading thread sees the end of the connection
+                self._flush()
+            if not self._unsent and monotonic() - last >= BEAT / 2:
+                last = monotonic()
+                with suppress(ClusterError):
+                    self._say({"do": "beat", "status": self._status_text()})
 
     def _status_text(self) -> str:
         try:

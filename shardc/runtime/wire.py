@@ -282,6 +282,8 @@ class Listener:
     def close(self) -> None:
         """Close the listening socket, end the thread and drop who is not yet welcome. Other connections stay."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             for sock in self._meeting:
                 with suppress(OSError):
