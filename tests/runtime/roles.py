@@ -128,21 +128,18 @@ def member(seat, options):
     cluster.on_orphaned = lambda: os._exit(3)
     rng = random.Random(options["seed"] * 100 + seat.me)
     net = chain(seat.processes, options["microbatches"])
-    try:
-        made = _member_runs(cluster, net, rng, options)
-        say(done=made)
-    except ShardcError as error:
-        say(
-            error=type(error).__name__,
-            text=str(error),
-            lost=error.process if isinstance(error, PeerLostError) else None,
-            at=time.monotonic(),
-        )
-    if options.get("rejoin"):
+    while True:
+        try:
+            say(done=_member_runs(cluster, net, rng, options), epoch=cluster.epoch)
+            break
+        except ShardcError as error:
+            lost = error.process if isinstance(error, PeerLostError) else None
+            say(error=type(error).__name__, text=str(error), lost=lost, at=time.monotonic())
+            if lost is None or not options.get("rejoin"):
+                break
         cluster.rejoin()
-        rng = random.Random(1)
-        say(done=_member_runs(cluster, net, rng, options), epoch=cluster.epoch)
-    cluster.gather("the end", "") if options.get("meet") else None
+    if options.get("meet"):
+        cluster.gather("the end", "")
     cluster.close()
     say(closed=True, threads=[t.name for t in threading.enumerate() if t.name.startswith("shardc ")])
 
@@ -165,7 +162,7 @@ def _member_runs(cluster, net, rng, options):
                 raise ValueError("broken")
             x = values[0] if values else np.full(size, 1000.0 * run[0] + j)
             if label[0] == "0" and label[1] == "B":
-                right = 1000.0 * run[0] + j + 2 * (cluster.processes - 1) - 1
+                right = 1000.0 * run[0] + j + 2 * (cluster.processes - 1)
                 assert (x == right).all(), (x, right)
             return [x + 1] * gives
 
