@@ -26,6 +26,7 @@ from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import Crossing, StageCodec
 from shardc.execute.stage_io import StageArray
+from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
 from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
@@ -93,13 +94,14 @@ class FarStages:
         for peer in to:
             self.network.send_value(run, number, peer, packed)
 
-    def receive(self, run: int, number: int, aval: Any) -> Any:
+    def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        return _value(self.network.expect(run, number).get(self.cluster.seat.deadline), aval)
+        return _value(self.network.expect(run, number, peer).get(self.cluster.seat.deadline), aval)
 
     def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
         """An array of another process whose value is on its way."""
-        expected, seconds = self.network.expect(run, number), self.cluster.seat.deadline
+        peer = processes_of(at.mesh.devices.flat)[0]
+        expected, seconds = self.network.expect(run, number, peer), self.cluster.seat.deadline
 
         def value() -> np.ndarray[Any, Any]:
             return _value(expected.get(seconds), aval)

@@ -423,9 +423,10 @@ class PipelineExecutable:
         if not is_far(x):
             return x.arriving() if isinstance(x, FarArray) and x.arriving is not None else x
         plan, home = self.plan, self._homes[i]
-        if self._far is not None and x.mesh == home.mesh and not self.places.is_here(plan.stages[plan.homes[i]].rank):
-            return self._far.receive(run, len(self._exits) + i, plan.pieces.program.in_avals[i])
         rank = plan.stages[plan.homes[i]].rank
+        if self._far is not None and x.mesh == home.mesh and not self.places.is_here(rank):
+            giver = self.places.of_rank[rank][0]
+            return self._far.receive(run, len(self._exits) + i, plan.pieces.program.in_avals[i], giver)
         raise OtherCallError(
             f"{plan.program.name}: {plan.pieces.program.in_paths[i]} is {x!r}, and rank {rank}, which uses it, runs in "
             f"{self.places.text(rank)}; move it with function.remap({rank}, mesh)(state), or bring its value here with "

@@ -73,13 +73,19 @@ class Cluster:
         self._allocate = allocate
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
+        self._dialing: set[int] = set()
         self._counts: dict[str, int] = {}
         self._published: dict[str, str] = {}
         self._lost: PeerLostError | None = None
         self._next: int | None = None
         self._over = ""
+        self._closed = False
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
-        self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
+        try:
+            self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
+        except ClusterError:
+            self.store.close()
+            raise
         self.publish("address", self._listener.address)
 
     @property
@@ -132,8 +138,9 @@ class Cluster:
     def _welcome(self, sock: socket.socket, hello: Hello) -> None:
         peer, epoch = int(hello["process"]), int(hello["epoch"])
         with self._changed:
-            known = epoch == self.epoch or self._changed.wait_for(lambda: self.epoch >= epoch, self.seat.deadline)
-            if not known or epoch != self.epoch or peer in self._links:
+            # it dials where this process listens in this epoch, and once: what is late is of an earlier epoch
+            if epoch != self.epoch or peer in self._links or self._closed:
+                _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
             self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
@@ -147,29 +154,36 @@ class Cluster:
           ClusterError: it did not come before the deadline.
         """
         with self._changed:
-            there = self._links.get(peer)
-        if there is not None:
-            return there
-        return self._wait_for_link(peer) if self.me < peer else self._dial(peer)
-
-    def _wait_for_link(self, peer: int) -> Link:
-        self.store.set(self._key(f"wants/{self.me}/{peer}"), "")
-        with self._changed:
-            done = self._changed.wait_for(lambda: peer in self._links or self._stopped(), self.seat.deadline)
+            self._changed.wait_for(lambda: peer not in self._dialing)  # another thread opens it
             if peer in self._links:
                 return self._links[peer]
-            self._raise_if_stopped()
-            assert not done
+            if self.me < peer:
+                return self._wait_for_link(peer)
+            self._dialing.add(peer)
+        try:
+            return self._dial(peer)
+        finally:
+            with self._changed:
+                self._dialing.discard(peer)
+                self._changed.notify_all()
+
+    def _wait_for_link(self, peer: int) -> Link:
+        self._changed.wait_for(lambda: peer in self._links or self._stopped(), self.seat.deadline)
+        if peer in self._links:
+            return self._links[peer]
+        self._raise_if_stopped()
         raise ClusterError(self.never_came([peer], "to open a link"))
 
     def _dial(self, peer: int) -> Link:
+        seat = self.seat
         address = self.published("address", peer)
-        hello = {"process": self.me, "epoch": self.epoch}
-        sock = dial(address, self.seat.secret, hello, self.seat.deadline)
+        sock = dial(address, seat.secret, {"process": self.me, "epoch": seat.epoch}, seat.deadline, self.check)
         with self._changed:
-            made = self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
-            self._changed.notify_all()
-        return made
+            if seat.epoch == self.epoch and not self._closed:
+                made = self._links[peer] = Link(sock, self.me, peer, seat.silence, self._allocate)
+                return made
+        sock.close()
+        raise PeerLostError("other processes of this run were started again.", -1)
 
     # -- agreements
 
@@ -191,7 +205,7 @@ class Cluster:
         while (left := until - monotonic()) > 0:
             with self._changed:
                 self._raise_if_stopped()
-            text = self.store.get(self._key(name), min(1.0, left))
+            text = self.store.get(self._key(name), min(0.25, left))  # a loss is noticed between two
             if text is not None:
                 return text
         raise ClusterError(self.never_came([process], why))
@@ -284,10 +298,14 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the run."""
+        with self._changed:
+            self._closed = True
         self.store.leave()
-        for link in list(self._links.values()):
-            link.close()
         self._listener.close()
+        with self._changed:
+            links, self._links = self._links, {}
+        for link in links.values():
+            link.close()
         self.store.close()
 
 

@@ -155,7 +155,9 @@ class Executor:
 
     def _why_stopped(self) -> Exception:
         if not self._finalizer.alive:
-            return PipelineError("Executor.run: the executor was closed while it ran.")
+            closed = PipelineError("Executor.run: the executor was closed while it ran.")
+            stop_all(self._ports.values(), self.runs, closed)
+            return closed
         why = next(
             (w.mailbox.why for w in self._workers if w.stopped and w.mailbox.why), "one of its threads has ended."
         )

@@ -7,6 +7,7 @@ post carries the number of the run, which tells leftovers of a failed run apart.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -52,6 +53,9 @@ class Mailbox:
         """The last run to abandon."""
         self.why: Exception | None = None
         """The reason."""
+        self.gone: dict[int, Exception] = {}
+        """Actors whose processes have ended well: nothing more comes from them, but what they posted before counts."""
+        self._stopping = threading.Lock()
 
     def message(self, run: int, message: Message, value: Any) -> None:
         posted: list[Posted] = [(run, message, value)]
@@ -62,9 +66,15 @@ class Mailbox:
         self._posted.put([(run, channel, None)])
 
     def stop(self, run: int, why: Exception) -> None:
-        if run > self.stopped:
-            self.stopped, self.why = run, why
+        with self._stopping:  # two links may stop two runs at once
+            if run > self.stopped:
+                self.why, self.stopped = why, run
         self._posted.put([(run, None, None)])
+
+    def leave(self, actor: int, why: Exception) -> None:
+        """Post that nothing more comes from an actor. Who waits for it then abandons its run."""
+        self.gone[actor] = why
+        self._posted.put([(0, None, None)])
 
     def open(self, run: int, reader: MailboxReader) -> None:
         """Begin a run: drop leftovers of earlier runs, pass on posts that came early."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from shardc.errors import ClusterError, PeerLostError, PipelineError
+from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.link import Frame, FrameKind, Link, Packed
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
@@ -40,9 +39,14 @@ class Codec(Protocol):
 
 
 class Expected:
-    """A value that comes from another process."""
+    """A value that comes from another process.
 
-    def __init__(self) -> None:
+    Attributes:
+      peer: that process, if it is known.
+    """
+
+    def __init__(self, peer: int | None = None) -> None:
+        self.peer = peer
         self._there = threading.Event()
         self._packed: Packed = (b"", ())
         self._error: Exception | None = None
@@ -83,28 +87,38 @@ class SpreadNetwork:
       net: the network.
       number: it tells the frames of this network from those of others, and is the same in all processes.
       places: for each actor the processes that run it.
-      links: to all other processes that run actors.
-      codec: for values.
+      links: to the other processes that run actors: at least to those that this one exchanges messages with.
+      codec: for values. A packed value has a description or a buffer; without both it arrives as None.
 
     Attributes:
       mine: the actors of this process.
-      ports: for `Executor`, of all other actors.
+      ports: for `Executor`, of all other actors that have links.
+
+    Raises:
+      PipelineError: a channel joins actors that share some of their processes but not all.
     """
 
     def __init__(
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec
     ) -> None:
         self.net, self.number, self.places, self.links, self.codec = net, number, places, links, codec
+        _check_overlaps(net, places)
         me = {link.me for link in links.values()}
-        self.mine = [a for a, ps in enumerate(places) if me & set(ps)]
+        self.mine = [a for a, ps in enumerate(places) if not links or me & set(ps)]
         self.ports: dict[int, Port] = {
-            a: _FarPort(self, [links[p] for p in ps]) for a, ps in enumerate(places) if not me & set(ps)
+            a: _FarPort(self, [links[p] for p in ps])
+            for a, ps in enumerate(places)
+            if a not in self.mine and links.keys() >= set(ps)
         }
         self._mailboxes: Mapping[int, Mailbox] = {}
         self._closed = False
         self._changed = threading.Condition()
         self._opened: set[int] = set()
         self._lost: PeerLostError | None = None
+        self._left: dict[int, PeerLostError] = {}
+        self._stopped: dict[int, Exception] = {}
+        """Why runs were stopped."""
+        self._told = 0
         self._parts: dict[tuple[int, int, int], dict[int, Packed]] = {}
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
         self._values: dict[tuple[int, int], Expected] = {}
@@ -122,21 +136,23 @@ class SpreadNetwork:
             link.add(self.number, self)
             link.send(Frame(FrameKind.OPEN, self.number))
         with self._changed:
-            until = monotonic() + seconds
-            while len(self._opened) < len(self.links):
-                if self._lost is not None:
-                    raise PeerLostError(str(self._lost), self._lost.process)
-                if not self._changed.wait(until - monotonic()):
-                    missing = sorted(self.links.keys() - self._opened)
-                    who = ", ".join(map(str, missing))
-                    raise ClusterError(f"process{'es' if len(missing) > 1 else ''} {who} did not open the pipeline "
-                                       f"within {seconds:g} s. Each process has to make the same calls in the same "
-                                       "order; if it only takes longer, give `--deadline` more seconds.")  # fmt: skip
+            self._changed.wait_for(lambda: self._lost is not None or len(self._opened) == len(self.links), seconds)
+            if self._lost is not None:
+                raise PeerLostError(str(self._lost), self._lost.process)
+            missing = sorted(self.links.keys() - self._opened)
+        if missing:
+            raise ClusterError(
+                f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not open the pipeline "
+                f"within {seconds:g} s. Each process has to make the same calls in the same order; if it only takes "
+                "longer, give `--deadline` more seconds."
+            )
 
     def close(self) -> None:
-        """Take no more messages. Values that somebody still waits for arrive."""
+        """Take no more messages. Values that somebody still waits for arrive: others may be behind."""
+        with self._changed:
+            self._closed = True
+        stop_all(self._mailboxes.values(), ALL_RUNS, PipelineError("the pipeline was closed."))
         self._mailboxes = {}
-        self._closed = True
         self._remove_if_done()
 
     def _remove_if_done(self) -> None:
@@ -168,7 +184,7 @@ class SpreadNetwork:
                         self._opened.add(peer)
                         self._changed.notify_all()
                 case _:
-                    self._stop(peer, frame)
+                    self._stop(frame)
         except Exception as error:  # noqa: BLE001 - the thread must survive, and the run must not
             self.fail(frame.run, error)
 
@@ -200,29 +216,39 @@ class SpreadNetwork:
                     return
         self._mailboxes[channel.source].credit(frame.run, frame.channel)
 
-    def _stop(self, peer: int, frame: Frame) -> None:
+    def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)
         if "lost" in said:
-            self.lose(PeerLostError(said["text"], said["lost"]))
-            return
-        why = PipelineError(f"process {peer}: {said['text']}")
-        stop_all(self._mailboxes.values(), frame.run, why)
-        with self._changed:
-            waiting = [v for (run, _), v in self._awaited.items() if run == frame.run]
-        for value in waiting:
-            value.fail(why)
+            self._give_up(PeerLostError(said["text"], said["lost"]))
+        else:
+            self._stop_all(frame.run, PipelineError(said["text"]), said["text"])
 
     def lose(self, error: PeerLostError) -> None:
-        """Take notice that a process is lost: no run of this network ends any more. Tells the other processes."""
+        """Take notice that a process is lost: no run of this network ends any more. Tells the other processes.
+
+        If it has left on purpose, all that it ever sends has come: a run goes on until it waits for that process.
+        """
+        link = self.links.get(error.process)
+        if link is None or not link.left or link.lost is not error or error.process not in self._opened:
+            self._give_up(error)
+            return
+        with self._changed:
+            self._left[error.process] = error
+            waiting = [v for v in (*self._values.values(), *self._awaited.values()) if v.peer in (None, error.process)]
+        for value in waiting:
+            value.fail(error)
+        for mailbox in self._mailboxes.values():
+            for actor, processes in enumerate(self.places):
+                if error.process in processes:
+                    mailbox.leave(actor, error)
+
+    def _give_up(self, error: PeerLostError) -> None:
         with self._changed:
             if self._lost is not None:
                 return
             self._lost = error
-            waiting = [*self._values.values(), *self._awaited.values()]
             self._changed.notify_all()
-        for value in waiting:
-            value.fail(error)
-        stop_all(self._mailboxes.values(), ALL_RUNS, error)
+        self._abandon(ALL_RUNS, error)
         about = json.dumps({"lost": error.process, "text": str(error)}).encode()
         for peer, link in self.links.items():
             if peer != error.process:
@@ -230,13 +256,42 @@ class SpreadNetwork:
 
     def fail(self, run: int, error: Exception) -> None:
         """Stop a run in all processes."""
-        why = PipelineError(f"{type(error).__name__}: {error}")
-        stop_all(self._mailboxes.values(), run, why)
-        for link in self.links.values():
-            link.send(self.stop_frame(run, why))
+        self.stop(run, PipelineError(f"{type(error).__name__}: {error}"))
+
+    def stop(self, run: int, why: Exception) -> None:
+        """Abandon a run, and all runs before it, here and in all other processes, which are told once."""
+        if isinstance(why, PeerLostError):
+            self._give_up(why)
+            return
+        self._stop_all(run, why, self._told_as(why))
 
     def stop_frame(self, run: int, why: Exception) -> Frame:
-        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": str(why)}).encode())
+        return self._stop_frame(run, self._told_as(why))
+
+    def _told_as(self, why: Exception) -> str:
+        return f"process {next(iter(self.links.values())).me}: {why}" if self.links else str(why)
+
+    def _stop_frame(self, run: int, text: str) -> Frame:
+        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": text}).encode())
+
+    def _stop_all(self, run: int, why: Exception, text: str) -> None:
+        self._abandon(run, why)
+        with self._changed:
+            if run <= self._told:
+                return
+            self._told = run
+        for link in self.links.values():  # each process tells all that it knows: some have no link to the first one
+            link.send(self._stop_frame(run, text))
+
+    def _abandon(self, run: int, why: Exception) -> None:
+        """Stop the actors of this process; what comes from the others in these runs is not waited for any more."""
+        with self._changed:
+            self._stopped.setdefault(run, why)
+            known = *self._values.items(), *self._awaited.items()
+            waiting = [v for at, v in known if run in (at[0], ALL_RUNS)]  # those of earlier runs are still on their way
+        for value in waiting:
+            value.fail(why)
+        stop_all(self._mailboxes.values(), run, why)
 
     # -- values besides the network
 
@@ -245,13 +300,20 @@ class SpreadNetwork:
             found = self._awaited.get((run, number))
             return found if found is not None else self._values.setdefault((run, number), Expected())
 
-    def expect(self, run: int, number: int) -> Expected:
-        """The value `number` of a run, which another process sends. It is kept only as long as the caller keeps it."""
+    def expect(self, run: int, number: int, peer: int | None = None) -> Expected:
+        """The value `number` of a run, which another process sends. It is kept only as long as the caller keeps it.
+
+        Args:
+          peer: the process that sends it. If it is not known, the value counts as lost when any process leaves.
+        """
         with self._changed:
-            found = self._values.pop((run, number), None) or Expected()
+            found = self._values.pop((run, number), None) or Expected(peer)
+            found.peer = peer
             self._awaited[run, number] = found
-            if self._lost is not None:
-                found.fail(self._lost)
+            left = self._left.values() if peer is None else [e for p, e in self._left.items() if p == peer]
+            error = self._stopped.get(run) or self._stopped.get(ALL_RUNS) or next(iter(left), None)
+        if error is not None:
+            found.fail(error)
         return found
 
     def forget(self, run: int) -> None:
@@ -259,6 +321,7 @@ class SpreadNetwork:
         with self._changed:
             self._values = {at: v for at, v in self._values.items() if at[0] > run}
             self._credits = {at: counts for at, counts in self._credits.items() if at[0] > run}
+            self._stopped = {at: why for at, why in self._stopped.items() if at > run}
         for at in [at for at in list(self._parts) if at[0] <= run]:
             self._parts.pop(at, None)
 
@@ -291,7 +354,7 @@ class _FarPort:
                 about, buffers = net.codec.pack(channel, peer, value)
             except Exception as error:  # noqa: BLE001 - of the computation that makes the value
                 net.fail(run, error)
-                return net.stop_frame(run, error)
+                return net.stop_frame(run, error)  # the others know already; the link wants a frame
             return Frame(FrameKind.MESSAGE, net.number, run, channel, key, about, buffers)
 
         for link in self._links:
@@ -307,5 +370,15 @@ class _FarPort:
             link.send(Frame(FrameKind.CREDIT, self._network.number, run, channel))
 
     def stop(self, run: int, why: Exception) -> None:
-        for link in self._links:
-            link.send(self._network.stop_frame(run, why))
+        self._network.stop(run, why)
+
+
+def _check_overlaps(net: Network, places: Sequence[Sequence[int]]) -> None:
+    wrong = [
+        f'channel "{c.name}" goes from actor {c.source} in {list(places[c.source])} to actor {c.target} in '
+        f"{list(places[c.target])}."
+        for c in net.channels
+        if set(places[c.source]) & set(places[c.target]) and set(places[c.source]) != set(places[c.target])
+    ]
+    if wrong:
+        raise PipelineError(all_offenders("Two actors of a channel share all of their processes or none:", wrong))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,12 +26,15 @@ Event: TypeAlias = Mapping[str, Any]
 
 BEAT: Final = 1.0
 """Seconds between two signs of life."""
+_SOON: Final = 0.01
+"""Seconds after which a client tries again to send what the server has not taken."""
+_PATIENCE: Final = 5
+"""Seconds that the server waits for a client whose buffers are full, before it drops it."""
 
 
-def _write(sock: socket.socket, lock: threading.Lock, data: Mapping[str, Any]) -> None:
+def _packed(data: Mapping[str, Any]) -> bytes:
     text = json.dumps(data).encode()
-    with lock:
-        write_all(sock, memoryview(len(text).to_bytes(4) + text))
+    return len(text).to_bytes(4) + text
 
 
 def _read(sock: socket.socket) -> dict[str, Any]:
@@ -73,6 +77,7 @@ class StoreServer:
         return self._listener.address
 
     def _serve(self, sock: socket.socket, hello: Hello) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _PATIENCE, 0))
         client = _Client(int(hello["process"]), sock)
         with self._lock:
             self._clients[client.process] = client
@@ -86,6 +91,7 @@ class StoreServer:
                 ours = self._clients.get(client.process) is client
                 if ours:
                     del self._clients[client.process]
+                self._forget(client)
             with suppress(OSError):
                 sock.close()
         if ours and self._on_end is not None:
@@ -103,15 +109,30 @@ class StoreServer:
                         self._waits.setdefault(said["key"], []).append((client, said["number"]))
                         return
                 self._tell(client, {"number": said["number"], "text": text})
+            case "forget":
+                with self._lock:
+                    self._forget(client, said["number"])
             case "leave":
                 client.left = True
             case _:
                 client.status = said.get("status", client.status)
 
+    def _forget(self, client: _Client, number: int | None = None) -> None:
+        """Drop what a client waits for: one number, or all."""
+        for key, waits in list(self._waits.items()):
+            left = [(c, n) for c, n in waits if c is not client or number not in (None, n)]
+            if left:
+                self._waits[key] = left
+            else:
+                del self._waits[key]
+
     def _tell(self, client: _Client, data: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # its own thread sees the end of the connection
-            client.sock.settimeout(None)
-            _write(client.sock, client.lock, data)
+        try:
+            with client.lock:
+                write_all(client.sock, memoryview(_packed(data)))
+        except OSError:  # its buffers are full and it reads nothing, or its connection ended: its own thread sees it
+            with suppress(OSError):
+                client.sock.shutdown(socket.SHUT_RDWR)
 
     def set(self, key: str, text: str) -> None:
         """Set a text, and give it to all who wait for it."""
@@ -177,10 +198,16 @@ class Store:
         self._lock = threading.Lock()
         self._answers: dict[int, SimpleQueue[str | None]] = {}
         self._count = 0
+        self._unsent = bytearray()
+        self._gone = False
         self._ended = threading.Event()
         self._on_event = on_event
-        for body, name in ((self._read_all, "shardc store"), (self._beat, "shardc sign of life")):
-            threading.Thread(target=body, name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=body, name=name, daemon=True)
+            for body, name in ((self._read_all, "shardc store"), (self._beat, "shardc sign of life"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def set(self, key: str, text: str) -> None:
         self._say({"do": "set", "key": key, "text": text})
@@ -191,15 +218,21 @@ class Store:
         Raises:
           ClusterError: the server is gone.
         """
+        return self._ask({"do": "get", "key": key}, seconds)
+
+    def _ask(self, question: Mapping[str, Any], seconds: float) -> str | None:
         answer: SimpleQueue[str | None] = SimpleQueue()
         with self._lock:
+            if self._gone:
+                raise ClusterError(_GONE.format(self.address))
             self._count += 1
             number = self._count
             self._answers[number] = answer
-        self._say({"do": "get", "key": key, "number": number})
         try:
+            self._say({**question, "number": number})
             text = answer.get(timeout=seconds)
         except Empty:
+            self._say({"do": "forget", "number": number})
             return None
         finally:
             self._answers.pop(number, None)
@@ -216,12 +249,24 @@ class Store:
         self._ended.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._sock.close()
 
     def _say(self, data: Mapping[str, Any]) -> None:
         try:
-            _write(self._sock, self._lock, data)
+            with self._lock:
+                self._unsent += _packed(data)
+                self._flush()
         except OSError as error:
             raise ClusterError(_GONE.format(self.address)) from error
+
+    def _flush(self) -> None:
+        """Send what the server takes. The rest waits: a stopped server stops no client."""
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent, socket.MSG_DONTWAIT)]
 
     def _read_all(self) -> None:
         try:
@@ -232,7 +277,10 @@ class Store:
                 elif (answer := self._answers.get(said["number"])) is not None:
                     answer.put(said["text"])
         except (OSError, ValueError):
-            for answer in list(self._answers.values()):
+            with self._lock:
+                self._gone = True
+                waiting = list(self._answers.values())
+            for answer in waiting:
                 answer.put(None)
             if not self._ended.is_set():
                 self._on_event({"event": "gone"})
@@ -240,18 +288,20 @@ class Store:
             self._sock.close()
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
-            text = json.dumps({"do": "beat", "status": self.status()}).encode()
-            with self._lock:
-                try:
-                    sent = self._sock.send(len(text).to_bytes(4) + text, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    continue  # a stopped server does not stop us
-                except OSError:
-                    return
-                if sent < len(text) + 4:  # the rest must follow, or the stream has no frames any more
-                    with suppress(OSError):
-                        write_all(self._sock, memoryview(len(text).to_bytes(4) + text)[sent:])
+        last = monotonic()
+        while not self._ended.wait(_SOON if self._unsent else BEAT):
+            with self._lock, suppress(OSError):  # the reading thread sees the end of the connection
+                self._flush()
+            if not self._unsent and monotonic() - last >= BEAT / 2:
+                last = monotonic()
+                with suppress(ClusterError):
+                    self._say({"do": "beat", "status": self._status_text()})
+
+    def _status_text(self) -> str:
+        try:
+            return self.status()
+        except Exception as error:  # noqa: BLE001 - a process that cannot say its status is alive all the same
+            return f"{type(error).__name__}: {error}"
 
 
 _GONE: Final = "the store of this run, at {}, is gone: the launcher, or the process that held it, has ended."

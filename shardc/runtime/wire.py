@@ -4,8 +4,11 @@
        -- greeting, nonce A -------------------->
        <-- nonce B, HMAC(A, B, hello), hello ----     the listener knows the dialer
        -- HMAC(B, A) --------------------------->     the dialer knows the listener
+       <-- ready ---------------------------------    both hold the connection, or neither does
 
-The hello is JSON and says who dials and why. An address is text: `127.0.0.1:4711`, `[::1]:4711`, `unix:/tmp/x/0`.
+The hello is JSON and says who dials and why. Who does not hold the secret gets a refusal in place of the last HMAC: so
+a dialer can tell it from a listener that ended meanwhile, and tries again only then. An address is text:
+`127.0.0.1:4711`, `[::1]:4711`, `unix:/tmp/x/0`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ _NONCE: Final = 32
 _HELLO: Final = struct.Struct("!32s32sI")
 _LONGEST_HELLO: Final = 1 << 16
 _HANDSHAKE_SECONDS: Final = 10.0
+"""Longest handshake, for the listener; a dialer begins again after half of it."""
+_REFUSED: Final = bytes(32)
+_READY: Final = b"!"
 _BUFFER: Final = 4 << 20
 """Bytes of a socket's buffers: with the default of Linux a message of 64 MB takes four times as long."""
 
@@ -50,7 +56,7 @@ def _place(address: str) -> Any:
     if is_unix(address):
         return address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ClusterError(f'"{address}" is no address; write host:port, [host]:port or unix:/path.')
     return host.strip("[]"), int(port)
 
@@ -67,20 +73,39 @@ def listen(address: str) -> socket.socket:
     Raises:
       ClusterError: the address is in use, or not one of this machine.
     """
+    place = _place(address)
+    if is_unix(address):
+        _remove_if_dead(address)
     listener = _socket(address)
     try:
         if not is_unix(address):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(_place(address))
+        listener.bind(place)
         listener.listen(128)
     except OSError as error:
         listener.close()
         taken = error.errno == errno.EADDRINUSE
+        other = "another path" if is_unix(address) else "another port, or 0 for a free one"
         raise ClusterError(
             f"cannot listen at {address}: "
-            + ("the address is in use; choose another port, or 0 for a free one." if taken else f"{error.strerror}.")
+            + (f"the address is in use; choose {other}." if taken else f"{error.strerror or error}.")
         ) from error
     return listener
+
+
+def _remove_if_dead(address: str) -> None:
+    """Remove the file of a UNIX socket whose process was killed: else the one started in its place could not listen."""
+    path = Path(_place(address))
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # somebody listens, or it is not ours: `bind` says so
 
 
 def address_of(listener: socket.socket) -> str:
@@ -102,22 +127,17 @@ def close_listener(listener: socket.socket) -> None:
         Path(_place(address)).unlink(missing_ok=True)
 
 
-def read_into(sock: socket.socket, buffer: memoryview) -> None:
-    """Fill a buffer of bytes.
-
-    Raises:
-      OSError: the connection ended, or nothing came for the socket's timeout.
-    """
-    while buffer:
-        got = sock.recv_into(buffer)
+def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
+    """So many bytes. With `until`, a time of `monotonic`, they must have come by then."""
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        if until is not None:
+            sock.settimeout(max(0.001, until - monotonic()))
+        got = sock.recv_into(view)
         if not got:
             raise ConnectionResetError("the connection was closed")
-        buffer = buffer[got:]
-
-
-def read(sock: socket.socket, count: int) -> bytes:
-    buffer = bytearray(count)
-    read_into(sock, memoryview(buffer))
+        view = view[got:]
     return bytes(buffer)
 
 
@@ -138,47 +158,52 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
 
 
-def dial(address: str, secret: bytes, hello: Hello, seconds: float) -> socket.socket:
+def dial(
+    address: str, secret: bytes, hello: Hello, seconds: float, check: Callable[[], None] | None = None
+) -> socket.socket:
     """A connection to a listener, which may come up during the wait.
+
+    Args:
+      check: called between two tries; it raises if there is no use in going on.
 
     Raises:
       ClusterError: nobody listened in time, or the other side does not hold the secret.
     """
-    until = monotonic() + seconds
+    place, until = _place(address), monotonic() + seconds
     while True:
         sock = _socket(address)
         try:
             _tune(sock)
-            sock.settimeout(max(0.1, until - monotonic()))
-            sock.connect(_place(address))
-            return _introduce(sock, secret, hello)
+            now = min(max(until, monotonic() + 0.1), monotonic() + _HANDSHAKE_SECONDS / 2)
+            sock.settimeout(now - monotonic())
+            sock.connect(place)
+            return _introduce(sock, secret, hello, now)
         except OSError as error:
             sock.close()
             if monotonic() >= until:
                 raise ClusterError(f"no answer at {address} for {seconds:g} s: {error}.") from error
+            if check is not None:
+                check()
             sleep(0.02)
         except BaseException:
             sock.close()
             raise
 
 
-def _introduce(sock: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
+def _introduce(sock: socket.socket, secret: bytes, hello: Hello, until: float) -> socket.socket:
     """The dialer's side of the handshake."""
-    greeting = read(sock, len(_GREETING) + _NONCE)
+    greeting = read(sock, len(_GREETING) + _NONCE, until)
     if not greeting.startswith(_GREETING):
         raise ClusterError(f"what answers at {sock.getpeername()} is no process of shardc, or of another version.")
     theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
     said = json.dumps(hello).encode()
     write_all(sock, memoryview(_HELLO.pack(mine, _mac(secret, b"dial", theirs, mine, said), len(said)) + said))
-    try:
-        proof = read(sock, 32)
-    except ConnectionResetError:
-        proof = b""
-    if not hmac.compare_digest(proof, _mac(secret, b"listen", mine, theirs)):
+    if not hmac.compare_digest(read(sock, 32, until), _mac(secret, b"listen", mine, theirs)):
         raise ClusterError(
             f"the process at {sock.getpeername()} belongs to another run: it does not hold this run's secret. Start "
             "all processes of a run with the same secret."
         )
+    write_all(sock, memoryview(_READY))
     sock.settimeout(None)
     return sock
 
@@ -195,6 +220,9 @@ class Listener:
     def __init__(self, listener: socket.socket, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
         self.address = address_of(listener)
         self._listener, self._secret, self._welcome = listener, secret, welcome
+        self._lock = threading.Lock()
+        self._meeting: set[socket.socket] = set()
+        self._closed = False
         self._thread = threading.Thread(target=self._accept, name="shardc listener", daemon=True)
         self._thread.start()
 
@@ -202,38 +230,64 @@ class Listener:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed:
+                    return
+                _log.warning("%s: cannot accept a connection: %s", self.address, error)  # too many files are open
+                sleep(0.1)
+                continue
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                self._meeting.add(sock)
             threading.Thread(target=self._meet, args=(sock,), name="shardc handshake", daemon=True).start()
 
     def _meet(self, sock: socket.socket) -> None:
+        who = "a socket of this machine"
         try:
+            if sock.family != socket.AF_UNIX:
+                who = str(sock.getpeername())
             _tune(sock)
-            sock.settimeout(_HANDSHAKE_SECONDS)
-            hello = self._examine(sock)
-        except (OSError, ValueError, struct.error) as error:
-            who = sock.getpeername() if sock.family != socket.AF_UNIX else "a socket of this machine"
-            _log.warning("%s: dropped a connection of %s: %s", self.address, who, error)
-            sock.close()
-            return
-        sock.settimeout(None)
+            hello = self._examine(sock, monotonic() + _HANDSHAKE_SECONDS)
+            sock.settimeout(None)
+        except (OSError, ValueError) as error:
+            if not self._closed:
+                _log.warning("%s: dropped a connection of %s: %s", self.address, who, error)
+            hello = None
+        with self._lock:
+            self._meeting.discard(sock)
+            if hello is None or self._closed:
+                sock.close()
+                return
         self._welcome(sock, hello)
 
-    def _examine(self, sock: socket.socket) -> Hello:
+    def _examine(self, sock: socket.socket, until: float) -> Hello:
         """The listener's side of the handshake."""
         mine = secrets.token_bytes(_NONCE)
+        sock.settimeout(_HANDSHAKE_SECONDS)
         write_all(sock, memoryview(_GREETING + mine))
-        theirs, proof, count = _HELLO.unpack(read(sock, _HELLO.size))
+        theirs, proof, count = _HELLO.unpack(read(sock, _HELLO.size, until))
         if count > _LONGEST_HELLO:
             raise ValueError("it does not speak this protocol")
-        said = read(sock, count)
+        said = read(sock, count, until)
         if not hmac.compare_digest(proof, _mac(self._secret, b"dial", mine, theirs, said)):
+            write_all(sock, memoryview(_REFUSED))
             raise ValueError("it does not hold this run's secret")
         write_all(sock, memoryview(_mac(self._secret, b"listen", theirs, mine)))
+        if read(sock, len(_READY), until) != _READY:
+            raise ValueError("it does not speak this protocol")
         return json.loads(said)
 
     def close(self) -> None:
-        """Close the listening socket and end the thread. Connections stay."""
+        """Close the listening socket, end the thread and drop who is not yet welcome. Other connections stay."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sock in self._meeting:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
         close_listener(self._listener)
         self._thread.join()
 

@@ -206,16 +206,32 @@ class Worker:
         full = [p for p in states if p.actor.ready()]
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
+        elif (gone := self._gone(states)) is not None and self.mailbox.empty:  # in this order: the end comes last
+            stop_all(self._ports.values(), ALL_RUNS, gone)
         else:
             self.idle = True
             self.mailbox.feed(run, self)
             self.idle = False
 
+    def _gone(self, states: Sequence[_ActorState]) -> Exception | None:
+        """The end of an actor elsewhere that one of these, which are all stuck, waits for."""
+        if not self.mailbox.gone:
+            return None
+        channels = self._net.channels
+        for state in states:
+            messages, full = state.actor.missing()
+            awaited = [channels[c].source for c, _ in messages] + [channels[c].target for c in full]
+            for actor in awaited:
+                if actor in self.mailbox.gone:
+                    return self.mailbox.gone[actor]
+        return None
+
     def _wait_text(self, state: _ActorState) -> str:
         """What an actor waits for: `rank 0 at 3B2 for message 2 of "gradient 1->0"`."""
         step = state.actor.step
-        assert step is not None
         channels, (messages, full) = self._net.channels, state.actor.missing()
+        if step is None:  # the thread has gone on while another one looks at it
+            return f"rank {state.number} at its end"
         parts = [f'message {key} of "{channels[c].name}"' for c, key in messages]
         parts += [f'a free register of "{channels[c].name}"' for c in full]
         return f"rank {state.number} at {step.label}" + (f" for {' and '.join(parts)}" if parts else "")

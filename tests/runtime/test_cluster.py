@@ -1,0 +1,490 @@
+"""Processes of a run: links, agreements, losses, and the next epoch. Several clusters in one process, and real ones."""
+
+import json
+import logging
+import signal
+import threading
+import time
+
+import pytest
+
+from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.runtime import cluster as cluster_module
+from shardc.runtime import wire
+from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.link import Frame, FrameKind
+from shardc.runtime.store import StoreServer
+from tests.runtime.codec import allocate
+from tests.runtime.peers import together, until
+from tests.runtime.processes import children
+from tests.runtime.watchdog import within
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+SECRET = wire.new_secret()
+
+
+class Run:
+    """A launcher without processes: a store, and clusters of this process."""
+
+    def __init__(self, folder, transport, processes):
+        self.folder, self.transport, self.processes = folder, transport, processes
+        self.server = StoreServer(f"unix:{folder / 'store'}" if transport == "unix" else "127.0.0.1:0", SECRET)
+        self.clusters = {}
+
+    def seat(self, me, **options):
+        links = f"unix:{self.folder / str(me)}" if self.transport == "unix" else "127.0.0.1:0"
+        known = {"islands": self.processes, "silence": 10.0, "deadline": 10.0}
+        return Seat(
+            me=me,
+            processes=self.processes,
+            store=self.server.address,
+            secret=SECRET,
+            links=links,
+            **{**known, **options},
+        )
+
+    def join(self, me, **options):
+        self.clusters[me] = Cluster(self.seat(me, **options), allocate)
+        self.clusters[me].on_orphaned = lambda: None
+        return self.clusters[me]
+
+    def all(self, **options):
+        return [self.join(p, **options) for p in range(self.processes)]
+
+    def lose(self, process, why="it was killed by signal 9"):
+        self.server.tell_all({"event": "lost", "process": process, "why": why})
+
+    def close(self):
+        together(*(c.close for c in self.clusters.values()))
+        self.server.close()
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    runs = []
+
+    def start(processes=2, transport="unix"):
+        runs.append(Run(tmp_path, transport, processes))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_islands_of_a_seat():
+    seat = Seat(3, 6, 3, "", b"", "")
+    assert seat.per_island == 2 and [list(seat.island(p)) for p in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_links_between_all(a_run, transport):
+    clusters = a_run(3, transport).all()
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
+    for c in clusters:
+        for p in c.others():
+            assert c.link(p) is c.link(p) and (c.link(p).me, c.link(p).peer) == (c.me, p)
+            c.link(p).post("hello", (str(c.me).encode(), ()))
+    for c in clusters:
+        for p in c.others():
+            assert c.link(p).collect("hello", 5.0)[0] == str(p).encode()
+
+
+def test_many_threads_open_one_link(a_run):
+    """There is one connection, and all get it: the last caller too."""
+    a, b = a_run().all()
+    found = []
+    together(*(lambda c=c: found.append(c.link(1 - c.me)) for c in [a, b] * 8))
+    assert len(found) == 16 and len(set(found)) == 2
+    a.link(1).post("x")
+    b.link(0).collect("x", 5.0)
+
+
+def test_who_comes_first_waits(a_run):
+    run = a_run()
+    first = run.join(1)
+    found = []
+    dialing = threading.Thread(target=lambda: found.append(first.link(0)))
+    dialing.start()
+    time.sleep(0.3)
+    second = run.join(0)
+    together(lambda: second.link(1))
+    dialing.join(5)
+    found[0].post("x")
+    second.link(1).collect("x", 5.0)
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_process_that_never_comes(a_run, me):
+    cluster = a_run().join(me, deadline=0.4)
+    text = (
+        rf"^process {me} waited 0\.4 s for process {1 - me} to .*\. Each process has to make the same calls in the same"
+    )
+    with pytest.raises(ClusterError, match=text):
+        within(5, cluster.link, 1 - me)
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_process_that_dies_before_it_opens_its_link(a_run, me):
+    run = a_run()
+    cluster = run.join(me, deadline=60.0)
+    threading.Timer(0.2, run.lose, [1 - me]).start()
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"process {1 - me} is lost: it was killed by signal 9") as error:
+        within(5, cluster.link, 1 - me)
+    assert time.monotonic() - begin < 1.2 and error.value.process == 1 - me
+
+
+def test_a_process_that_dies_after_it_told_its_address(a_run, tmp_path):
+    run = a_run()
+    run.server.set("0/address/0", f"unix:{tmp_path / 'nobody'}")
+    cluster = run.join(1, deadline=60.0)
+    threading.Timer(0.3, run.lose, [0]).start()
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match="process 0 is lost"):
+        within(5, cluster.link, 0)
+    assert time.monotonic() - begin < 1.3
+
+
+def test_a_stranger_gets_no_link(a_run, log_lines):
+    cluster = a_run().join(0)
+    with pytest.raises(ClusterError, match="does not hold this run's secret"):
+        within(5, wire.dial, cluster._listener.address, wire.new_secret(), {"process": 1, "epoch": 0}, 5.0)
+    until(log_lines)
+    assert len(log_lines()) == 1 and not cluster._links
+
+
+def test_a_second_link_of_the_same_process_is_dropped(a_run, log_lines):
+    a, b = a_run().all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    sock = wire.dial(a._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
+    assert sock.recv(1) == b""
+    sock.close()
+    assert log_lines() == ["process 0: dropped a link of process 1, of epoch 0"]
+    a.link(1).post("x")
+    b.link(0).collect("x", 5.0)
+
+
+def test_a_link_of_an_earlier_epoch_is_dropped(a_run, log_lines):
+    cluster = a_run().join(0, epoch=2)
+    sock = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 1}, 5.0)
+    assert sock.recv(1) == b""
+    sock.close()
+    assert log_lines() == ["process 0: dropped a link of process 1, of epoch 1"]
+
+
+def test_an_address_in_use(a_run):
+    run = a_run()
+    listener = wire.listen("127.0.0.1:0")
+    with pytest.raises(ClusterError, match="the address is in use"):
+        Cluster(Seat(0, 2, 2, run.server.address, SECRET, wire.address_of(listener)), allocate)
+    listener.close()
+
+
+# ---- agreements
+
+
+def test_gather(a_run):
+    clusters = a_run(3).all()
+    found = {}
+
+    def go(c):
+        for i in range(3):
+            found[c.me, i] = c.gather("names", f"{c.me}.{i}")
+            found[c.me, -i - 1] = c.gather("other", str(i))
+
+    together(*(lambda c=c: go(c) for c in clusters))
+    assert found == {(p, i): [f"{q}.{i}" for q in range(3)] for p in range(3) for i in range(3)} | {
+        (p, -i - 1): [str(i)] * 3 for p in range(3) for i in range(3)
+    }
+
+
+def test_agreeing(a_run):
+    clusters = a_run(3).all()
+    together(*(lambda c=c: c.agree("step", {"plan": "1f", "jax": "0.12"}) for c in clusters))
+
+
+def test_all_that_differs_is_an_error_in_all(a_run):
+    clusters = a_run(3).all()
+    facts = [
+        {"plan": "1f", "jax": "0.12", "batch": "float32[8]"},
+        {"plan": "1f", "jax": "0.11", "batch": "float32[8]", "x64": "on"},
+        {"plan": "2e", "jax": "0.12", "batch": "float32[8]"},
+    ]
+    errors = {}
+
+    def go(c):
+        with pytest.raises(DisagreementError) as error:
+            c.agree("train_step", facts[c.me])
+        errors[c.me] = str(error.value)
+
+    together(*(lambda c=c: go(c) for c in clusters))
+    assert set(errors.values()) == {
+        "train_step: the processes of this run differ in\n"
+        "  plan: processes 0, 1: 1f; process 2: 2e\n"
+        "  jax: processes 0, 2: 0.12; process 1: 0.11\n"
+        "  x64: processes 0, 2: nothing; process 1: on"
+    }
+    assert len(errors) == 3
+
+
+def test_one_that_does_not_agree(a_run):
+    clusters = a_run(3).all(deadline=0.5)
+    errors = []
+
+    def go(c):
+        with pytest.raises(ClusterError) as error:
+            c.agree("train_step", {})
+        errors.append(str(error.value).partition(".  ")[0][:55])
+
+    together(*(lambda c=c: go(c) for c in clusters[:2]))
+    assert sorted(errors) == [f"process {p} waited 0.5 s for process 2 at train_step. Each"[:55] for p in (0, 1)]
+
+
+def test_one_that_dies_before_it_agrees(a_run):
+    run = a_run(3)
+    clusters = run.all(deadline=60.0)
+    threading.Timer(0.2, run.lose, [2]).start()
+    begin = time.monotonic()
+    raised = []
+
+    def go(c):
+        with pytest.raises(PeerLostError) as error:
+            c.agree("step", {})
+        raised.append(error.value.process)
+
+    together(*(lambda c=c: go(c) for c in clusters[:2]))
+    assert raised == [2, 2] and time.monotonic() - begin < 1.2
+    with pytest.raises(PeerLostError, match="process 2 is lost"):
+        clusters[0].check()
+
+
+# ---- losses, and the next epoch
+
+
+def test_a_run_that_ends(a_run):
+    run = a_run()
+    cluster = run.join(0, deadline=60.0)
+    run.server.tell_all({"event": "over", "why": "process 1 failed"})
+    with pytest.raises(ClusterError, match="the run ends: process 1 failed"):
+        within(5, cluster.gather, "x", "")
+
+
+def test_the_end_of_the_launcher(a_run):
+    run = a_run()
+    cluster, orphaned = run.join(0), threading.Event()
+    cluster.on_orphaned = orphaned.set
+    run.server.close()
+    assert orphaned.wait(5)
+    with pytest.raises(ClusterError, match="the launcher has ended"):
+        cluster.check()
+
+
+def test_rejoining(a_run):
+    """One of three is replaced: links of the next epoch work, and what was sent on those of the last one is gone."""
+    run = a_run(3)
+    clusters = run.all()
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
+    old = {(c.me, p): c.link(p) for c in clusters for p in c.others()}
+    together(*(lambda c=c: c.gather("steps", "old") for c in clusters))
+    clusters[0].link(1).post("state", (b"old", ()))
+    clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
+    until(lambda: clusters[1].link(0)._early)
+    clusters[2].close()
+    run.lose(2)
+    for c in clusters[:2]:
+        with pytest.raises(PeerLostError, match="process 2 is lost"):
+            for _ in range(500):
+                c.check()
+                time.sleep(0.01)
+    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    together(clusters[0].rejoin, clusters[1].rejoin)
+    new = run.join(2, epoch=1)
+    clusters = [*clusters[:2], new]
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
+    assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].seat.restarts == 0
+    assert all(link._sock.fileno() == -1 for (me, _), link in old.items() if me < 2)
+    found = {}
+    together(*(lambda c=c: found.update({c.me: c.gather("steps", f"new {c.me}")}) for c in clusters))
+    assert found == {p: ["new 0", "new 1", "new 2"] for p in range(3)}
+    clusters[0].link(1).post("state", (b"new", ()))
+    assert clusters[1].link(0).collect("state", 5.0)[0] == b"new" and not clusters[1].link(0)._early
+    clusters[2].link(0).post("x")
+    clusters[0].link(2).collect("x", 5.0)
+    for c in clusters:
+        c.check()
+
+
+def test_nobody_starts_it_again(a_run):
+    run = a_run()
+    cluster = run.join(0, deadline=0.4)
+    run.lose(1)
+    until(lambda: cluster._lost)
+    with pytest.raises(
+        PeerLostError, match=r"process 1 is lost: .* It stays lost: nobody started it again within 0\.4 s"
+    ):
+        within(5, cluster.rejoin)
+
+
+def test_a_run_that_ends_while_it_is_rejoined(a_run):
+    run = a_run()
+    cluster = run.join(0, deadline=60.0)
+    run.lose(1)
+    threading.Timer(0.2, run.server.tell_all, [{"event": "over", "why": "no restarts are left"}]).start()
+    with pytest.raises(PeerLostError, match="It stays lost: no restarts are left"):
+        within(5, cluster.rejoin)
+
+
+def test_a_new_start_that_this_process_has_not_noticed(a_run):
+    run = a_run()
+    cluster = run.join(0, deadline=60.0)
+    threading.Timer(0.1, run.server.tell_all, [{"event": "epoch", "epoch": 1, "restarts": 2}]).start()
+    with pytest.raises(PeerLostError, match="other processes of this run were started again"):
+        within(5, cluster.link, 1)
+
+
+def test_closing_leaves_nothing(a_run, tmp_path):
+    run = a_run()
+    clusters = run.all()
+    together(*(lambda c=c: c.link(1 - c.me) for c in clusters))
+    begin = time.monotonic()
+    together(*(c.close for c in clusters))
+    assert time.monotonic() - begin < 2
+    assert not [f.name for f in tmp_path.iterdir() if f.name != "store"]
+    until(lambda: not run.server.statuses())
+
+
+def test_joining_and_leaving(a_run, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_current", [])
+    run = a_run()
+    assert cluster_module.current() is None
+    joined = cluster_module.join(run.seat(0), allocate)
+    joined.on_orphaned = lambda: None
+    assert cluster_module.current() is joined
+    with pytest.raises(ClusterError, match="this process is process 0 of a run already"):
+        cluster_module.join(run.seat(1), allocate)
+    within(5, cluster_module.leave)
+    assert cluster_module.current() is None
+
+
+# ---- real processes
+
+
+def member(start, run, me, seed=0, **options):
+    known = {"seed": seed, "microbatches": 4, "runs": 10_000}
+    seat = {"silence": 2.0, "deadline": 20.0, **options.pop("seat", {})}
+    told = run.seat(me, **seat)
+    said = {**{f: getattr(told, f) for f in told.__dataclass_fields__}, "secret": SECRET.hex()}
+    return start("member", said, {**known, **options})
+
+
+def hear_until(child, key, seconds=20.0):
+    end = time.monotonic() + seconds
+    while key not in (said := child.hear(max(0.1, end - time.monotonic()))):
+        assert "error" not in said or "failed" in said, said
+    return said
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_processes_run_a_network_and_end(a_run, transport):
+    run = a_run(3, transport)
+    with children() as start:
+        members = [member(start, run, p, runs=30, meet=True) for p in range(3)]
+        for m in members:
+            assert hear_until(m, "done")["done"] == 30
+            assert hear_until(m, "closed")["threads"] == []
+            assert m.end() == 0
+
+
+def test_processes_that_end_one_after_the_other(a_run):
+    """Who has made all its steps leaves; the others still make theirs."""
+    run = a_run(3)
+    with children() as start:
+        for m in [member(start, run, p, runs=5) for p in range(3)]:
+            assert hear_until(m, "done")["done"] == 5
+            assert m.end() == 0
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_killed_process_is_an_error_in_all_within_a_second(a_run, killed):
+    """In its neighbours, by their links; in a process without a link to it, by a neighbour."""
+    run = a_run(3)
+    with children() as start:
+        members = [member(start, run, p, seed=killed, neighbours=True) for p in range(3)]
+        for m in members:
+            hear_until(m, "run")
+        time.sleep(0.2)
+        at = members[killed].signal(signal.SIGKILL)
+        for p in {0, 1, 2} - {killed}:
+            said = hear_until(members[p], "error")
+            assert said["error"] == "PeerLostError" and said["lost"] == killed, said
+            assert said["at"] - at < 1 and f"waited: rank {p} at {p}" in said["text"], said
+            assert members[p].end() == 0
+
+
+def test_a_killed_process_is_replaced(a_run):
+    run = a_run(3)
+    with children() as start:
+        members = [member(start, run, p, rejoin=True) for p in range(3)]
+        for m in members:
+            hear_until(m, "run")
+        members[1].signal(signal.SIGKILL)
+        for p in (0, 2):
+            assert hear_until(members[p], "error")["lost"] == 1
+        run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+        members[1].end()
+        members[1] = member(start, run, 1, seat={"epoch": 1})  # at the address of the killed one
+        for m in members:
+            hear_until(m, "run")
+        members[0].signal(signal.SIGKILL)
+        for p in (1, 2):
+            assert json.dumps(hear_until(members[p], "error")["lost"]) == "0"
+
+
+def test_a_task_that_fails_in_one_process(a_run):
+    run = a_run(3)
+    with children() as start:
+        members = [member(start, run, p, runs=6, fails=["1F2", 3], meet=True) for p in range(3)]
+        for p, m in enumerate(members):
+            said = hear_until(m, "failed")
+            assert said["failed"] in ((3,) if p == 1 else (3, 4)) and "actor 1 failed in 1F2" in said["text"], said
+            assert hear_until(m, "done")["done"] == 6
+            assert m.end() == 0
+
+
+def test_the_launcher_is_stopped_and_a_running_network_goes_on(tmp_path):
+    """Nothing central is on the way of the data."""
+    with children() as start:
+        launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
+        address = launcher.hear()["address"]
+        run = Run.__new__(Run)
+        run.folder, run.transport, run.processes = tmp_path, "unix", 2
+        run.server = type("Far", (), {"address": address})
+        members = [member(start, run, p, speak=True, seat={"silence": 1.0}) for p in range(2)]
+        for m in members:
+            hear_until(m, "run")
+        launcher.stop()
+        time.sleep(2.5)
+        for m in members:
+            last = [0]
+            while not m._lines.empty():
+                last.append(m.hear().get("run", 0))
+            assert last[-1] > 20 and hear_until(m, "run")["run"] > last[-1]
+
+
+def test_orphans_end(tmp_path):
+    logging.getLogger("shardc").debug("processes of a run that nobody watches end too")
+    with children() as start:
+        launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
+        address = launcher.hear()["address"]
+        run = Run.__new__(Run)
+        run.folder, run.transport, run.processes = tmp_path, "unix", 2
+        run.server = type("Far", (), {"address": address})
+        members = [member(start, run, p) for p in range(2)]
+        for m in members:
+            hear_until(m, "run")
+        launcher.signal(signal.SIGKILL)
+        assert [m.end(5) for m in members] == [3, 3]

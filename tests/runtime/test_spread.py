@@ -1,0 +1,562 @@
+"""Networks over several processes, here threads with real sockets: messages, credits, values, stops and losses."""
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError
+from shardc.runtime.actor import Channel, Network, Step
+from shardc.runtime.executor import Task
+from shardc.runtime.link import Frame, FrameKind
+from tests.runtime.codec import Codec
+from tests.runtime.peers import Side, link_pair, links_of, sides_of, together, until
+from tests.runtime.roles import chain
+from tests.runtime.watchdog import within
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+def packed(text):
+    return text.encode(), ()
+
+
+def one_way(count, registers=1):
+    give = tuple(Step(f"give{j}", (), ((0, j),)) for j in range(count))
+    take = tuple(Step(f"take{j}", ((0, j),)) for j in range(count))
+    return Network((give, take), (Channel("c", 0, 1, registers),))
+
+
+def tasks_of(net, run):
+    """Tasks that call `run(label, values)`; what it returns is given in each message, None: the sum plus 1."""
+    counts = {s.label: len(s.gives) for steps in net.actors for s in steps}
+
+    def task(label):
+        def go(values):
+            found = run(label, values)
+            return [sum(values, np.ones(3)) if found is None else found] * counts[label]
+
+        return Task(go, source="model.py:1")
+
+    return lambda process: task
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_values_arrive(ready):
+    net, seen = one_way(5), []
+
+    def run(label, values):
+        if label.startswith("take"):
+            seen.append((label, values[0].tolist()))
+        return np.arange(3) * int(label[-1])
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run), codec=Codec(ready)) as sides:
+        together(*(lambda s=s: s.run(10) for s in sides))
+        assert [s.error for s in sides] == [None, None]
+    assert seen == [(f"take{j}", [0, j, 2 * j]) for j in range(5)] * 10
+    assert sides[0].spread.mine == [0] and list(sides[0].spread.ports) == [1]
+
+
+def test_registers_bound_what_is_under_way():
+    net, given, taken, most = one_way(30, registers=2), [], [], []
+
+    def run(label, values):
+        if label.startswith("take"):
+            most.append(len(given) - len(taken))
+            time.sleep(0.002)
+            taken.append(label)
+        else:
+            given.append(label)
+        return np.ones(1)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run)) as sides:
+        together(*(s.run for s in sides))
+    assert max(most) == 2
+
+
+def test_tokens_carry_no_value():
+    net, seen = one_way(3), []
+    tasks = lambda process: lambda label: Task(lambda values: seen.append(values) or [None])  # noqa: E731
+    with sides_of(net, [[0], [1]], tasks) as sides:
+        together(*(s.run for s in sides))
+    assert sorted(seen) == [[]] * 3 + [[None]] * 3
+
+
+def test_values_are_let_go():
+    net, refs = one_way(4), []
+
+    class Weak(np.ndarray):
+        pass
+
+    def run(label, values):
+        if label.startswith("give"):
+            x = np.ones(1000).view(Weak)
+            refs.append(weakref.ref(x))
+            return x
+        refs.append(weakref.ref(values[0].base))
+        return np.ones(1)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run), codec=Codec(ready=False)) as sides:
+        together(*(s.run for s in sides))
+        gc.collect()
+        assert [s.error for s in sides] == [None, None]
+        until(lambda: [r() for r in refs] == [None] * 8)
+
+
+# ---- actors of several processes
+
+
+def rows_of(part):
+    return np.full((2, 3), float(part))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [3, 4]]],
+    ids=["two give", "two take", "two to two", "three to two"],
+)
+def test_an_island_gives_and_takes_together(places):
+    """Each giver sends its part; each taker gets all, in the order of processes; a register waits for all takers."""
+    net, seen, running = one_way(12, registers=1), {}, {}
+    lock = threading.Lock()
+
+    def tasks(process):
+        def task(label):
+            j = int(label[4:])
+
+            def go(values):
+                if label.startswith("give"):
+                    with lock:  # a register is free only when all have taken what was in it
+                        assert j == 0 or all(running.get((p, j - 1)) for p in places[1])
+                    time.sleep(0.001 * (process % 2))
+                    return [rows_of(10 * j + process)]
+                with lock:
+                    running[process, j] = True
+                    seen[process, j] = values[0]
+                return []
+
+            return Task(go)
+
+        return task
+
+    with sides_of(net, places, tasks) as sides:
+        for _ in range(3):
+            running.clear()
+            together(*(s.run for s in sides))
+            assert [s.error for s in sides] == [None] * len(sides)
+            assert not any(s.spread._parts for s in sides)
+            for side in sides:
+                side.spread.forget(side.executor.runs)
+                assert not side.spread._credits
+    assert seen.keys() == {(p, j) for p in places[1] for j in range(12)}
+    for (_, j), value in seen.items():
+        np.testing.assert_array_equal(value, np.concatenate([rows_of(10 * j + p) for p in places[0]]))
+
+
+def test_a_failure_in_an_island_reaches_the_processes_of_the_same_actor():
+    net = one_way(4)
+    failing = [True]
+
+    def tasks(process):
+        def task(label):
+            def go(values):
+                if failing[0] and process == 1 and label == "give2":
+                    raise ValueError("broken")
+                return [np.ones(2)] if label.startswith("give") else []
+
+            return Task(go)
+
+        return task
+
+    with sides_of(net, [[0, 1], [2]], tasks) as sides:
+        together(*(s.run for s in sides))
+        assert isinstance(sides[1].error, PipelineTaskError)
+        for p in (0, 2):
+            assert str(sides[p].error).startswith("process 1: actor 0 failed in give2: ValueError: broken")
+        failing[0] = False
+        together(*(lambda s=s: s.run(3) for s in sides))
+        assert [s.error for s in sides] == [None] * 3
+
+
+def test_actors_that_share_some_of_their_processes():
+    with links_of(3) as links, pytest.raises(PipelineError) as error:
+        Side(one_way(2), 1, [[0, 1], [1, 2]], links[1], tasks_of(one_way(2), lambda *_: None)(1))
+    assert str(error.value) == (
+        "Two actors of a channel share all of their processes or none:\n"
+        '  channel "c" goes from actor 0 in [0, 1] to actor 1 in [1, 2].'
+    )
+
+
+def test_one_process_alone():
+    net, seen = one_way(3), []
+    with sides_of(net, [[0], [0]], tasks_of(net, lambda label, values: seen.append(label))) as sides:
+        within(5, sides[0].run, 2)
+        assert sides[0].error is None and sides[0].spread.mine == [0, 1]
+    assert len(seen) == 12
+
+
+# ---- opening
+
+
+def test_who_opens_first_waits():
+    net = one_way(2)
+    with links_of(2) as links:
+        sides = [Side(net, 3, [[0], [1]], links[p], tasks_of(net, lambda *_: None)(p)) for p in (0, 1)]
+        first = threading.Thread(target=sides[0].open)
+        first.start()
+        time.sleep(0.2)
+        assert first.is_alive()
+        within(5, sides[1].open)
+        first.join(5)
+        assert not first.is_alive()
+        together(*(s.run for s in sides))
+        assert [s.error for s in sides] == [None, None]
+        for s in sides:
+            s.close()
+
+
+def test_one_that_does_not_open():
+    net = chain(3, 2)
+    with links_of(3) as links:
+        side = Side(net, 3, [[0], [1], [2]], links[0], tasks_of(net, lambda *_: None)(0))
+        with pytest.raises(
+            ClusterError, match=r"processes 1, 2 did not open the pipeline within 0\.2 s\. Each process"
+        ):
+            within(5, side.open, 0.2)
+        side.close()
+
+
+def test_one_that_is_lost_before_it_opens():
+    net = one_way(2)
+    with links_of(2) as links:
+        side = Side(net, 3, [[0], [1]], links[0], tasks_of(net, lambda *_: None)(0))
+        opening = threading.Timer(0.1, links[1][0].close)
+        opening.start()
+        with pytest.raises(PeerLostError, match="process 1 is lost: it has left the run"):
+            within(5, side.open, 60.0)
+        opening.join()
+        side.close()
+
+
+def test_frames_of_a_closed_network_do_not_reach_the_next():
+    net, seen = one_way(3), []
+    run = lambda label, values: seen.append((label, [v.tolist() for v in values]))  # noqa: E731
+    with links_of(2) as links:
+        for number in (1, 2, 3):
+            sides = [Side(net, number, [[0], [1]], links[p], tasks_of(net, run)(p)) for p in (0, 1)]
+            together(*(s.open for s in sides))
+            if number > 1:  # of a peer that is late
+                links[0][1].send(Frame(FrameKind.MESSAGE, number - 1, 1, 0, 0, *Codec().pack(0, 1, np.zeros(3))))
+                links[1][0].send(Frame(FrameKind.CREDIT, number - 1, 1, 0))
+            together(*(s.run for s in sides))
+            assert [s.error for s in sides] == [None, None]
+            for s in sides:
+                s.close()
+    assert [s for s in seen if s[0][:4] == "take"] == [(f"take{j}", [[1.0, 1.0, 1.0]]) for j in range(3)] * 3
+
+
+# ---- errors
+
+
+def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
+    net, failing = chain(3, 3), [True]
+
+    def run(label, values):
+        if failing[0] and label == "1F1":
+            raise ValueError("broken")
+
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run)) as sides:
+        for _ in range(3):
+            failing[0] = True
+            together(*(s.run for s in sides))
+            assert isinstance(sides[1].error, PipelineTaskError) and sides[1].error.label == "1F1"
+            for p in (0, 2):
+                assert type(sides[p].error) is PipelineError
+                head, *waits = str(sides[p].error).split("\n  waited: ")
+                assert head.startswith("process 1: actor 1 failed in 1F1 (model.py:1): ValueError: broken")
+                assert len(waits) == 1 and waits[0].startswith(f"rank {p} at {p}")
+            failing[0] = False
+            together(*(lambda s=s: s.run(2) for s in sides))
+            assert [s.error for s in sides] == [None] * 3
+
+
+def test_an_error_reaches_a_process_without_a_link():
+    net, failing = chain(4, 2), [True]
+
+    def run(label, values):
+        if failing[0] and label == "3F1":
+            raise ValueError("broken")
+
+    without = [(0, 2), (0, 3), (1, 3)]
+    with sides_of(net, [[p] for p in range(4)], tasks_of(net, run), without=without) as sides:
+        assert [sorted(s.spread.ports) for s in sides] == [[1], [0, 2], [1, 3], [2]]
+        together(*(s.run for s in sides))
+        assert all(str(s.error).startswith("process 3: actor 3 failed in 3F1") for s in sides[:3])
+        failing[0] = False
+        together(*(lambda s=s: s.run(2) for s in sides))
+        assert [s.error for s in sides] == [None] * 4
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("what", ["pack", "unpack"])
+def test_an_error_of_the_codec_is_one_of_the_run(what, ready):
+    net, failing = one_way(3), [True]
+
+    class Broken(Codec):
+        def pack(self, *args):
+            if failing[0] and what == "pack":
+                raise ValueError("of the device")
+            return super().pack(*args)
+
+        def unpack(self, *args):
+            if failing[0] and what == "unpack":
+                raise ValueError("of the device")
+            return super().unpack(*args)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), codec=Broken(ready)) as sides:
+        together(*(s.run for s in sides))
+        # process 0 may have launched its last step before: then it learns it in the next run, or never
+        assert "ValueError: of the device" in str(sides[1].error)
+        assert sides[0].error is None or "ValueError: of the device" in str(sides[0].error)
+        failing[0] = False
+        together(*(lambda s=s: s.run(2) for s in sides))
+        assert [s.error for s in sides] == [None, None]
+
+
+def test_closing_an_executor_stops_the_others():
+    net, begun = one_way(3), threading.Event()
+
+    def run(label, values):
+        if label == "give1":
+            begun.set()
+            time.sleep(0.3)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run)) as sides:
+
+        def close():
+            begun.wait(5)
+            sides[0].executor.close()
+
+        together(sides[0].run, sides[1].run, close)
+        assert "the executor was closed while it ran" in str(sides[0].error)
+        assert str(sides[1].error).startswith("process 0: Executor.run: the executor was closed while it ran.")
+
+
+def test_patience():
+    """A process that does not make the same call is an error in the others, and names who waits for what."""
+    net = one_way(3)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), patience=0.5) as sides:
+        begin = time.monotonic()
+        within(10, sides[1].run)
+        assert 0.5 <= time.monotonic() - begin < 3
+        assert str(sides[1].error) == (
+            "nothing came from the other processes for 0.5 s, though they are alive.\n"
+            '  waited: rank 1 at take0 for message 0 of "c"'
+        )
+        within(5, sides[0].run)  # its own run was stopped before it began
+        assert str(sides[0].error).startswith("process 1: nothing came from the other processes for 0.5 s")
+        together(*(s.run for s in sides))
+        assert [s.error for s in sides] == [None, None]
+
+
+# ---- losses
+
+
+def test_who_waited_for_what_is_in_the_error():
+    net = chain(3, 2)
+
+    def run(label, values):
+        if label == "2F0":
+            time.sleep(1.0)
+
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run)) as sides:
+
+        def lose():
+            time.sleep(0.3)
+            links, sides[2].spread.links = sides[2].spread.links, {}  # who is dead tells nobody
+            for link in links.values():
+                link._sock.shutdown(2)
+
+        begin = time.monotonic()
+        together(*(s.run for s in sides), lose)
+        for p in (0, 1):
+            error = sides[p].error
+            assert isinstance(error, PeerLostError) and error.process == 2
+            assert str(error).startswith("process 2 is lost: ")
+        assert str(sides[0].error).endswith('\n  waited: rank 0 at 0B0 for message 0 of "back 1->0"')
+        assert str(sides[1].error).endswith('\n  waited: rank 1 at 1B0 for message 0 of "back 2->1"')
+        assert time.monotonic() - begin < 3
+        within(5, sides[0].run)
+        assert isinstance(sides[0].error, PeerLostError)  # and so is every later run
+
+
+def test_a_loss_reaches_a_process_without_a_link():
+    net = chain(3, 2)
+
+    def run(label, values):
+        if label == "2F0":
+            time.sleep(0.6)
+
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run), without=[(0, 2)]) as sides:
+        threading.Timer(0.2, lambda: sides[2].spread.links[1]._sock.shutdown(2)).start()
+        together(*(s.run for s in sides))
+        assert [s.error.process for s in sides[:2]] == [2, 2]
+        assert "process 2 is lost" in str(sides[0].error)
+
+
+def test_one_that_leaves_after_its_part_is_no_loss_for_the_run():
+    """The first stage of a network that goes one way ends its program before the last one has taken what it sent."""
+    net, seen = one_way(20, registers=None), []
+
+    def run(label, values):
+        if label.startswith("take"):
+            time.sleep(0.005)
+            seen.append(label)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run)) as sides:
+        value, other = sides[1].spread.expect(1, 5, peer=0), sides[1].spread.expect(1, 6, peer=0)
+
+        def first():
+            sides[0].run()
+            sides[0].spread.send_value(*value_args(1, 5, 1, b"5"))
+            sides[0].close()
+            sides[0].spread.links[1].close()
+
+        together(first, sides[1].run)
+        assert sides[0].error is None and sides[1].error is None
+        assert seen == [f"take{j}" for j in range(20)]
+        assert value.get(5.0)[0] == b"5"
+        with pytest.raises(PeerLostError, match="process 0 is lost: it has left the run"):
+            within(5, other.get)
+        within(5, sides[1].run)  # it cannot come any more
+        assert isinstance(sides[1].error, PeerLostError) and sides[1].error.process == 0
+        assert str(sides[1].error).endswith('\n  waited: rank 1 at take0 for message 0 of "c"')
+
+
+def test_one_that_leaves_is_a_loss_for_who_waits_for_it_and_for_who_waits_for_that_one():
+    net = chain(3, 4)
+
+    def run(label, values):
+        if label == "1F2":
+            time.sleep(0.3)
+
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run)) as sides:
+
+        def leave():
+            time.sleep(0.1)
+            sides[2].executor.close()
+            for link in list(sides[2].spread.links.values()):
+                link.close()
+
+        together(sides[0].run, sides[1].run, leave)
+        assert [s.error.process for s in sides[:2]] == [2, 2]
+
+
+# ---- values besides the network
+
+
+def value_args(run, number, peer, about):
+    """The arguments of `send_value`."""
+    return run, number, peer, (about, ())
+
+
+@pytest.fixture
+def two():
+    net = one_way(1)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None)) as sides:
+        yield sides[0].spread, sides[1].spread
+
+
+def test_values_early_and_late(two):
+    a, b = two
+    a.send_value(*value_args(1, 0, 1, b"early"))
+    until(lambda: b._values)
+    early, late = b.expect(1, 0), b.expect(1, 1)
+    assert early.is_there and not late.is_there
+    a.send_value(*value_args(1, 1, 1, b"late"))
+    assert [v.get(5.0)[0] for v in (early, late)] == [b"early", b"late"]
+
+
+def test_values_that_nobody_wants_are_forgotten(two):
+    a, b = two
+    kept = b.expect(2, 0)
+    dropped = b.expect(1, 9)
+    del dropped
+    for run in (1, 2, 3):
+        a.send_value(*value_args(run, 0, 1, b"x"))
+    a.send_value(*value_args(1, 9, 1, b"x"))
+    until(lambda: len(b._values) == 3)
+    b.forget(2)
+    assert set(b._values) == {(3, 0)} and kept.get(5.0)[0] == b"x"
+    del kept
+    gc.collect()
+    assert not b._awaited
+
+
+def test_a_value_that_does_not_come(two):
+    _, b = two
+    with pytest.raises(ClusterError, match=r"a value of another process did not come for 0\.1 s"):
+        within(5, b.expect(1, 0).get, 0.1)
+
+
+def test_a_value_of_a_run_that_failed(two):
+    """It never comes; those of earlier runs do."""
+    a, b = two
+    before, value, next_run = (b.expect(run, 0) for run in (1, 2, 3))
+    a.fail(2, ValueError("broken"))
+    with pytest.raises(PipelineError, match="process 0: ValueError: broken"):
+        within(5, value.get, 60.0)
+    with pytest.raises(PipelineError, match="broken"):
+        within(5, b.expect(2, 1).get, 60.0)
+    for run in (1, 3):
+        a.send_value(*value_args(run, 0, 1, b"x"))
+    assert before.get(5.0)[0] == next_run.get(5.0)[0] == b"x"
+
+
+def test_values_of_a_lost_process(two):
+    a, b = two
+    there, value = b.expect(1, 0), b.expect(1, 1)
+    a.send_value(*value_args(1, 0, 1, b"x"))
+    there.get(5.0)
+    a.links[1]._sock.shutdown(2)
+    with pytest.raises(PeerLostError, match="process 0 is lost"):
+        within(5, value.get, 60.0)
+    with pytest.raises(PeerLostError):
+        within(5, b.expect(2, 0).get, 60.0)
+    assert there.get(5.0)[0] == b"x"
+
+
+def test_values_of_a_closed_network(two):
+    _, b = two
+    value = b.expect(1, 0)
+    b.close()
+    with pytest.raises(PipelineError, match="the pipeline was closed before"):
+        within(5, value.get, 60.0)
+
+
+def test_nothing_is_sent_twice_about_one_failure():
+    net = chain(3, 2)
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, lambda *_: None)) as sides:
+        before = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
+        for _ in range(5):
+            sides[0].spread.fail(1, ValueError("broken"))
+        until(lambda: all(s.spread._told == 1 for s in sides))
+        time.sleep(0.1)
+        after = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
+        assert all(60 < y - x < 150 for x, y in zip(before, after, strict=True))
+
+
+def test_a_link_of_its_own():
+    with link_pair() as (a, b):
+        net = one_way(1)
+        sides = [
+            Side(net, 1, [[0], [1]], {link.peer: link}, tasks_of(net, lambda *_: None)(link.me)) for link in (a, b)
+        ]
+        together(*(s.open for s in sides))
+        together(*(s.run for s in sides))
+        for s in sides:
+            s.close()
+        assert not a._receivers and not b._receivers

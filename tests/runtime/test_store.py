@@ -1,0 +1,261 @@
+"""The store: texts that are waited for, signs of life, and a server that stops or ends."""
+
+import json
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from shardc.errors import ClusterError
+from shardc.runtime import store as store_module
+from shardc.runtime import wire
+from shardc.runtime.store import Store, StoreServer
+from tests.runtime.peers import together, until
+from tests.runtime.processes import children
+from tests.runtime.watchdog import within
+
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+SECRET = wire.new_secret()
+
+
+@pytest.fixture
+def server(tmp_path):
+    ended = []
+    found = StoreServer(f"unix:{tmp_path / 'store'}", SECRET, lambda process, left: ended.append((process, left)))
+    found.ended = ended
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def connect(server):
+    clients = []
+
+    def client(process=0, on_event=lambda event: None, address=None):
+        clients.append(Store(address or server.address, SECRET, process, on_event, 5.0))
+        return clients[-1]
+
+    yield client
+    for c in clients:
+        c.close()
+
+
+def test_a_text_that_is_there(connect):
+    a, b = connect(0), connect(1)
+    a.set("key", "tëxt")
+    assert within(5, b.get, "key", 5.0) == "tëxt"
+    a.set("key", "other")
+    until(lambda: b.get("key", 5.0) == "other")
+
+
+def test_all_who_wait_get_the_text(connect, server):
+    clients = [connect(p) for p in range(3)]
+    found = []
+    asking = [threading.Thread(target=lambda c=c: found.append(c.get("key", 10.0))) for c in clients for _ in range(3)]
+    for t in asking:
+        t.start()
+    until(lambda: sum(map(len, server._waits.values())) == 9)
+    assert not found
+    server.set("key", "at last")
+    for t in asking:
+        t.join(5)
+    assert found == ["at last"] * 9 and not server._waits
+
+
+def test_a_text_that_does_not_come(connect, server):
+    a = connect()
+    begin = time.monotonic()
+    assert within(5, a.get, "key", 0.2) is None
+    assert 0.2 <= time.monotonic() - begin < 2
+    a.set("other", "")
+    a.get("other", 5.0)
+    assert not server._waits and not a._answers  # nobody waits any more
+    server.set("key", "late")
+    assert a.get("key", 5.0) == "late"
+
+
+def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
+    a, b = connect(4), connect(5)
+    raised = []
+
+    def ask():
+        with pytest.raises(ClusterError, match="is gone") as error:
+            a.get("key", 30.0)
+        raised.append(error.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: server._waits)
+    b.leave()
+    b.close()
+    a.close()
+    asking.join(5)
+    assert len(raised) == 1
+    until(lambda: len(server.ended) == 2)
+    assert sorted(server.ended) == [(4, False), (5, True)]
+    assert not server._waits and not server.statuses()
+
+
+def test_events_reach_all(connect, server):
+    events = [[], []]
+    for p in (0, 1):
+        connect(p, events[p].append).get("x", 0.0)
+    server.tell_all({"event": "lost", "process": 1, "why": "killed"})
+    until(lambda: all(events))
+    assert events == [[{"event": "lost", "process": 1, "why": "killed"}]] * 2
+
+
+def test_signs_of_life_carry_a_status(connect, server, monkeypatch):
+    monkeypatch.setattr(store_module, "BEAT", 0.02)
+    a, b = connect(0), connect(1)
+    a.status = lambda: "step 7"
+
+    def broken():
+        raise KeyError("step")
+
+    b.status = broken  # alive all the same
+    until(lambda: server.statuses() == {0: "step 7", 1: "KeyError: 'step'"})
+
+
+def test_who_is_silent(connect, server, monkeypatch):
+    monkeypatch.setattr(store_module, "BEAT", 0.05)
+    connect(0), connect(1)
+    until(lambda: len(server.statuses()) == 2)
+    assert server.silent(10.0) == []
+    server._clients[1].seen -= 11
+    assert server.silent(10.0) in ([1], [])  # a sign of life may have come between
+    server._clients[1].seen += 1000  # and none is missed from now on
+    server._looked -= 100  # the caller itself was stopped: that counts for nobody
+    server._clients[0].seen -= 100
+    assert server.silent(10.0) == []
+
+
+def test_a_stopped_process_is_silent(server):
+    with children() as start:
+        child = start("client", server.address, SECRET.hex(), 3)
+        child.hear()
+        until(lambda: server.statuses() == {3: "step 3"})
+        child.stop()
+        begin = time.monotonic()
+        silent = []
+        while not silent and time.monotonic() < begin + 5:
+            silent = server.silent(1.5)
+            time.sleep(0.1)
+        assert silent == [3] and time.monotonic() - begin < 2.5
+        child.signal(signal.SIGCONT)
+        until(lambda: server.silent(1.5) == [])
+        child.signal(signal.SIGKILL)
+        until(lambda: server.ended)
+        assert server.ended == [(3, False)]
+
+
+def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, connect, monkeypatch):
+    monkeypatch.setattr(store_module, "_PATIENCE", 1)
+    with children() as start:
+        child = start("client", server.address, SECRET.hex(), 3)
+        child.hear()
+        child.stop()
+        other = connect(0)
+        long = {"event": "lost", "process": 1, "why": "x" * (1 << 20)}
+        begin = time.monotonic()
+        for _ in range(24):  # 24 MB, more than the buffers of a socket
+            server.tell_all(long)
+        assert time.monotonic() - begin < 10
+        until(lambda: server.ended == [(3, False)])
+        other.set("key", "text")
+        assert within(5, other.get, "key", 5.0) == "text"
+
+
+def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "BEAT", 0.01)
+    with children() as start:
+        child = start("server", f"unix:{tmp_path / 'far'}", SECRET.hex())
+        address = child.hear()["address"]
+        client = Store(address, SECRET, 0, lambda event: None, 5.0)
+        client.status = lambda: "x" * 40_000  # fills the buffers of the socket
+        client.set("a", "1")
+        assert client.get("a", 5.0) == "1"
+        child.stop()
+        time.sleep(3.5)
+        begin = time.monotonic()
+        assert within(5, client.get, "a", 0.3) is None
+        within(5, client.leave)
+        assert time.monotonic() - begin < 2
+        client.status = str
+        child.signal(signal.SIGCONT)
+        client.set("b", "2")
+        until(lambda: client.get("b", 1.0) == "2", 10)  # nothing is out of step
+        within(5, client.close)
+
+
+def test_a_server_that_ends(server, connect):
+    events = []
+    a = connect(0, events.append)
+    raised = []
+
+    def ask():
+        try:
+            a.get("key", 60.0)
+        except ClusterError as error:
+            raised.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: server._waits)
+    server.close()
+    asking.join(5)
+    assert raised == [f"the store of this run, at {server.address}, is gone: the launcher, or the process that held "
+                      "it, has ended."]  # fmt: skip
+    until(lambda: events == [{"event": "gone"}])
+    begin = time.monotonic()
+    with pytest.raises(ClusterError, match="is gone"):
+        a.get("key", 60.0)
+    with pytest.raises(ClusterError, match="is gone"):
+        for _ in range(100):
+            a.set("key", "text")
+            time.sleep(0.01)
+    within(5, a.leave)
+    assert time.monotonic() - begin < 5
+
+
+def test_closing_is_no_event(server, connect):
+    events = []
+    a = connect(0, events.append)
+    a.close()
+    a.close()
+    time.sleep(0.1)
+    assert events == []
+
+
+def test_a_server_drops_who_speaks_nonsense(server, connect):
+    sock = wire.dial(server.address, SECRET, {"process": 9, "why": "store"}, 5.0)
+    wire.write_all(sock, memoryview(b"\x00\x00\x00\x03abc"))
+    assert sock.recv(1) == b""
+    sock.close()
+    a = connect(0)
+    a.set("key", "text")
+    assert a.get("key", 5.0) == "text"
+
+
+def test_many_at_once(connect):
+    """Texts of all go to all, and each client's own threads do not mix them up."""
+    clients = [connect(p) for p in range(4)]
+    found = {}
+
+    def ask(p, i):
+        clients[p].set(f"{p}/{i}", json.dumps([p, i]))
+        for q in range(4):
+            found[p, q, i] = clients[p].get(f"{q}/{i}", 10.0)
+
+    together(*(lambda p=p, i=i: ask(p, i) for p in range(4) for i in range(10)))
+    assert found == {(p, q, i): json.dumps([q, i]) for p in range(4) for q in range(4) for i in range(10)}
+
+
+def test_sockets_are_closed(server, connect):
+    a = connect(0)
+    a.close()
+    assert a._sock.fileno() == -1
+    until(lambda: server.ended)
+    assert isinstance(a._sock, socket.socket)
