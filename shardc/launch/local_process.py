@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from shardc.launch.job import Job, Script
-from shardc.launch.output import Pump, Screen, Tail, Take, WithoutNoise, write_all
+from shardc.launch.output import Pump, Tail, Take, WithoutNoise, write_all
 
 _PIPE_BYTES: Final = 1 << 20
 """A process that prints less than this goes on while its launcher is stopped."""
 _F_SETPIPE_SZ: Final = 1031
 LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
+
+
+class Shows(Protocol):
+    """Shows output to the user."""
+
+    def is_terminal(self, descriptor: int) -> bool: ...
+    def out(self, data: bytes) -> None: ...
+    def err(self, data: bytes) -> None: ...
 
 
 class ProcessHandle(Protocol):
@@ -67,7 +75,7 @@ class LocalProcess:
         self,
         number: int,
         script: Script,
-        screen: Screen | None,
+        screen: Shows | None,
         log: Path | None,
         on_end: Callable[[int, int, int], None],
     ) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from shardc.compat import detect_process
+from shardc.errors import ClusterError
 from shardc.launch.on_this_machine import run_on_this_machine
 from shardc.launch.options import read_options
+from shardc.launch.under_a_cluster import run_under_a_cluster
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -16,6 +19,13 @@ def run_command(args: argparse.Namespace) -> int:
       OSError: a file that cannot be written.
     """
     options = read_options(args)
-    processes = options.processes or 1
-    options.check(processes)
-    return run_on_this_machine(options, processes)
+    if options.processes is not None:
+        options.check(options.processes)
+        return run_on_this_machine(options, options.processes)
+    found = detect_process(options.deadline)
+    if found is None:
+        raise ClusterError(
+            "no cluster has started this process: JAX finds neither Slurm, nor Open MPI, nor Kubernetes. Give "
+            "--processes N to start N processes on this machine."
+        )
+    return run_under_a_cluster(options, found)

@@ -208,6 +208,14 @@ class Store:
         for body, name in ((self._read_all, "shardc store"), (self._beat, "shardc sign of life")):
             threading.Thread(target=body, name=name, daemon=True).start()
 
+    @property
+    def host(self) -> str:
+        """The address of this host by which it reaches the server; empty with a UNIX socket."""
+        name = self._sock.getsockname()
+        if self._sock.family == socket.AF_UNIX:
+            return ""
+        return f"[{name[0]}]" if self._sock.family == socket.AF_INET6 else name[0]
+
     def set(self, key: str, text: str) -> None:
         self._say({"do": "set", "key": key, "text": text})
 
