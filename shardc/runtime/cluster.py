@@ -179,7 +179,7 @@ class Cluster:
     def _dial(self, peer: int) -> Link:
         address = self._text(f"address/{peer}", peer, "to open a link")
         hello = {"process": self.me, "epoch": self.epoch}
-        sock = dial(address, self.seat.secret, hello, self.seat.deadline)
+        sock = dial(address, self.seat.secret, hello, self.seat.deadline, self.check)
         with self._changed:
             made = self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
             self._changed.notify_all()

@@ -263,6 +263,8 @@ class Link:
                 return found
             if self.lost is not None:
                 raise PeerLostError(str(self.lost), self.peer)
+            if self._closed:
+                raise ClusterError(f"the link of process {self.me} to process {self.peer} is closed.")
         raise ClusterError(f"process {self.me} waited {seconds:g} s for process {self.peer}, {tag}.")
 
     def close(self) -> None:

@@ -281,6 +281,8 @@ class Store:
                 answer.put(None)
             if not self._ended.is_set():
                 self._on_event({"event": "gone"})
+        finally:
+            self._sock.close()
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):

@@ -35,6 +35,7 @@ _NONCE: Final = 32
 _HELLO: Final = struct.Struct("!32s32sI")
 _LONGEST_HELLO: Final = 1 << 16
 _HANDSHAKE_SECONDS: Final = 10.0
+_TRY_SECONDS: Final = 5.0
 _BUFFER: Final = 4 << 20
 """Bytes of a socket's buffers: with the default of Linux a message of 64 MB takes four times as long."""
 
@@ -138,18 +139,24 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
 
 
-def dial(address: str, secret: bytes, hello: Hello, seconds: float) -> socket.socket:
+def dial(
+    address: str, secret: bytes, hello: Hello, seconds: float, check: Callable[[], None] = lambda: None
+) -> socket.socket:
     """A connection to a listener, which may come up during the wait.
+
+    Args:
+      check: called before each try; its error ends the wait.
 
     Raises:
       ClusterError: nobody listened in time, or the other side does not hold the secret.
     """
     until = monotonic() + seconds
     while True:
+        check()
         sock = _socket(address)
         try:
             _tune(sock)
-            sock.settimeout(max(0.1, until - monotonic()))
+            sock.settimeout(min(_TRY_SECONDS, max(0.1, until - monotonic())))
             sock.connect(_place(address))
             return _introduce(sock, secret, hello)
         except OSError as error:
