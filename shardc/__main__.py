@@ -1,5 +1,5 @@
-"""The command line: `python -m shardc schedule ...` shows a pipeline's schedule, without devices;
-`python -m shardc calibrate ...` measures the devices of this machine; `python -m shardc passes` lists the passes."""
+"""The command line: `python -m shardc run ...` runs a script in several processes; `schedule` shows a pipeline's
+schedule, without devices; `calibrate` measures the devices of this machine; `passes` lists the passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from shardc.errors import MeshError, PipelineError
+from shardc.errors import ClusterError, MeshError, PipelineError
+from shardc.launch.options import add_run
+from shardc.launch.run import run_command
 from shardc.machine.mesh import make_mesh
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.check import checked
@@ -103,6 +105,15 @@ def _calibrate_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_command(args: argparse.Namespace) -> int:
+    try:
+        return run_command(args)
+    except OSError as error:
+        return _bad("run", f"{error.filename}: {error.strerror}.")
+    except ClusterError as error:
+        return _bad("run", str(error))
+
+
 def _bad(command: str, message: str) -> int:
     print(f"{_PROG} {command}: {message}", file=sys.stderr)
     return 2
@@ -115,8 +126,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m shardc", description="Tools of shardc that need no program.")
+    parser = _Parser(prog="python -m shardc", description="Tools of shardc.")
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    add_run(commands).set_defaults(run=_run_command)
     schedule = commands.add_parser(
         "schedule",
         help="show a pipeline schedule: its grid over time, bubble, activations and messages",

@@ -24,6 +24,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src.array import ArrayImpl as _Array
+from jax._src.clusters import ClusterEnv as _ClusterEnv
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
@@ -637,6 +638,46 @@ def _lowered_function_of(primitive: Any, params: Mapping[str, Any]) -> Callable[
         return None
     fun, several = functools.partial(cells["fun"], **params), cells["multiple_results"]
     return (lambda *xs: list(fun(*xs))) if several else lambda *xs: [fun(*xs)]
+
+
+# Why: the detection of clusters is a part of jax.distributed.initialize, which starts with what it finds.
+@dataclass(frozen=True)
+class DetectedProcess:
+    """This process among those that a cluster has started.
+
+    Attributes:
+      cluster: name of the kind of cluster, as JAX calls it: slurm, ompi, k8s, ...
+      coordinator: host and port of process 0; the host may be a name.
+      processes: how many there are.
+      me: number of this one.
+      local: its number on its host; None if the cluster does not say.
+    """
+
+    cluster: str
+    coordinator: str
+    processes: int
+    me: int
+    local: int | None
+
+
+def detect_process(seconds: float) -> DetectedProcess | None:
+    """What JAX finds out about the cluster that has started this process. None: no cluster has.
+
+    Args:
+      seconds: wait so long for the name of the coordinator's host to be known.
+    """
+    for kind in _ClusterEnv._cluster_types:  # pyright: ignore[reportPrivateUsage]
+        if kind.opt_in_only_method or not kind.is_env_present():
+            continue
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        coordinator = kind.get_coordinator_address(timeout_secs=int(seconds), override_coordinator_port=port)
+        host, _, port = coordinator.rpartition(":")
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        name = kind.name or kind.__name__
+        local = kind.get_local_process_id()
+        return DetectedProcess(name, f"{host}:{port}", kind.get_process_count(), kind.get_process_id(), local)
+    return None
 
 
 # Why: neither the generator of keys nor the gamma sample of one key is public.

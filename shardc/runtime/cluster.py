@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
 from shardc.runtime.link import Allocate, Link
@@ -80,7 +81,12 @@ class Cluster:
         self._next: int | None = None
         self._over = ""
         self._closed = False
+        self._leaving = False
+        self._facts: dict[str, Any] = {}
+        self.on_orphaned: Callable[[], None] = self.end
+        """Called when the launcher has ended. A process of a run that nobody watches ends too."""
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
+        self.store.status = lambda: json.dumps(self._facts)
         try:
             self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
         except ClusterError:
@@ -118,8 +124,11 @@ class Cluster:
                     if self._lost is None:
                         self._lost = PeerLostError(f"process {p} is lost: {event['why']}.", p)
                 case "epoch":
-                    self._next = int(event["epoch"])
+                    if int(event["epoch"]) > max(self.epoch, self._next or 0):
+                        self._next = int(event["epoch"])
                     self.seat = replace(self.seat, restarts=int(event["restarts"]))
+                case "leave":
+                    self._leaving = True
                 case "over":
                     self._over = str(event["why"])
                 case _:
@@ -128,10 +137,23 @@ class Cluster:
         if event["event"] == "gone":
             self.on_orphaned()
 
-    def on_orphaned(self) -> None:
-        """Called when the launcher has ended. A process of a run that nobody watches ends too."""
+    def end(self) -> None:
+        """End this process at once, and all that it has started."""
         _log.error("the launcher of this run has ended; so does process %d", self.me)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
+
+    def say(self, **facts: Any) -> None:
+        """Say how far this process is: facts go with its next sign of life to the launcher, which shows `step`, `loss`,
+        `tokens` (a second) and `waits` (for whom). None takes a fact back."""
+        self._facts = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
+
+    def wait_to_leave(self) -> bool:
+        """Wait until all processes have ended well. False: the run ends otherwise."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._leaving or bool(self._over))
+            return self._leaving
 
     # -- links
 
@@ -200,12 +222,21 @@ class Cluster:
         return self._text(f"{name}/{process}", process, f"to tell its {name}")
 
     def _text(self, name: str, process: int, why: str) -> str:
-        """A text that a process sets."""
+        """A text that a process sets in this epoch."""
+        return self.wait_for_text(self._key(name), process, why)
+
+    def wait_for_text(self, key: str, process: int, why: str) -> str:
+        """A text that a process sets.
+
+        Raises:
+          PeerLostError: a process died.
+          ClusterError: the text did not come before the deadline.
+        """
         until = monotonic() + self.seat.deadline
         while (left := until - monotonic()) > 0:
             with self._changed:
                 self._raise_if_stopped()
-            text = self.store.get(self._key(name), min(0.25, left))  # a loss is noticed between two
+            text = self.store.get(key, min(0.25, left))  # a loss is noticed between two
             if text is not None:
                 return text
         raise ClusterError(self.never_came([process], why))
@@ -293,6 +324,16 @@ class Cluster:
             self._next = self._lost = None
             self._counts.clear()
             self._changed.notify_all()
+        for name, text in list(self._published.items()):
+            self.publish(name, text)
+
+    def adopt(self) -> None:
+        """Before the first agreement: begin in the newest epoch, if it has risen since this process was started."""
+        with self._changed:
+            if self._next is None:
+                return
+            self.seat = replace(self.seat, epoch=self._next)
+            self._next = self._lost = None
         for name, text in list(self._published.items()):
             self.publish(name, text)
 

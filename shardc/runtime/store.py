@@ -46,6 +46,7 @@ class _Client:
     """A process that is connected to the server."""
 
     process: int
+    """Its number; -1 - i for what starts process i on another host."""
     sock: socket.socket
     lock: threading.Lock = field(default_factory=threading.Lock)
     seen: float = field(default_factory=monotonic)
@@ -61,14 +62,22 @@ class StoreServer:
       address: where it listens; `wire.listen` says how an address is written.
       secret: of the run.
       on_end: called with the number of a process whose connection ends, and whether it had said that it would.
+      on_report: called with the number of a process and what it reports, before the process gets its answer.
     """
 
-    def __init__(self, address: str, secret: bytes, on_end: Callable[[int, bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        on_end: Callable[[int, bool], None] | None = None,
+        on_report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    ) -> None:
         self._texts: dict[str, str] = {}
         self._waits: dict[str, list[tuple[_Client, int]]] = {}
         self._clients: dict[int, _Client] = {}
         self._lock = threading.Lock()
-        self._on_end = on_end
+        self._greeting: Event | None = None
+        self._on_end, self._on_report = on_end, on_report
         self._looked = monotonic()
         self._listener = Listener(listen(address), secret, self._serve)
 
@@ -81,7 +90,10 @@ class StoreServer:
         client = _Client(int(hello["process"]), sock)
         with self._lock:
             self._clients[client.process] = client
+            greeting = self._greeting
         try:
+            if greeting is not None and client.process >= 0:
+                self._tell(client, greeting)
             while True:
                 self._answer(client, _read(sock))
         except (OSError, ValueError):
@@ -112,6 +124,10 @@ class StoreServer:
             case "forget":
                 with self._lock:
                     self._forget(client, said["number"])
+            case "report":
+                if self._on_report is not None:
+                    self._on_report(client.process, said["data"])
+                self._tell(client, {"number": said["number"], "text": ""})
             case "leave":
                 client.left = True
             case _:
@@ -147,10 +163,20 @@ class StoreServer:
         with self._lock:
             return self._texts.get(key)
 
-    def tell_all(self, event: Event) -> None:
-        """Tell all connected processes of an event."""
+    def tell(self, process: int, event: Event) -> bool:
+        """Tell one process of an event. False: it is not connected."""
         with self._lock:
-            clients = list(self._clients.values())
+            client = self._clients.get(process)
+        if client is not None:
+            self._tell(client, event)
+        return client is not None
+
+    def tell_all(self, event: Event, newcomers: bool = False) -> None:
+        """Tell all connected processes of an event; with `newcomers` also each that connects later, first of all."""
+        with self._lock:
+            if newcomers:
+                self._greeting = event
+            clients = [c for c in self._clients.values() if c.process >= 0]
         for client in clients:
             self._tell(client, event)
 
@@ -209,6 +235,14 @@ class Store:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def host(self) -> str:
+        """The address of this host by which it reaches the server; empty with a UNIX socket."""
+        name = self._sock.getsockname()
+        if self._sock.family == socket.AF_UNIX:
+            return ""
+        return f"[{name[0]}]" if self._sock.family == socket.AF_INET6 else name[0]
+
     def set(self, key: str, text: str) -> None:
         self._say({"do": "set", "key": key, "text": text})
 
@@ -219,6 +253,14 @@ class Store:
           ClusterError: the server is gone.
         """
         return self._ask({"do": "get", "key": key}, seconds)
+
+    def report(self, data: Mapping[str, Any], seconds: float = 60.0) -> bool:
+        """Tell the launcher something. True: it has taken notice.
+
+        Raises:
+          ClusterError: the server is gone.
+        """
+        return self._ask({"do": "report", "data": data}, seconds) is not None
 
     def _ask(self, question: Mapping[str, Any], seconds: float) -> str | None:
         answer: SimpleQueue[str | None] = SimpleQueue()

@@ -1,0 +1,235 @@
+"""Agents: launchers on other hosts, which start and kill processes for the supervisor of the run.
+
+An agent is a client of the run's store, with the number -1 - i for process i. It reports `here`, `ended` and `output`;
+the supervisor tells it to `start`, `kill` and `interrupt` its process, and to `end`.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Final
+
+from shardc.errors import ClusterError
+from shardc.launch.job import Job
+from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.output import Screen
+from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
+from shardc.runtime.store import Store
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """A name of this host that no other host or container has."""
+    return f"{platform.node()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+
+
+# -- on the side of the supervisor
+
+
+class RemoteProcess:
+    """A process that an agent starts. Until the agent reports, it is not `here`.
+
+    Args:
+      number: of the process.
+      tell: tells the agent of an event.
+      events: of the supervisor.
+      screen: shows output that the agent forwards.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tell: Callable[[Mapping[str, Any]], object],
+        events: SimpleQueue[Event],
+        screen: Screen | None = None,
+    ) -> None:
+        self.number = number
+        self.host, self.reach, self.visible = "", "", ""
+        """Of the agent: its host, the address by which it reaches the store, its accelerators."""
+        self._tell, self._events, self._screen = tell, events, screen
+        self._here, self._ended = threading.Event(), threading.Event()
+        self._ended.set()
+        self._start = 0
+        self._tail: list[str] = []
+
+    @property
+    def is_here(self) -> bool:
+        return self._here.is_set()
+
+    def reported(self, said: Mapping[str, Any]) -> None:
+        """Take a report of the agent, in a thread of the store."""
+        match said["what"]:
+            case "here":
+                self.host, self.reach, self.visible = said["host"], said["reach"], said["visible"]
+                self._here.set()
+            case "output":
+                if self._screen is not None:
+                    show = self._screen.out if said["descriptor"] == 1 else self._screen.err
+                    show(said["data"].encode("latin-1"))
+            case _:
+                if said["start"] == self._start:
+                    self._tail = said["tail"]
+                    self._ended.set()
+                self._events.put(("ended", self.number, said["start"], said["code"]))
+
+    def lost(self) -> None:
+        """Take notice that the connection of the agent has ended."""
+        self._here.clear()
+        self._ended.set()
+        self._events.put(("host lost", self.number))
+
+    def start(self, job: Job) -> None:
+        if not self._here.wait(0 if job.start > 1 else job.seat.deadline):
+            raise ClusterError("the launcher of its host is lost")
+        self._ended.clear()
+        self._start, self._tail = job.start, []
+        self._tell({"event": "start", "job": job.to_json(secret=False)})
+
+    def kill(self) -> None:
+        self._tell({"event": "kill"})
+
+    def interrupt(self) -> None:
+        self._tell({"event": "interrupt"})
+
+    def end(self, code: int) -> None:
+        """End the agent with this exit code."""
+        self._tell({"event": "end", "code": code})
+
+    def wait(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def tail(self) -> list[str]:
+        return self._tail
+
+
+def meet(remotes: Sequence[RemoteProcess], seconds: float, address: str, events: SimpleQueue[Event]) -> bool:
+    """Wait for the agents of a run. False: the user has interrupted it.
+
+    Raises:
+      ClusterError: some did not come in time; it names them.
+    """
+    until = monotonic() + seconds
+    while missing := [r.number for r in remotes if not r.is_here]:
+        if monotonic() > until:
+            who = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise ClusterError(
+                f"{who} did not come within {seconds:g} s. Process 0 waits at {address}: if that is no address that "
+                "other hosts reach, give --bind an address or a network interface; if hosts only start late, give "
+                "--deadline more seconds."
+            )
+        try:
+            if events.get(timeout=0.1)[0] == "interrupt":
+                return False
+        except Empty:
+            continue
+    return True
+
+
+# -- on the other hosts
+
+
+@dataclass(frozen=True)
+class Post:
+    """The place of an agent.
+
+    Attributes:
+      address: of the run's store.
+      secret: of the run.
+      process: number of the process that it starts.
+      visible: accelerators of the process, `0,1`; empty for all.
+      bind: the address of this host for other processes; empty for that by which it reaches the store.
+      deadline: seconds to wait for the store.
+    """
+
+    address: str
+    secret: bytes
+    process: int
+    visible: str = ""
+    bind: str = ""
+    deadline: float = 600.0
+
+
+class _Forward:
+    """Shows output on the screen of the supervisor."""
+
+    def __init__(self) -> None:
+        self.store: Store | None = None
+
+    def is_terminal(self, descriptor: int) -> bool:
+        return False
+
+    def out(self, data: bytes) -> None:
+        self._send(1, data)
+
+    def err(self, data: bytes) -> None:
+        self._send(2, data)
+
+    def _send(self, descriptor: int, data: bytes) -> None:
+        if self.store is not None:
+            self.store.report({"what": "output", "descriptor": descriptor, "data": data.decode("latin-1")}, 0)
+
+
+def serve(
+    post: Post,
+    handle: Callable[[Shows | None, Callable[[int, int, int], None]], LocalProcess],
+    events: SimpleQueue[Event],
+    prepare: Callable[[Job], Job] = lambda job: job,
+    forwards: bool = False,
+) -> int:
+    """Serve as an agent until the run ends. Returns the exit code of the run.
+
+    Args:
+      handle: makes the process, from what shows its output and what is called at its end.
+      events: `("interrupt",)` when this agent is asked to end.
+      prepare: completes a job on this host.
+      forwards: whether the supervisor shows the process's output.
+    """
+    forward = _Forward() if forwards else None
+    process = handle(forward, lambda *end: events.put(("ended", *end)))
+    store = Store(
+        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), post.deadline
+    )
+    if forward is not None:
+        forward.store = store
+    store.report({"what": "here", "host": host_id(), "reach": post.bind or store.host, "visible": post.visible})
+    try:
+        return _obey(post, process, store, events, prepare)
+    finally:
+        process.kill()
+        process.wait(GRACE)
+        process.close()
+        store.close()
+
+
+def _obey(
+    post: Post, process: LocalProcess, store: Store, events: SimpleQueue[Event], prepare: Callable[[Job], Job]
+) -> int:
+    until: float | None = None
+    while until is None or monotonic() < until:
+        try:
+            event = events.get(timeout=0.2)
+        except Empty:
+            continue
+        match event:
+            case "told", {"event": "start", "job": job}:
+                process.start(prepare(Job.from_json(job, post.secret)))
+            case "told", {"event": "kill"}:
+                process.kill()
+            case "told", {"event": "end", "code": code}:
+                return int(code)
+            case "told", {"event": "gone"}:
+                return 1
+            case "ended", _, start, code:
+                store.report({"what": "ended", "start": start, "code": code, "tail": process.tail()})
+            case _:  # interrupted: by the user here, or there
+                if until is None:
+                    process.interrupt()
+                    until = monotonic() + GRACE
+    return INTERRUPTED

@@ -1,0 +1,185 @@
+"""One process of a run: it joins the run, prepares JAX, runs the script and leaves with the others.
+
+    python -m shardc.launch.child DESCRIPTOR [-m] script arguments...
+
+The descriptor is a pipe from whoever starts it: one line, the job; its end means that the starter is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from shardc.arrays.buffers import allocate
+from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.launch.job import Job
+from shardc.launch.output import write_all
+from shardc.launch.prepare import prepare_jax
+from shardc.runtime import cluster as runs
+from shardc.runtime.cluster import Cluster
+
+_ACKNOWLEDGE_SECONDS: Final = 5.0
+
+_log: Final = logging.getLogger("shardc")
+
+
+def main() -> None:
+    """Run as the process that the job describes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    pipe = int(sys.argv[1])
+    os.set_inheritable(pipe, False)
+    job = Job.from_json(_line(pipe))
+    threading.Thread(target=_watch, args=(pipe, job), name="shardc launcher", daemon=True).start()
+    with suppress(AttributeError):  # a script may be started without them
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        cluster = runs.join(job.seat, allocate)
+    except ClusterError as error:
+        sys.exit(f"process {job.seat.me} cannot join the run: {error}")
+    cluster.on_orphaned = lambda: _orphaned(job)
+    atexit.register(runs.leave)
+    try:
+        cluster.store.report({"what": "joined", "start": job.start})
+        cluster.adopt()
+        prepare_jax(cluster, job)
+        run_script(sys.argv[2:])
+    except BaseException as error:  # noqa: BLE001 - told to the launcher; Python's own end would wait in a barrier
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            fail(cluster, job, error)
+    _end(cluster, job)
+
+
+def _line(pipe: int) -> str:
+    text = b""
+    while not text.endswith(b"\n"):
+        piece = os.read(pipe, 1 << 16)
+        if not piece:
+            os._exit(1)  # whoever started it is gone
+        text += piece
+    return text.decode()
+
+
+def _watch(pipe: int, job: Job) -> None:
+    with suppress(OSError):
+        os.read(pipe, 1)
+    _orphaned(job)
+
+
+def _orphaned(job: Job) -> None:
+    """End this process at once, and all that it has started: nobody watches it."""
+    if job.private:
+        shutil.rmtree(job.private, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+# -- the script
+
+
+def run_script(words: list[str]) -> None:
+    """Run a script, or with `-m` a module, as Python does with these words on its command line."""
+    is_module = words[0] == "-m"
+    name, *arguments = words[is_module:]
+    sys.argv = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(name).resolve().parent)  # Python has put the working directory there
+    runpy.run_path(name, run_name="__main__")
+
+
+def _end(cluster: Cluster, job: Job) -> None:
+    """Leave when all scripts have ended: an exit waits in the barrier of `jax.distributed`."""
+    _flush()
+    cluster.store.report({"what": "done", "start": job.start})
+    if not cluster.wait_to_leave():
+        os._exit(0)
+
+
+# -- failures
+
+
+def fail(cluster: Cluster, job: Job, error: BaseException) -> NoReturn:
+    """Tell the launcher of an error, and end at once."""
+    text, code = error_text(error)
+    _flush()
+    if job.log and text:
+        with suppress(OSError), Path(job.log).open("a", encoding="utf-8") as file:
+            file.write(text)
+    noticed = False
+    with suppress(ClusterError):
+        noticed = cluster.store.report({**report_of(error, text, code), "start": job.start}, _ACKNOWLEDGE_SECONDS)
+    if not noticed:  # the launcher is stopped
+        with suppress(OSError):
+            write_all(2, text.encode(errors="replace"))
+    os._exit(code)
+
+
+def report_of(error: BaseException, text: str, code: int) -> dict[str, Any]:
+    kind = type(error).__name__
+    first = str(error).partition("\n")[0]
+    why = f"ended with exit code {code}" if isinstance(error, SystemExit) else f"{kind}: {first}" if first else kind
+    return {
+        "what": "failed",
+        "code": code,
+        "text": text,
+        "why": why,
+        "follows": any(isinstance(e, PeerLostError) for e in _chain(error)),
+        "final": isinstance(error, SystemExit | KeyboardInterrupt | DisagreementError),
+    }
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def error_text(error: BaseException) -> tuple[str, int]:
+    """An error as Python prints it at the end of a script, and the exit code that Python gives."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            return "", error.code & 0xFF
+        return f"{error.code}\n", 1
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        trace = _of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        text = sys.stderr.getvalue()
+    finally:
+        sys.stderr = stderr
+    return text, 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script on."""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file not in (__file__, runpy.__file__) and file != "<frozen runpy>":
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The description of a process that is started: its seat and what it sets up before the script, as text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from shardc.runtime.cluster import Seat
+
+_COUNT: Final = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
+_THREADS: Final = 32
+"""The least number of threads of XLA:CPU: collectives block in them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process to start.
+
+    Attributes:
+      seat: its place in the run.
+      start: how often the process has been started so far, this start included.
+      cache: directory of compiled programs; empty if there is none.
+      visible: numbers of the accelerators that it uses, `0,1`; empty for all.
+      private: directory of the run, which the process removes if it outlives its launcher; empty if there is none.
+      log: the file of its output, to which it appends its failure; empty if there is none.
+    """
+
+    seat: Seat
+    start: int = 1
+    cache: str = ""
+    visible: str = ""
+    private: str = ""
+    log: str = ""
+
+    def to_json(self, secret: bool = True) -> str:
+        """The job as one line; without the run's secret if its reader has that already."""
+        seat = replace(self.seat, secret=self.seat.secret if secret else b"")
+        return json.dumps({**asdict(self), "seat": {**asdict(seat), "secret": seat.secret.hex()}})
+
+    @classmethod
+    def from_json(cls, text: str, secret: bytes = b"") -> Job:
+        data = json.loads(text)
+        seat = data.pop("seat")
+        seat["secret"] = bytes.fromhex(seat["secret"]) or secret
+        return cls(Seat(**seat), **data)
+
+
+@dataclass(frozen=True)
+class Script:
+    """The program that every process of a run runs.
+
+    Attributes:
+      name: path of a script, or with `module` the name of a module.
+      arguments: of the script.
+      devices: CPU devices of each process; None leaves the choice of the platform to JAX.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    devices: int | None = None
+
+    def command(self) -> list[str]:
+        return [*(["-m"] if self.module else []), self.name, *self.arguments]
+
+    def environment(self, now: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The environment of the process: XLA reads these before it starts."""
+        if self.devices is None:
+            return dict(now)
+        flags = _COUNT.sub("", now.get("XLA_FLAGS", "")).strip()
+        wanted = max(_THREADS, 2 * self.devices)
+        threads = {
+            name: str(max(wanted, int(value) if (value := now.get(name, "")).isdecimal() else 0))
+            for name in ("NPROC", "PJRT_NPROC")
+        }
+        return {
+            **{name: value for name, value in now.items() if name != "JAX_NUM_CPU_DEVICES"},
+            **threads,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.devices}".strip(),
+        }

@@ -1,0 +1,195 @@
+"""A process of a run that this process has started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+from shardc.launch.job import Job, Script
+from shardc.launch.output import Pump, Tail, Take, WithoutNoise, write_all
+
+_PIPE_BYTES: Final = 1 << 20
+"""A process that prints less than this goes on while its launcher is stopped."""
+_F_SETPIPE_SZ: Final = 1031
+LINES: Final = 40
+"""The most lines of standard error that are shown of a process that failed."""
+
+
+class Shows(Protocol):
+    """Shows output to the user."""
+
+    def is_terminal(self, descriptor: int) -> bool: ...
+    def out(self, data: bytes) -> None: ...
+    def err(self, data: bytes) -> None: ...
+
+
+class ProcessHandle(Protocol):
+    """A process of the run, started here or by an agent, again and again."""
+
+    number: int
+
+    def start(self, job: Job) -> None:
+        """Start it. Whoever made this handle is told its number, start and return code when it ends.
+
+        Raises:
+          ClusterError: it cannot be started again.
+        """
+        ...
+
+    def kill(self) -> None: ...
+    def interrupt(self) -> None:
+        """Do as Ctrl-C does."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end. False: it has not ended in time."""
+        ...
+
+    def tail(self) -> list[str]:
+        """The last lines of its standard error."""
+        ...
+
+
+class LocalProcess:
+    """A process that runs a script on this machine, in a session of its own.
+
+    Args:
+      number: of the process.
+      script: it runs this.
+      screen: shows its output; None keeps only the tail of its standard error.
+      log: the file that its output is appended to.
+      on_end: called with the number, the start and the return code of each process that ends, in a thread.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        script: Script,
+        screen: Shows | None,
+        log: Path | None,
+        on_end: Callable[[int, int, int], None],
+    ) -> None:
+        self.number = number
+        self._script, self._screen, self._log, self._on_end = script, screen, log, on_end
+        self._ended = threading.Event()
+        self._ended.set()
+        self._tail = Tail()
+        self._pumps: list[Pump] = []
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._lifeline = -1
+        self._file = -1
+
+    def start(self, job: Job) -> None:
+        self.wait(10.0)
+        for pump in self._pumps:
+            pump.join(2.0)
+        self._ended.clear()
+        self._tail = Tail()
+        self._open_log(job.start)
+        seat_end, self._lifeline = os.pipe()
+        out, err = (self._channel(descriptor) for descriptor in (1, 2))
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "shardc.launch.child", str(seat_end), *self._script.command()],
+                env=self._script.environment(),
+                stdin=None if self.number == 0 else subprocess.DEVNULL,
+                stdout=out[1],
+                stderr=err[1],
+                pass_fds=[seat_end],
+                start_new_session=True,
+            )
+        finally:
+            for descriptor in (seat_end, out[1], err[1]):
+                os.close(descriptor)
+        self._pumps = [
+            Pump(out[0], self._takes(1), f"shardc output of process {self.number}"),
+            Pump(err[0], self._takes(2), f"shardc errors of process {self.number}"),
+        ]
+        with suppress(BrokenPipeError):  # it has died already
+            write_all(self._lifeline, job.to_json().encode() + b"\n")
+        name = f"shardc waits for process {self.number}"
+        threading.Thread(target=self._watch, args=(self._popen, job.start), name=name, daemon=True).start()
+
+    def _open_log(self, start: int) -> None:
+        if self._log is None:
+            return
+        if self._file < 0:
+            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        if start > 1:
+            write_all(self._file, f"== process {self.number}, start {start}\n".encode())
+
+    def _channel(self, descriptor: int) -> tuple[int, int]:
+        """The two ends of a pipe; of a terminal, if the user sees the output in one."""
+        if self._screen is None or not self._screen.is_terminal(descriptor):
+            ends = os.pipe()
+            with suppress(OSError):  # a limit of the system: then a pipe holds 64 KiB
+                fcntl.fcntl(ends[1], _F_SETPIPE_SZ, _PIPE_BYTES)
+            return ends
+        ends = os.openpty()
+        tty.setraw(ends[1])
+        with suppress(OSError):
+            fcntl.ioctl(ends[1], termios.TIOCSWINSZ, fcntl.ioctl(descriptor, termios.TIOCGWINSZ, b"\0" * 8))
+        return ends
+
+    def _takes(self, descriptor: int) -> list[Take]:
+        takes: list[Take] = []
+        if self._file >= 0:
+            takes.append(lambda data: write_all(self._file, data))
+        if descriptor == 2:
+            takes.append(self._tail)
+        if self._screen is not None:
+            takes.append(WithoutNoise(self._screen.out if descriptor == 1 else self._screen.err))
+        return takes
+
+    def _watch(self, popen: subprocess.Popen[bytes], start: int) -> None:
+        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._kill_group(popen, signal.SIGKILL)  # what it has started ends with it
+            code = popen.wait()
+        os.close(self._lifeline)
+        self._ended.set()
+        self._on_end(self.number, start, code)
+
+    def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(popen.pid, number)
+
+    def _signal(self, number: int) -> None:
+        with self._lock:
+            if self._popen is not None and self._popen.returncode is None:
+                self._kill_group(self._popen, number)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def interrupt(self) -> None:
+        self._signal(signal.SIGINT)
+
+    def wait(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def _drain(self) -> None:
+        for pump in self._pumps:
+            pump.join(2.0)
+
+    def tail(self) -> list[str]:
+        self._drain()
+        return self._tail.lines(LINES)
+
+    def close(self) -> None:
+        """Wait until its output is shown. It has ended."""
+        self._drain()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -1,0 +1,96 @@
+"""Runs whose processes are all on this machine, started by this one: `python -m shardc run --processes 2 script.py`."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+from shardc.launch.job import Job
+from shardc.launch.local_process import LocalProcess
+from shardc.launch.options import Options
+from shardc.launch.output import Screen
+from shardc.launch.supervisor import Event, Supervisor
+from shardc.runtime.cluster import Seat
+from shardc.runtime.store import StoreServer
+from shardc.runtime.wire import new_secret
+
+_LONGEST: Final = 80
+"""The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""
+
+
+def run_on_this_machine(options: Options, processes: int) -> int:
+    """Run a script in several processes. Returns the exit code of the run."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    with private_directory() as private, interrupts_to(events):
+        secret, screen = new_secret(), Screen()
+        server = StoreServer(
+            f"unix:{private}/store", secret, on_report=lambda process, said: events.put(("report", process, said))
+        )
+        try:
+            seat = Seat(
+                0, processes, options.islands, server.address, secret, "", 0,
+                options.restarts, options.silence, options.deadline,
+            )  # fmt: skip
+            job = Job(seat, private=str(private))
+            handles = [
+                LocalProcess(
+                    p,
+                    options.script,
+                    screen if p == 0 else None,
+                    options.log_of(p),
+                    lambda *end: events.put(("ended", *end)),
+                )
+                for p in range(processes)
+            ]
+
+            def job_of(job: Job) -> Job:
+                me, log = job.seat.me, options.log_of(job.seat.me)
+                island = seat.island(me).start
+                return replace(
+                    job,
+                    seat=replace(job.seat, links=f"unix:{private}/{me}.{job.start}"),
+                    cache=str(private / f"programs-{island}") if options.restarts else "",
+                    log=str(log.absolute()) if log else "",
+                )
+
+            code = Supervisor(job, handles, screen, job_of, server, events).run()
+            for handle in handles:
+                handle.close()
+        finally:
+            server.close()
+    return code
+
+
+@contextmanager
+def private_directory() -> Generator[Path]:
+    """A directory that only this user can enter, for the time of a run."""
+    path = Path(tempfile.mkdtemp(prefix="shardc-"))
+    if len(str(path)) > _LONGEST:
+        path.rmdir()
+        path = Path(tempfile.mkdtemp(prefix="shardc-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def interrupts_to(events: SimpleQueue[Event]) -> Generator[None]:
+    """Signals that ask this process to end become events of the supervisor."""
+
+    def put(*_: Any) -> None:
+        events.put(("interrupt",))
+
+    before = {number: signal.signal(number, put) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

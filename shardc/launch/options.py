@@ -1,0 +1,123 @@
+"""Options of `python -m shardc run`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardc.errors import ClusterError
+from shardc.launch.job import Script
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is asked to do. `python -m shardc run --help` explains each."""
+
+    script: Script
+    processes: int | None = None
+    islands: int = 1
+    restarts: int = 0
+    log: Path | None = None
+    silence: float = 10.0
+    deadline: float = 600.0
+    secret: Path | None = None
+    bind: str | None = None
+    ray: bool = False
+
+    def log_of(self, process: int) -> Path | None:
+        return self.log / f"process-{process}.log" if self.log else None
+
+    def check(self, processes: int) -> None:
+        """Raise ClusterError for options that do not fit so many processes."""
+        if processes % self.islands:
+            raise ClusterError(
+                f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "
+                f"{processes} / {self.islands} is not a whole number. Give another --islands or --processes."
+            )
+
+
+_EPILOG: Final = """\
+examples: python -m shardc run --processes 2 --devices 4 train.py --steps 100
+          srun python -m shardc run train.py --steps 100
+"""
+
+
+def add_run(commands: Any) -> argparse.ArgumentParser:
+    """Add the command `run` to a command line."""
+    run = commands.add_parser(
+        "run",
+        help="run a script in several processes",
+        usage="python -m shardc run [options] [-m] script [arguments ...]",
+        description="Runs the same script in several processes: on this machine, or under Slurm, Open MPI, Kubernetes "
+        "or Ray.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = run.add_argument
+    add("--processes", type=_positive, metavar="N", help="start so many here; without it the cluster has started them")
+    add("--devices", type=_positive, metavar="D", help="CPU devices of each process; without it those that JAX finds")
+    add(
+        "--islands", type=_positive, default=1, metavar="K", help="independent JAX runtimes, for pipelines (default: 1)"
+    )
+    add("--restarts", type=_count, default=0, metavar="K", help="losses after which processes are started again")
+    add("--log", type=Path, metavar="DIR", help="keep the output of each process in DIR/process-N.log")
+    silence = "a process without a sign of life for so long is lost (default: 10)"
+    add("--silence", type=_seconds, default=10.0, metavar="SECONDS", help=silence)
+    deadline = "wait so long for a process that does not come (default: 600)"
+    add("--deadline", type=_seconds, default=600.0, metavar="SECONDS", help=deadline)
+    secret = "a file that all hosts can read, whose content lets processes in; without it one in ~/.shardc"
+    add("--secret", type=Path, metavar="FILE", help=secret)
+    add("--bind", metavar="HOST", help="address of this host that others reach")
+    add("--ray", action="store_true", help="start the processes as actors of Ray")
+    add("-m", dest="module", action="store_true", help="the script is the name of a module")
+    add("script")
+    add("arguments", nargs=argparse.REMAINDER)
+    return run
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """The options of a command line.
+
+    Raises:
+      ClusterError: the script does not exist, or options exclude each other.
+    """
+    if not args.module and not Path(args.script).exists():
+        hint = f" Or is it a module: -m {args.script}?" if "/" not in args.script and "." not in args.script else ""
+        raise ClusterError(f"there is no script {args.script}.{hint}")
+    if args.log:
+        args.log.mkdir(parents=True, exist_ok=True)
+    if args.secret and not args.secret.is_file():
+        raise ClusterError(
+            f"--secret: there is no file {args.secret}; make one with: openssl rand -hex 32 > {args.secret}"
+        )
+    script = Script(args.script, tuple(args.arguments), args.module, args.devices)
+    return Options(
+        script, args.processes, args.islands, args.restarts, args.log, args.silence, args.deadline,
+        args.secret, args.bind, args.ray,
+    )  # fmt: skip
+
+
+def _number(text: str, least: int, wanted: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f'"{text}" is not {wanted}')
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1, "a whole number of 1 or more")
+
+
+def _count(text: str) -> int:
+    return _number(text, 0, "a whole number of 0 or more")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a time of more than 0 seconds')
+    return seconds

@@ -1,0 +1,181 @@
+"""Output of processes: what the user sees, and what is kept of the rest."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+Take: TypeAlias = Callable[[bytes], None]
+"""Takes a piece of output. An OSError means that nobody reads it any more."""
+
+_NOISE: Final = b"[Gloo] Rank"
+_NOISE_SECONDS: Final = 0.05
+"""So long the beginning of a line is held back that may become a line of noise."""
+_TAIL: Final = 1 << 16
+
+
+class WithoutNoise:
+    """Drops the lines that jaxlib writes when processes connect: `[Gloo] Rank 0 is connected to ...`."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._at_start, self._in_noise = True, False
+        self.held = b""
+        """The beginning of a line that may become noise."""
+
+    def __call__(self, data: bytes) -> None:
+        data, self.held = self.held + data, b""
+        shown: list[bytes] = []
+        for line in data.splitlines(keepends=True):
+            if self._at_start:
+                self._in_noise = line.startswith(_NOISE)
+                if _NOISE.startswith(line):
+                    self.held = line
+                    continue
+            self._at_start = line.endswith((b"\n", b"\r"))
+            if not self._in_noise:
+                shown.append(line)
+        if shown:
+            self._take(b"".join(shown))
+
+    def flush(self) -> None:
+        """Show what is held back."""
+        if self.held:
+            held, self.held, self._at_start = self.held, b"", False
+            self._take(held)
+
+
+class Tail:
+    """The last bytes of an output."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+
+    def __call__(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._size += len(data)
+        while self._size - len(self._pieces[0]) >= _TAIL:
+            self._size -= len(self._pieces.popleft())
+
+    def lines(self, count: int) -> list[str]:
+        text = b"".join(self._pieces).decode(errors="replace")
+        return [line.rstrip("\r") for line in text.rstrip().split("\n")][-count:] if text.strip() else []
+
+
+class Pump:
+    """A thread that takes what comes out of a file descriptor, until its end.
+
+    Args:
+      source: the descriptor, closed at the end.
+      takes: each takes every piece. An OSError of one closes the source: its writer sees a broken pipe.
+      name: of the thread.
+    """
+
+    def __init__(self, source: int, takes: list[Take], name: str) -> None:
+        self._source, self._takes = source, takes
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while data := self._read():
+                for take in self._takes:
+                    take(data)
+            self._flush()
+        except OSError:
+            pass  # a reader that is gone: as in a shell, the writer gets a broken pipe
+        finally:
+            os.close(self._source)
+
+    def _read(self) -> bytes:
+        if any(isinstance(t, WithoutNoise) and t.held for t in self._takes):
+            ready, _, _ = select.select([self._source], [], [], _NOISE_SECONDS)
+            if not ready:
+                self._flush()
+        try:
+            return os.read(self._source, 1 << 16)
+        except OSError:
+            return b""  # so does the end of a terminal look
+
+    def _flush(self) -> None:
+        for take in self._takes:
+            if isinstance(take, WithoutNoise):
+                take.flush()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+
+class Screen:
+    """Standard output and error of the launcher, with a live line below if standard error is a terminal."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._line = ""
+        self._shown = False
+        self._at_start = True
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+    def is_terminal(self, descriptor: int) -> bool:
+        with suppress(OSError):
+            return os.isatty(descriptor)
+        return False
+
+    def out(self, data: bytes) -> None:
+        self._write(1, data)
+
+    def err(self, data: bytes) -> None:
+        self._write(2, data)
+
+    def say(self, text: str) -> None:
+        """A line, or several, of the launcher itself."""
+        with self._lock:
+            lead = b"" if self._at_start or not self.is_terminal(2) else b"\n"
+            with suppress(OSError):
+                self._write(2, lead + text.encode(errors="replace") + b"\n")
+
+    def live(self, line: str) -> None:
+        """Show this text in the live line; empty takes the line away."""
+        with self._lock:
+            if self.is_terminal(2):
+                self._hide()
+                self._line = line
+                self._show()
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        with self._lock:
+            self._hide()
+            self._at_start = data.endswith(b"\n")
+            write_all(descriptor, data)
+            self._show()
+
+    def _show(self) -> None:
+        if self._line and self._at_start and not self._shown:
+            with suppress(OSError):
+                columns = os.get_terminal_size(2).columns or 80
+                write_all(2, self._line[: max(0, columns - 1)].encode())
+                self._shown = True
+
+    def _hide(self) -> None:
+        if self._shown:
+            with suppress(OSError):
+                write_all(2, b"\r\x1b[2K")
+            self._shown = False
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes to a file descriptor, also to one that does not block."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])

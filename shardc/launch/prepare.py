@@ -1,0 +1,61 @@
+"""Preparation of JAX in a process of a run: one runtime for each island, a cache of compiled programs."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+import jax
+
+from shardc.launch.job import Job
+from shardc.runtime.cluster import Cluster
+from shardc.runtime.wire import is_unix
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def prepare_jax(cluster: Cluster, job: Job) -> None:
+    """Set up JAX before its backend starts."""
+    if job.cache and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", job.cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if job.seat.per_island > 1:
+        _form_island(cluster, job)
+    elif job.visible:
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", job.visible)
+
+
+def _form_island(cluster: Cluster, job: Job) -> None:
+    """Join the processes of an island to one JAX runtime. Its first process chooses a free port."""
+    seat = job.seat  # of this start: the epoch of the cluster may have risen since
+    island = seat.island(seat.me)
+    if seat.me == island.start:
+        host = host_of(seat.links)
+        address = f"{host}:{free_port(host)}"
+        cluster.store.set(f"{seat.epoch}/coordinator/{island.start}", address)
+    else:
+        address = cluster.wait_for_text(f"{seat.epoch}/coordinator/{island.start}", island.start, "to start JAX")
+    jax.distributed.initialize(
+        address,
+        num_processes=len(island),
+        process_id=seat.me - island.start,
+        local_device_ids=[int(n) for n in job.visible.split(",")] if job.visible else None,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(seat.deadline)),
+        coordinator_bind_address=address,
+    )
+
+
+def host_of(address: str) -> str:
+    """The host that an address names; loopback for a UNIX socket."""
+    return _LOOPBACK if is_unix(address) else address.rpartition(":")[0]
+
+
+def free_port(host: str) -> int:
+    """A port of this host that nobody uses now."""
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.bind((host.strip("[]"), 0))
+        return sock.getsockname()[1]

@@ -1,0 +1,31 @@
+"""The command `run`: decides who starts the processes."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardc.compat import detect_process
+from shardc.errors import ClusterError
+from shardc.launch.on_this_machine import run_on_this_machine
+from shardc.launch.options import read_options
+from shardc.launch.under_a_cluster import run_under_a_cluster
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run a script in several processes. Returns the exit code of the run.
+
+    Raises:
+      ClusterError: options that do not fit, an address in use, a secret that cannot be shared.
+      OSError: a file that cannot be written.
+    """
+    options = read_options(args)
+    if options.processes is not None:
+        options.check(options.processes)
+        return run_on_this_machine(options, options.processes)
+    found = detect_process(options.deadline)
+    if found is None:
+        raise ClusterError(
+            "no cluster has started this process: JAX finds neither Slurm, nor Open MPI, nor Kubernetes. Give "
+            "--processes N to start N processes on this machine."
+        )
+    return run_under_a_cluster(options, found)

@@ -1,0 +1,24 @@
+"""The live line of a run: how far it is, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def status_text(statuses: Mapping[int, str]) -> str:
+    """One line from what the processes say: `step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for process 1`."""
+    said: dict[int, dict[str, Any]] = {p: json.loads(text) for p, text in sorted(statuses.items()) if text}
+    parts = [_first(said, "step", "step {}"), _first(said, "loss", "loss {:.2f}"),
+             _first(said, "tokens", "{:,.0f} tokens/s")]  # fmt: skip
+    parts += [f"process {p} waits for {facts['waits']}" for p, facts in said.items() if facts.get("waits")]
+    return " | ".join(filter(None, parts))
+
+
+def _first(said: Mapping[int, Mapping[str, Any]], name: str, text: str) -> str:
+    """The fact of the lowest process that says it."""
+    for facts in said.values():
+        if name in facts:
+            return text.format(facts[name])
+    return ""

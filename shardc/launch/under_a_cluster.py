@@ -1,0 +1,233 @@
+"""Runs whose processes a cluster has started: `srun python -m shardc run script.py`, or the like.
+
+Each of them is a launcher that runs the script in a process of its own. The launcher of process 0 holds the store and
+the supervisor, at the address that JAX's detection gives for its coordinator; the others are its agents.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from time import monotonic, sleep
+from typing import Any, Final
+
+from shardc.compat import DetectedProcess
+from shardc.errors import ClusterError
+from shardc.launch.agent import Post, RemoteProcess, host_id, meet, serve
+from shardc.launch.job import Job
+from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.on_this_machine import interrupts_to
+from shardc.launch.options import Options
+from shardc.launch.output import Screen
+from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
+from shardc.runtime.cluster import Seat
+from shardc.runtime.store import StoreServer
+from shardc.runtime.wire import new_secret, write_secret
+
+_LOOPBACK: Final = "127.0.0.1"
+_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
+_SHORTEST: Final = 16
+"""Bytes of a secret that a user gives."""
+
+
+def run_under_a_cluster(options: Options, found: DetectedProcess) -> int:
+    """Run a script as one process of several that a cluster has started. Returns the exit code of the run."""
+    options.check(found.processes)
+    folder = Path.home() / ".shardc" / f"{job_name(found)}-programs"
+    visible = "" if options.script.devices or found.local is None else str(found.local)
+    visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
+
+    def prepare(job: Job) -> Job:
+        island, log = job.seat.island(job.seat.me).start, options.log_of(job.seat.me)
+        cache = str(folder / str(island)) if options.restarts else ""
+        return replace(job, cache=cache, log=str(log.absolute()) if log else "", visible=visible)
+
+    events: SimpleQueue[Event] = SimpleQueue()
+    try:
+        with interrupts_to(events):
+            if found.me == 0:
+                return _lead(options, found, events, prepare)
+            return _follow(options, found, events, prepare, visible)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lead(options: Options, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job]) -> int:
+    """Supervise the run, as the launcher of process 0."""
+    host, port = found.coordinator.rpartition(":")[::2]
+    bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
+    with Lead(bind, options, found, events) as lead:
+        screen = Screen()
+        first = LocalProcess(0, options.script, screen, options.log_of(0), lambda *end: events.put(("ended", *end)))
+        code = lead.supervise(first, screen, prepare)
+        first.close()
+        return code
+
+
+class Lead:
+    """The store of a run under a cluster, its secret, and its agents."""
+
+    def __init__(self, bind: str, options: Options, found: DetectedProcess, events: SimpleQueue[Event]) -> None:
+        self._options, self._events = options, events
+        self._file = None if options.secret else default_secret(found)
+        self._secret = read_secret(options.secret) if options.secret else _make_secret(self._file)
+        self._remotes = {p: self._remote(p) for p in range(1, found.processes)}
+        try:
+            self.server = StoreServer(bind, self._secret, self._on_end, self._on_report)
+        except ClusterError as error:
+            self._remove_secret()
+            raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
+
+    def _remote(self, process: int) -> RemoteProcess:
+        return RemoteProcess(process, lambda event: self.server.tell(-1 - process, event), self._events)
+
+    def __enter__(self) -> Lead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+        self._remove_secret()
+
+    def _remove_secret(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
+        if process >= 0:
+            self._events.put(("report", process, said))
+        elif -1 - process in self._remotes:
+            self._remotes[-1 - process].reported(said)
+
+    def _on_end(self, process: int, left: bool) -> None:
+        if -1 - process in self._remotes:
+            self._remotes[-1 - process].lost()
+
+    def supervise(self, first: LocalProcess, screen: Screen, prepare: Callable[[Job], Job]) -> int:
+        """Run the script in all processes, and end the agents."""
+        options, remotes = self._options, list(self._remotes.values())
+        code = INTERRUPTED
+        try:
+            if meet(remotes, options.deadline, self.server.address, self._events):
+                self._remove_secret()
+                host = self.server.address.rpartition(":")[0]
+                alone = all(r.host == host_id() for r in remotes)
+
+                def job_of(job: Job) -> Job:
+                    remote = self._remotes.get(job.seat.me)
+                    reach = _LOOPBACK if alone else remote.reach if remote else host
+                    seat = replace(job.seat, links=f"{reach}:0")
+                    return prepare(replace(job, seat=seat)) if remote is None else replace(job, seat=seat)
+
+                seat = Seat(
+                    0, 1 + len(remotes), options.islands, self.server.address, self._secret, "", 0,
+                    options.restarts, options.silence, options.deadline,
+                )  # fmt: skip
+                code = Supervisor(Job(seat), [first, *remotes], screen, job_of, self.server, self._events).run()
+        finally:
+            for remote in remotes:
+                remote.end(code)
+        return code
+
+
+def _follow(
+    options: Options, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job], visible: str
+) -> int:
+    """Serve as the agent of another process than 0."""
+    secret = read_secret(options.secret) if options.secret else wait_for_secret(found, options.deadline)
+    bind = interface_address(options.bind) if options.bind else ""
+    post = Post(found.coordinator, secret, found.me, visible, bind, options.deadline)
+
+    def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
+        return LocalProcess(found.me, options.script, shows, options.log_of(found.me), on_end)
+
+    return serve(post, handle, events, prepare)
+
+
+# -- addresses
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface; any other name is returned as it is."""
+    if name not in {interface for _, interface in socket.if_nameindex()}:
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            found = fcntl.ioctl(sock, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            raise ClusterError(f"--bind {name}: this interface has no IPv4 address.") from error
+    return socket.inet_ntoa(found[20:24])
+
+
+# -- the secret
+
+
+def job_name(found: DetectedProcess, env: Mapping[str, str] = os.environ) -> str:
+    """A name of the job that this process belongs to; each of its processes finds the same."""
+    parts = [found.cluster]
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"):
+        if value := env.get(name):
+            parts.append(re.sub(r"\W+", "-", value.partition(";")[0]))
+    if len(parts) == 1:
+        parts.append(re.sub(r"\W+", "-", found.coordinator))
+    return "-".join(parts)
+
+
+def default_secret(found: DetectedProcess) -> Path:
+    """The file of the secret if the user gives none."""
+    if found.cluster not in ("slurm", "ompi"):
+        raise ClusterError(
+            f"the hosts of a run under {found.cluster} share no home directory; give all of them the same secret: "
+            "--secret FILE (under Kubernetes, a file of a Secret that is mounted in every pod)."
+        )
+    return Path.home() / ".shardc" / f"{job_name(found)}.secret"
+
+
+def read_secret(path: Path) -> bytes:
+    secret = path.read_bytes().strip()
+    if len(secret) < _SHORTEST:
+        raise ClusterError(
+            f"--secret {path}: it has {len(secret)} bytes, and at least {_SHORTEST} are needed; make one with: "
+            f"openssl rand -hex 32 > {path}"
+        )
+    return secret
+
+
+def _make_secret(path: Path | None) -> bytes:
+    assert path is not None
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    secret = new_secret()
+    try:
+        write_secret(path, secret)
+    except FileExistsError as error:
+        raise ClusterError(
+            f"the secret of this run is there already: {path}. Another run of this job has made it, or one that was "
+            "killed: if none is running, remove the file."
+        ) from error
+    return secret
+
+
+def wait_for_secret(found: DetectedProcess, seconds: float) -> bytes:
+    """The secret that process 0 makes.
+
+    Raises:
+      ClusterError: it did not come in time.
+    """
+    path, until = default_secret(found), monotonic() + seconds
+    while monotonic() < until:
+        with suppress(FileNotFoundError):
+            if len(secret := path.read_bytes()) == len(new_secret()):
+                return secret
+        sleep(0.1)
+    raise ClusterError(
+        f"process {found.me} waited {seconds:g} s for {path}, which process 0 makes. If the hosts of this run share no "
+        "home directory, give all processes the same secret: --secret FILE."
+    )

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of runs."""
+
+from tests.launch.launching import run
+
+__all__ = ["run"]

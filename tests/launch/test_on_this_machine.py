@@ -1,0 +1,259 @@
+"""Runs on this machine as a user starts them: output, ends, losses, restarts."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+import time
+
+import pytest
+
+from tests.launch.launching import command, named, script, started, text_of, wait_for
+
+PSUM = """\
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+n = len(jax.devices())
+rows = NamedSharding(Mesh(np.array(jax.devices()), "d"), PartitionSpec("d"))
+x = jax.make_array_from_callback((n,), rows, lambda i: np.arange(n, dtype=np.float32)[i])
+print("sum", float(jax.jit(lambda x: x.sum())(x)), jax.process_count(), len(jax.local_devices()))
+"""
+
+
+@pytest.mark.parametrize(("islands", "line"), [(1, "sum 6.0 2 2"), (2, "sum 1.0 1 2")])
+def test_a_sum_over_the_devices_of_an_island(tmp_path, islands, line, run):
+    path = script(tmp_path, PSUM, head="")
+    done = run(path, "--processes", 2, "--devices", 2, "--islands", islands)
+    assert (done.code, done.out, done.err) == (0, f"{line}\n", "")
+
+
+def test_output_appears_once_and_arguments_arrive(tmp_path, run):
+    path = script(
+        tmp_path,
+        """
+        import threading
+        print("out", c.me, sys.argv[1:], sys.path[0], __name__)
+        print("err", c.me, file=sys.stderr)
+        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\n[Gloo] other\\n")
+        print(c.gather("names", f"process {c.me}"), c.seat.islands, c.seat.restarts)
+        """,
+    )
+    done = run(path, "--processes", 2, "--log", tmp_path / "logs", arguments=["--lr", "1", "--", "x"])
+    assert (done.code, done.err) == (0, "err 0\n")
+    assert done.out == (
+        f"out 0 ['--lr', '1', '--', 'x'] {tmp_path} __main__\n[Gloo] other\n['process 0', 'process 1'] 1 0\n"
+    )
+    for p in (0, 1):
+        log = (tmp_path / "logs" / f"process-{p}.log").read_text()
+        assert log.count("\n") == 5
+        assert f"out {p}" in log
+        assert f"err {p}\n" in log
+
+
+def test_a_module_and_a_line_that_is_not_ended_yet(tmp_path):
+    """Output comes at once, not when the process ends."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    script(
+        tmp_path / "package",
+        "print(sys.argv[1:])\nprint('[wait', end=' ', flush=True)\nc.gather('a', sys.stdin.read())",
+    )
+    words = command("package.script", "--processes", 1, "-m", arguments=["7"])
+    with started(words, "package.script", cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "['7']\n"
+        assert process.stdout.read(6) == "[wait "
+        assert process.poll() is None
+        assert process.communicate("now", timeout=30) == ("", "")
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("raise ValueError('on fire')", 1, "process 1| ValueError: on fire"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 is lost: killed by SIGKILL."),
+        pytest.param("sys.exit(7)", 7, "process 1 ended with exit code 7.", marks=pytest.mark.slow),
+        pytest.param("sys.exit('no data')", 1, "process 1| no data", marks=pytest.mark.slow),
+    ],
+)
+def test_exit_code_and_first_error_come_through(tmp_path, how, code, last, run):
+    path = script(tmp_path, f"c.gather('all', '')\nif c.me == 1:\n    {how}\nc.gather('never', '')\n")
+    done = run(path, "--processes", 2, "--islands", 2)
+    why = last.partition("| ")[2].replace("no data", "ended with exit code 1") or last[len("process 1 ") : -1]
+    why = why.removeprefix("is lost: ")
+    *first, follows = done.err.splitlines()
+    assert (done.code, done.out, first[-1]) == (code, "", last)
+    assert follows == f"process 0| PeerLostError: process 1 is lost: {why}."
+    if "raise" in how:
+        assert first[0] == "process 1| Traceback (most recent call last):"
+        assert first[1] == f'process 1|   File "{path}", line 6, in <module>'  # frames of the script only
+
+
+def test_an_error_of_all_is_shown_once(tmp_path, run):
+    path = script(tmp_path, "c.agree('the step', {'mesh': str(c.me)})")
+    done = run(path, "--processes", 2, "--islands", 2, "--restarts", 1)
+    assert done.code == 1
+    assert done.err.count("Traceback") == 1
+    assert done.err.count("mesh: process 0: 0; process 1: 1") == 1
+    short = r"^process \d\| DisagreementError: the step: the processes of this run differ in"
+    assert len(re.findall(short, done.err, re.MULTILINE)) == 1
+
+
+def test_an_error_in_one_process_of_a_jax_runtime_does_not_wait_in_a_barrier(tmp_path, run):
+    path = script(tmp_path, "if c.me == 0:\n    raise ValueError('on fire')\ntime.sleep(100)")
+    done = run(path, "--processes", 2, "--devices", 1)
+    assert done.code == 1
+    assert done.err.count("ValueError: on fire") == 1
+    assert done.seconds < 20
+
+
+INTERRUPTED = """
+import atexit
+(open(f"{sys.argv[1]}/{c.me}", "w")).close()
+if c.me == 1:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.system("sleep 1000 &")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_ctrl_c(tmp_path, number):
+    path = script(tmp_path, INTERRUPTED)
+    with started(command(path, "--processes", 2, arguments=[tmp_path]), str(path)) as process:
+        wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        begin = time.monotonic()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=5)
+        assert time.monotonic() - begin < 5
+        assert (process.returncode, out) == (130, "")
+        assert named(str(path)) == []
+    assert err.endswith("KeyboardInterrupt\n")
+    assert "shardc/launch" not in err
+
+
+def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        for i in range(100000):
+            with open(f"{sys.argv[1]}/{c.me}", "w") as file:
+                file.write(f"{i} {c.seat.store}")
+            print("step", i, "x" * 100)
+            time.sleep(0.01)
+        """,
+    )
+    steps = [tmp_path / "0", tmp_path / "1"]
+
+    def step_of(file):
+        return int((text_of(file).split() or ["-1"])[0])
+
+    with started(command(path, "--processes", 2, "--islands", 2, arguments=[tmp_path]), str(path)) as process:
+        wait_for(lambda: all(step_of(f) > 3 for f in steps))
+        os.kill(process.pid, signal.SIGSTOP)
+        before = [step_of(f) for f in steps]
+        wait_for(lambda: all(step_of(f) > b + 100 for f, b in zip(steps, before, strict=True)))
+        private = os.path.dirname(steps[0].read_text().partition("unix:")[2])
+        assert os.stat(private).st_mode & 0o777 == 0o700
+        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGCONT)
+        wait_for(lambda: not named(str(path)), 10)
+        wait_for(lambda: not os.path.exists(private), 10)
+
+
+RESTARTED = """
+print("start", c.epoch, c.seat.restarts)
+if c.epoch == 0 and c.me == 1:
+    c.gather("all", "")
+    os.kill(os.getpid(), {signal})
+try:
+    c.gather("all", "")
+    c.gather("again", "")
+except Exception as error:
+    print(error)
+    if not {rejoins}:
+        raise
+    c.rejoin()
+    print("rejoined", c.epoch, c.seat.restarts)
+    c.gather("all", "")
+    c.gather("again", "")
+print("end")
+"""
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("islands", "rejoins"), [(1, False), (2, True), pytest.param(2, False, marks=SLOW)])
+def test_a_killed_process_is_started_again(tmp_path, islands, rejoins, run):
+    path = script(tmp_path, RESTARTED.format(signal=9, rejoins=rejoins and islands == 2))
+    done = run(path, "--processes", 2, "--islands", islands, "--restarts", 3, "--log", tmp_path)
+    assert (done.code, done.err) == (0, "process 1 is lost (killed by SIGKILL); started again, 2 restarts are left\n")
+    lines = done.out.splitlines()
+    assert (lines[0], lines[-1]) == ("start 0 3", "end")
+    if islands == 2:
+        assert lines[1] == "process 1 is lost: killed by SIGKILL."
+    assert ("rejoined 1 2" if rejoins and islands == 2 else "start 1 2") in lines
+    log = (tmp_path / "process-1.log").read_text()
+    assert log == "start 0 3\n== process 1, start 2\nstart 1 2\nend\n"
+
+
+def test_a_stopped_process_is_lost(tmp_path, run):
+    path = script(tmp_path, RESTARTED.format(signal=int(signal.SIGSTOP), rejoins=True))
+    done = run(path, "--processes", 2, "--islands", 2, "--restarts", 1, "--silence", 2)
+    assert (done.code, done.out.splitlines()[-2:]) == (0, ["rejoined 1 0", "end"])
+    assert done.err == "process 1 is lost (no sign of life for 2 s); started again, 0 restarts are left\n"
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_compile_again(tmp_path, run):
+    path = script(
+        tmp_path,
+        PSUM
+        + """
+import glob
+if c.epoch == 0:
+    c.gather("sum", "")
+    os.kill(os.getpid(), 9)
+print("programs", bool(glob.glob(f"{jax.config.jax_compilation_cache_dir}/*")))
+""",
+    )
+    done = run(path, "--processes", 2, "--devices", 2, "--restarts", 1)
+    assert (done.code, done.out) == (0, "sum 6.0 2 2\nsum 6.0 2 2\nprograms True\n")
+
+
+def test_a_terminal_stays_a_terminal(tmp_path):
+    """A script sees a terminal if its user does, and the live line does not mix with its lines."""
+    path = script(
+        tmp_path,
+        """
+        if c.me == 0:
+            print(sys.stdout.isatty(), os.get_terminal_size().columns)
+        c.say(step=12, loss=3.2, tokens=5300.0, waits=f"process {1 - c.me}")
+        time.sleep(3)
+        print("end")
+        """,
+    )
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (30, 130))
+    try:
+        with started(command(path, "--processes", 2), str(path), stdout=slave, stderr=slave) as process:
+            os.close(slave)
+            seen = b""
+            while True:
+                try:
+                    piece = os.read(master, 1 << 16)
+                except OSError:
+                    break
+                seen += piece
+            process.wait(30)
+    finally:
+        os.close(master)
+    text = seen.decode()
+    assert text.startswith("True 130\r\n")
+    line = "step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for process 1 | process 1 waits for process 0"
+    assert line in text
+    assert "\r\x1b[2Kend\r\n" in text
+    assert text.endswith(("end\r\n", "\x1b[2K"))
