@@ -6,7 +6,7 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 import jax
 
-from shardc.versions import check_jax
+from shardc.versions import VERSION, check_jax
 
 check_jax(jax.__version__)
 
@@ -14,8 +14,10 @@ from shardc.api import function
 from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.calls.placing import constrain, put
+from shardc.checkpoint.checkpoints import checkpoints
 from shardc.errors import (
     ArgumentError,
+    CheckpointError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -47,6 +49,7 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "CheckpointError",
     "MemoryLimitError",
     "MeshError",
     "P",
@@ -67,6 +70,7 @@ __all__ = [
     "StepFailedError",
     "TracingError",
     "accumulate",
+    "checkpoints",
     "constrain",
     "data_parallel",
     "discover",
@@ -83,4 +87,4 @@ __all__ = [
     "trips",
     "tune",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
