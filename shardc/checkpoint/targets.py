@@ -163,7 +163,7 @@ class Placed:
             out = zeros(at, self.dtype)
             if logical is not None:
                 valid = tuple(slice(0, stop - start) for start, stop in logical)
-                (out[0] if lead else out)[valid] = pieces[logical]
+                (out[0, ...] if lead else out)[valid] = pieces[logical]  # a view, of a scalar too
             return out
 
         made = by_shards(self._physical_shape, self.dtype, self._sharding, piece)
