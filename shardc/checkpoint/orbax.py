@@ -49,7 +49,9 @@ class Saver:
     def _checkpointer(self) -> Any:
         ocp = module("orbax.checkpoint")
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
-        return ocp.AsyncCheckpointer(handler, timeout_secs=int(self._seconds))
+        # Folders are made at once: orbax announces later ones by numbers that all savers of a process share.
+        options = ocp.AsyncOptions(timeout_secs=int(self._seconds), create_directories_asynchronously=False)
+        return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def start(self, folder: Path, arrays: Mapping[str, Any]) -> None:
         """Copy the arrays to the host, and begin to write them. The folder appears when all is written."""
