@@ -19,7 +19,7 @@ import jax
 from shardc.calls.placing import put
 from shardc.checkpoint.group import Group, Peers, group_of
 from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, named_leaves
-from shardc.checkpoint.manifest import Leaf, Manifest, files_of, write_manifest
+from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import module
 from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
@@ -102,6 +102,7 @@ class Checkpoints:
         self.note = ""
         self._newest = -1
         self._is_tidy = False
+        self._took_steps = False  # since the processes met
         self._writer: Writer | None = None
 
     # -- the loop
@@ -121,11 +122,7 @@ class Checkpoints:
             if error is not None:
                 writer.dismiss(GRACE if isinstance(error, Exception) else HURRY)
                 return
-            writer.wait()
-            if self._is_tidy:  # a step was taken
-                self._group.together(self._name("end"), writer.check)
-                if self._group.me == 0:
-                    prune(self.directory, self.keep)
+            self._end(writer)
         finally:
             writer.close()
 
@@ -185,7 +182,7 @@ class Checkpoints:
         self._progress.step(step, loss, tokens)
         if not self._is_tidy:
             self._tidy()
-        self._newest = step
+        self._newest, self._took_steps = step, True
         if (step + 1) % self.every == 0:
             self._write(writer, step, state)
 
@@ -219,6 +216,7 @@ class Checkpoints:
                 for i in range(start, steps):
                     state, loss = _state_and_loss(one_step(i, state), state)
                     self.step(i, state, loss=loss)
+                self._end(self._open_writer())  # while a loss can still be mended
                 return state
             except PeerLostError as error:
                 lost = error
@@ -246,7 +244,7 @@ class Checkpoints:
             if made:
                 (self.directory / made).unlink(missing_ok=True)
         steps = steps_in(self.directory)
-        self._newest, self._is_tidy = max(steps, default=-1), False
+        self._newest, self._is_tidy, self._took_steps = max(steps, default=-1), False, False
 
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
@@ -269,6 +267,7 @@ class Checkpoints:
         writer = self._open_writer()
         writer.wait()
         self._group.together(self._name("written"), writer.check)
+        self._took_steps = False
         told = self._group.together(self._name("look"), self._look if self._group.me == 0 else str)
         said = json.loads(self._group.gather(self._name("found"), told)[0])
         self.note = said["note"]
@@ -285,6 +284,16 @@ class Checkpoints:
         if found is not None and self.plan and found.plan and found.plan != self.plan:
             notes.append(f"The checkpoint of step {found.step} was written under plan {found.plan}, not {self.plan}.")
         return json.dumps({"step": None if found is None else found.step, "note": "\n".join(notes)})
+
+    def _end(self, writer: Writer) -> None:
+        """Wait until the last checkpoint is complete in all processes."""
+        writer.wait()
+        if self._took_steps:
+            self._group.together(self._name("end"), writer.check)
+            self._took_steps = False
+            if self._group.me == 0:
+                prune(self.directory, self.keep)
+        writer.check()
 
     def _read(self, step: int) -> Checkpoint:
         until = monotonic() + APPEARS
@@ -315,7 +324,7 @@ class Checkpoints:
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         pairs = named_leaves(state)
         check_savable(pairs)
-        leaves: list[Leaf] = []
+        leaves: list[StoredLeaf] = []
         arrays: dict[str, Any] = {}
         for number, (path, x) in enumerate(pairs):
             stored = blocks_of(number, x)
@@ -329,7 +338,7 @@ class Checkpoints:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
 
-    def _finish(self, step: int, leaves: list[Leaf]) -> None:
+    def _finish(self, step: int, leaves: list[StoredLeaf]) -> None:
         """In the thread of the writer: what makes a checkpoint complete, and older ones superfluous."""
         group = self._group
         if group.speaks:

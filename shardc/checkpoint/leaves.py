@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
-from shardc.checkpoint.manifest import VALUES, Block, Leaf
+from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
 from shardc.passes.trace.trace import leaves_by_path, path_text
 from shardc.sbp.layout import bits_of
@@ -39,18 +39,18 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def described(path: str, x: Any, blocks: Sequence[Block] = ()) -> Leaf:
+def described(path: str, x: Any, blocks: Sequence[RowBlock] = ()) -> StoredLeaf:
     """What the manifest says of a leaf."""
     if isinstance(x, ARRAYS) or is_placed(x):
         weak = bool(getattr(x, "weak_type", False))
-        return Leaf(path, "array", dtype_text(x.dtype), tuple(x.shape), weak, "", tuple(blocks))
+        return StoredLeaf(path, "array", dtype_text(x.dtype), tuple(x.shape), weak, "", tuple(blocks))
     name = type(x).__name__
     if type(x) in (bool, int, float, complex, str):
-        return Leaf(path, "value", name, value=repr(x) if name in ("float", "complex") else str(x))
-    return Leaf(path, "static", name)
+        return StoredLeaf(path, "value", name, value=repr(x) if name in ("float", "complex") else str(x))
+    return StoredLeaf(path, "static", name)
 
 
-def value_of(leaf: Leaf) -> Any:
+def value_of(leaf: StoredLeaf) -> Any:
     """The number or string of a leaf that stands in the manifest."""
     return VALUES[leaf.dtype](leaf.value)
 
@@ -76,7 +76,7 @@ def _known(x: Any) -> bool:
     return x.dtype == np.bool_ or (number and x.dtype.itemsize <= wide)
 
 
-def blocks_of(number: int, x: Any) -> list[tuple[Block, Any]]:
+def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     """The arrays in which a leaf is stored here, by what they hold: one, or one for each piece that lies here.
 
     Args:
@@ -85,13 +85,13 @@ def blocks_of(number: int, x: Any) -> list[tuple[Block, Any]]:
     if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_far(x):
         return []
     if not isinstance(x, StackedArray):
-        return [(Block(str(number), 0, x.shape[0] if x.shape else 1), x)]
-    found: list[tuple[Block, Any]] = []
+        return [(RowBlock(str(number), 0, x.shape[0] if x.shape else 1), x)]
+    found: list[tuple[RowBlock, Any]] = []
     at = 0
     for i, piece in enumerate(x.pieces):
         rows = piece.shape[0]
         if rows and not is_far(piece):
-            found.append((Block(f"{number}.{i}", at, at + rows), piece))
+            found.append((RowBlock(f"{number}.{i}", at, at + rows), piece))
         at += rows
     return found
 

@@ -20,7 +20,7 @@ VALUES: Final[Mapping[str, Any]] = {"bool": "True".__eq__, "int": int, "float": 
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows of a leaf that one stored array holds; of a scalar, row 0 to 1.
 
     Attributes:
@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredLeaf:
     """A leaf of a saved tree.
 
     Attributes:
@@ -52,7 +52,7 @@ class Leaf:
     shape: tuple[int, ...] = ()
     weak: bool = False
     value: str = ""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RowBlock, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]" if self.kind == "array" else f"a Python {self.dtype}"
@@ -82,7 +82,7 @@ class Manifest:
     step: int
     owner: int
     owners: int
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StoredLeaf, ...]
     files: Mapping[str, int]
     plan: str
     shardc: str
@@ -129,6 +129,6 @@ def read_manifest(path: Path) -> Manifest:
         raise ValueError(f"no manifest of format {FORMAT}: {error}") from error
 
 
-def _leaf(data: dict[str, Any]) -> Leaf:
+def _leaf(data: dict[str, Any]) -> StoredLeaf:
     shape, blocks = data.pop("shape"), data.pop("blocks")
-    return Leaf(shape=tuple(shape), blocks=tuple(Block(**b) for b in blocks), **data)
+    return StoredLeaf(shape=tuple(shape), blocks=tuple(RowBlock(**b) for b in blocks), **data)

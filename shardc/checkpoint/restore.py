@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import decode, described, named_leaves
-from shardc.checkpoint.manifest import Leaf
+from shardc.checkpoint.manifest import StoredLeaf
 from shardc.checkpoint.orbax import Index
 from shardc.checkpoint.steps import Checkpoint
 from shardc.checkpoint.targets import Pieces, Place, target_of, zeros
@@ -36,7 +36,7 @@ def check_fits(checkpoint: Checkpoint, tree: Any) -> None:
         raise CheckpointError(all_offenders(head, lines))
 
 
-def _difference(path: str, x: Any, saved: Mapping[str, Leaf]) -> str:
+def _difference(path: str, x: Any, saved: Mapping[str, StoredLeaf]) -> str:
     asked = _described(path, x)
     there = saved.get(path)
     if there is None:
@@ -46,14 +46,14 @@ def _difference(path: str, x: Any, saved: Mapping[str, Leaf]) -> str:
     return f"{path}: {there} in the checkpoint, {asked} asked for"
 
 
-def _described(path: str, x: Any) -> Leaf:
+def _described(path: str, x: Any) -> StoredLeaf:
     return described(path, jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Place) else x)
 
 
 _KINDS: Final = {"bool": np.bool_, "int": np.integer, "float": np.floating, "complex": np.complexfloating}
 
 
-def _is_same(asked: Leaf, saved: Leaf, x: Any) -> bool:
+def _is_same(asked: StoredLeaf, saved: StoredLeaf, x: Any) -> bool:
     """Whether a saved leaf can be restored as one that is asked for. A step makes an array of a Python number, and a
     float32 of NumPy's float64 unless JAX's x64 is on."""
     if asked.kind == saved.kind == "array":
@@ -90,7 +90,7 @@ def restore(checkpoint: Checkpoint, tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _piece(checkpoint: Checkpoint, leaf: Leaf, index: Index, like: Any) -> NDArray[Any]:
+def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index, like: Any) -> NDArray[Any]:
     """A piece of a logical array, put together from the stored arrays that hold its rows."""
     if any(start == stop for start, stop in index):
         return zeros(index, like.dtype if leaf.dtype.startswith("key<") else np.dtype(leaf.dtype))

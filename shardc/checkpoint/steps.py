@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardc.checkpoint.manifest import Leaf, Manifest, manifest_path, read_manifest
+from shardc.checkpoint.manifest import Manifest, StoredLeaf, manifest_path, read_manifest
 
 TOKEN = ".token-"
 """How the name of a file begins that is written to see whether all processes share the directory."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRows:
     """Rows of a leaf, and the stored array to read them from."""
 
     owner: int
@@ -42,14 +42,14 @@ class Checkpoint:
     manifests: tuple[Manifest, ...] = ()
     missing: str = ""
     damage: str = ""
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict[str, tuple[Part, ...]])
+    parts: Mapping[str, tuple[StoredRows, ...]] = field(default_factory=dict[str, tuple[StoredRows, ...]])
 
     @property
     def is_complete(self) -> bool:
         return not self.missing and not self.damage
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def leaves(self) -> tuple[StoredLeaf, ...]:
         return self.manifests[0].leaves
 
     @property
@@ -107,27 +107,27 @@ def _damage(folder: Path, manifests: Iterable[Manifest]) -> str:
     return ""
 
 
-def parts_by_path(manifests: Sequence[Manifest]) -> dict[str, tuple[Part, ...]]:
+def parts_by_path(manifests: Sequence[Manifest]) -> dict[str, tuple[StoredRows, ...]]:
     """The stored arrays that make up each leaf, without leaves that lack rows. Of two owners the lower one is read."""
-    there: dict[tuple[str, str, tuple[int, ...]], list[Part]] = {}
+    there: dict[tuple[str, str, tuple[int, ...]], list[StoredRows]] = {}
     for m in manifests:
         for x in m.leaves:
-            parts = [Part(m.owner, b.name, b.start, b.stop, b.start) for b in x.blocks]
+            parts = [StoredRows(m.owner, b.name, b.start, b.stop, b.start) for b in x.blocks]
             there.setdefault((x.path, x.dtype, x.shape), []).extend(parts)
     made = {x.path: _covering(x.rows, there[x.path, x.dtype, x.shape]) for x in manifests[0].leaves if not x.is_empty}
     empty = {x.path: () for x in manifests[0].leaves if x.is_empty}
     return {**empty, **{path: parts for path, parts in made.items() if parts}}
 
 
-def _covering(rows: int, there: Sequence[Part]) -> tuple[Part, ...]:
+def _covering(rows: int, there: Sequence[StoredRows]) -> tuple[StoredRows, ...]:
     """Parts that follow one another and hold all rows; none if rows are missing."""
-    found: list[Part] = []
+    found: list[StoredRows] = []
     at = 0
     while at < rows:
         part = next((p for p in there if p.start <= at < p.stop), None)
         if part is None:
             return ()
-        found.append(Part(part.owner, part.name, at, part.stop, part.first))
+        found.append(StoredRows(part.owner, part.name, at, part.stop, part.first))
         at = part.stop
     return tuple(found)
 

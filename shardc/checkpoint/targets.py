@@ -16,7 +16,7 @@ from shardc import compat
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.calls.leaves import leaf_of
 from shardc.checkpoint.leaves import ARRAYS, is_far, is_key, value_of
-from shardc.checkpoint.manifest import Leaf
+from shardc.checkpoint.manifest import StoredLeaf
 from shardc.checkpoint.orbax import Index
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
@@ -119,7 +119,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Placed:
+class InPieces:
     """A PlacedArray: its pieces with their padding; of a partial sum the first device holds all."""
 
     shape: tuple[int, ...]
@@ -251,10 +251,10 @@ class Place:
         placement = self.placement.resolve(len(self.shape))
         if is_plain(self.shape, placement, dict(self.mesh.shape)):
             return Sharded(self.shape, self.dtype, weak, NamedSharding(self.mesh, physical_spec(placement)))
-        return Placed(self.shape, self.dtype, weak, placement, self.mesh)
+        return InPieces(self.shape, self.dtype, weak, placement, self.mesh)
 
 
-def target_of(x: Any, saved: Leaf) -> Target:
+def target_of(x: Any, saved: StoredLeaf) -> Target:
     """What a saved leaf is restored as, for a leaf of the tree that is asked for."""
     if saved.kind == "static" or is_far(x):
         return Given(x)
@@ -266,7 +266,7 @@ def target_of(x: Any, saved: Leaf) -> Target:
     return Filled(_array_target(x, saved), np.asarray(value, x.dtype))
 
 
-def _array_target(x: Any, saved: Leaf) -> Target:
+def _array_target(x: Any, saved: StoredLeaf) -> Target:
     if isinstance(x, Place):
         return x.target(saved.weak)
     if is_placed(x):
@@ -285,7 +285,7 @@ def _placed(x: Any, weak: bool) -> Target:
     if is_far(x):
         return Given(x)
     if not isinstance(x, StackedArray):
-        return Placed(x.shape, x.dtype, weak, x.placement, x.mesh)
+        return InPieces(x.shape, x.dtype, weak, x.placement, x.mesh)
     starts = tuple(sum(p.shape[0] for p in x.pieces[:i]) for i in range(len(x.pieces)))
     return Stacked(tuple(_placed(p, weak) for p in x.pieces), starts)
 

@@ -669,6 +669,30 @@ def test_a_second_loss_while_the_run_begins_again(tmp_path):
     assert count == [1, 1]
 
 
+def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path):
+    """One has done all steps when the other dies: it has to come back."""
+    lost = []
+
+    class Unlucky(Fake):
+        def gather(self, name, text):
+            if name.endswith("end") and not lost:
+                lost.append(1)
+                raise PeerLostError("process 1 is lost: killed.", 1)
+            return super().gather(name, text)
+
+        def rejoin(self):
+            self.counts = {}
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path, every=3) as saved:
+            state = saved.run(lambda i, state: {"n": state["n"] + i}, {"n": 0}, steps=5)
+        return state, cluster.names
+
+    state, names_ = within(60, as_process, Unlucky(Run(1, 1), 0), body)
+    assert lost and state == {"n": 10}
+    assert sum(name.endswith("end") for name in names_) == 1  # the end of the `with` asks for nothing more
+
+
 def test_a_loss_that_nobody_mends_goes_out(tmp_path):
     class Final(Fake):
         def rejoin(self):

@@ -21,7 +21,7 @@ from shardc.checkpoint.leaves import (
     stored_dtype,
     value_of,
 )
-from shardc.checkpoint.manifest import Block, Leaf
+from shardc.checkpoint.manifest import RowBlock, StoredLeaf
 from shardc.errors import CheckpointError
 
 DTYPES = [
@@ -65,7 +65,7 @@ def test_nan_and_the_sign_of_zero_stay():
 def test_keys_are_stored_as_words():
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
     assert encode(keys).dtype == np.uint32 and encode(keys).shape == (3, 4)
-    assert described("k", keys) == Leaf("k", "array", "key<rbg>", (3,))
+    assert described("k", keys) == StoredLeaf("k", "array", "key<rbg>", (3,))
 
 
 @pytest.mark.parametrize("placement", [Placement({"a": S(0)}), Placement.parse("{a: P(sum)}"), Placement({"a": S(1)})])
@@ -84,17 +84,17 @@ def test_pieces_of_a_stack_are_blocks_of_rows():
     here, there = (put_leaf(v, m, Placement({"a": S(0)})) for v, m in zip((value[:3], value[3:]), meshes, strict=True))
     there = there if isinstance(there, PlacedArray) else PlacedArray(there, (2, 3), Placement({"a": S(0)}), meshes[1])
     found = blocks_of(7, StackedArray([here, there]))
-    assert [b for b, _ in found] == [Block("7.0", 0, 3), Block("7.1", 3, 5)]
+    assert [b for b, _ in found] == [RowBlock("7.0", 0, 3), RowBlock("7.1", 3, 5)]
     np.testing.assert_array_equal(np.concatenate([encode(x) for _, x in found]), value)
     (block, _), *rest = blocks_of(7, StackedArray([far((3, 3), meshes[0]), there]))
-    assert block == Block("7.1", 3, 5) and rest == []
+    assert block == RowBlock("7.1", 3, 5) and rest == []
 
 
 def test_what_lives_elsewhere_has_no_blocks():
     x = far((2, 2), make_mesh(a=2))
     assert is_far(x) and blocks_of(0, x) == []
     assert not is_far(put_leaf(np.zeros(5), make_mesh(a=2), Placement({"a": S(0)}))) and not is_far(np.zeros(5))
-    assert described("x", x) == Leaf("x", "array", "float32", (2, 2))
+    assert described("x", x) == StoredLeaf("x", "array", "float32", (2, 2))
 
 
 @pytest.mark.parametrize("x", [np.zeros((0, 3)), jnp.zeros((3, 0)), 3, "text", object()])
@@ -114,7 +114,7 @@ def test_nan_stands_in_the_manifest():
 
 
 def test_other_leaves_are_static():
-    assert described("f", len) == Leaf("f", "static", "builtin_function_or_method")
+    assert described("f", len) == StoredLeaf("f", "static", "builtin_function_or_method")
 
 
 def test_paths():

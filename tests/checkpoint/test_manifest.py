@@ -5,12 +5,20 @@ import os
 
 import pytest
 
-from shardc.checkpoint.manifest import Block, Leaf, Manifest, files_of, manifest_path, read_manifest, write_manifest
+from shardc.checkpoint.manifest import (
+    Manifest,
+    RowBlock,
+    StoredLeaf,
+    files_of,
+    manifest_path,
+    read_manifest,
+    write_manifest,
+)
 
 LEAVES = (
-    Leaf("params/w", "array", "float32", (4, 3), False, "", (Block("0.0", 0, 2), Block("0.1", 2, 4))),
-    Leaf("n", "value", "int", value="3"),
-    Leaf("name", "static", "object"),
+    StoredLeaf("params/w", "array", "float32", (4, 3), False, "", (RowBlock("0.0", 0, 2), RowBlock("0.1", 2, 4))),
+    StoredLeaf("n", "value", "int", value="3"),
+    StoredLeaf("name", "static", "object"),
 )
 
 
@@ -64,4 +72,4 @@ def test_files_of_a_folder(tmp_path):
 
 def test_texts():
     assert [str(x) for x in LEAVES] == ["float32[4,3]", "a Python int", "a Python object"]
-    assert [x.is_empty for x in (*LEAVES, Leaf("e", "array", "int8", (0, 3)))] == [False, True, True, True]
+    assert [x.is_empty for x in (*LEAVES, StoredLeaf("e", "array", "int8", (0, 3)))] == [False, True, True, True]

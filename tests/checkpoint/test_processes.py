@@ -108,7 +108,7 @@ def check_islands(directory, steps, kills):
 
 
 def test_two_runtimes_one_of_which_is_killed(tmp_path):
-    check_islands(tmp_path, 8, [(5, 1, 0)])
+    check_islands(tmp_path, 16, [(5, 1, 0)])
 
 
 @pytest.mark.slow
@@ -116,4 +116,4 @@ def test_two_runtimes_one_of_which_is_killed(tmp_path):
 def test_two_runtimes_of_which_one_after_the_other_is_killed(tmp_path, seed):
     k = random.Random(seed)
     steps = sorted(k.sample(range(1, 20), 3))
-    check_islands(tmp_path, 24, [(step, k.choice((0, 1)), seed) for step in steps])
+    check_islands(tmp_path, 60, [(step, k.choice((0, 1)), seed) for step in steps])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardc.checkpoint.leaves import blocks_of, described, encode, named_leaves
-from shardc.checkpoint.manifest import Block, Manifest
+from shardc.checkpoint.manifest import Manifest, RowBlock
 from shardc.checkpoint.orbax import Saver
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import Checkpoint, parts_by_path
@@ -108,7 +108,7 @@ def test_a_leaf_of_several_blocks_is_put_together(tmp_path):
         saver.wait()
     saver.close()
     leaf = described("w", value)
-    blocks = [Block("0", 0, 4)], [Block("0", 2, 6)]
+    blocks = [RowBlock("0", 0, 4)], [RowBlock("0", 2, 6)]
     manifests = tuple(
         Manifest(3, o, 2, (replace(leaf, blocks=tuple(b)),), {}, "", "1", "2") for o, b in enumerate(blocks)
     )

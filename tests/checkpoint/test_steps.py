@@ -4,8 +4,17 @@ import os
 
 import pytest
 
-from shardc.checkpoint.manifest import Block, Leaf, Manifest, files_of, write_manifest
-from shardc.checkpoint.steps import Part, last_complete, parts_by_path, prune, read_checkpoint, remove, steps_in, tidy
+from shardc.checkpoint.manifest import Manifest, RowBlock, StoredLeaf, files_of, write_manifest
+from shardc.checkpoint.steps import (
+    StoredRows,
+    last_complete,
+    parts_by_path,
+    prune,
+    read_checkpoint,
+    remove,
+    steps_in,
+    tidy,
+)
 
 
 def write(directory, step, owners=1, only=None, rows=4):
@@ -16,7 +25,7 @@ def write(directory, step, owners=1, only=None, rows=4):
         data.mkdir(parents=True)
         (data / "data").write_bytes(b"12345")
         each = rows // owners
-        leaf = Leaf("w", "array", "float32", (rows, 2), blocks=(Block("0", owner * each, (owner + 1) * each),))
+        leaf = StoredLeaf("w", "array", "float32", (rows, 2), blocks=(RowBlock("0", owner * each, (owner + 1) * each),))
         write_manifest(Manifest(step, owner, owners, (leaf,), files_of(data), "", "1", "2"), folder)
     return folder
 
@@ -82,7 +91,7 @@ def test_the_one_before_a_damaged_one_is_taken(tmp_path, damage):
 
 def test_rows_that_no_owner_has_are_damage(tmp_path):
     folder = write(tmp_path, 1, owners=2)
-    leaf = Leaf("w", "array", "float32", (4, 2), blocks=(Block("0", 0, 2),))
+    leaf = StoredLeaf("w", "array", "float32", (4, 2), blocks=(RowBlock("0", 0, 2),))
     for owner in (0, 1):
         write_manifest(Manifest(1, owner, 2, (leaf,), {}, "", "1", "2"), folder)
     assert read_checkpoint(tmp_path, 1).damage == "no owner has all of w"
@@ -90,11 +99,11 @@ def test_rows_that_no_owner_has_are_damage(tmp_path):
 
 def test_of_two_owners_the_lower_is_read():
     def manifest(owner, *blocks):
-        leaf = Leaf("w", "array", "float32", (6,), blocks=blocks)
-        return Manifest(1, owner, 3, (leaf, Leaf("e", "array", "int8", (0,))), {}, "", "1", "2")
+        leaf = StoredLeaf("w", "array", "float32", (6,), blocks=blocks)
+        return Manifest(1, owner, 3, (leaf, StoredLeaf("e", "array", "int8", (0,))), {}, "", "1", "2")
 
-    found = parts_by_path([manifest(0), manifest(1, Block("a", 0, 4)), manifest(2, Block("b", 0, 6))])
-    assert found == {"w": (Part(1, "a", 0, 4, 0), Part(2, "b", 4, 6, 0)), "e": ()}
+    found = parts_by_path([manifest(0), manifest(1, RowBlock("a", 0, 4)), manifest(2, RowBlock("b", 0, 6))])
+    assert found == {"w": (StoredRows(1, "a", 0, 4, 0), StoredRows(2, "b", 4, 6, 0)), "e": ()}
 
 
 def test_tidy_removes_half_written_ones_and_sets_damaged_ones_aside(tmp_path):
