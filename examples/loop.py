@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,6 +24,7 @@ from examples.data import Batch
 from examples.meter import Meter
 from examples.staging import staging
 from examples.zoo import MODELS, Model
+from shardc.checkpoint.checkpoints import Checkpoints
 
 TOLERANCE = 1e-4
 """Relative: what another order of float32 sums may change in a loss over some 50 steps."""
@@ -69,28 +71,41 @@ def train(options: argparse.Namespace) -> int:
     if not staged.pipeline:  # which puts each array on its stage by itself
         args = shardc.put(args, mesh, plan.in_placements)
     *state, _ = args
-    with open(options.loss_log or os.devnull, "w", buffering=1) as log:
-        losses, state = run(step, state, batches(), meter(name="train"), log)
+    saving = nullcontext()
+    if options.checkpoints:
+        saving = shardc.checkpoints(options.checkpoints, every=options.every or 10, plan=plan)
+    with open(options.loss_log or os.devnull, "a" if options.checkpoints else "w", buffering=1) as log, saving as saved:
+        losses, state = run(step, state, batches(), meter(name="train"), log, saved)
     print(f"\nafter {options.steps} steps: {model.result(cfg, to_host(state))}")
     if not options.check_against_one_device:
         return 0
     reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
+    if not losses:
+        return 0  # all steps were done before
+    reference = reference[-len(losses) :]  # the others were done before
     apart = np.abs(np.subtract(losses, reference))
     worst = float(np.max(np.divide(apart, np.abs(reference), out=apart.copy(), where=np.asarray(reference) != 0)))
     print(f"check: the losses differ from those of one device by at most {worst:.1e} of their size")
     return int(worst > TOLERANCE)
 
 
-def run(step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter, log: TextIO | None = None):
-    """The loop itself: (losses, state) after a step on each batch."""
+def run(
+    step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter, log: TextIO | None = None,
+    saved: Checkpoints | None = None,
+):  # fmt: skip
+    """The loop itself: (losses, state) after a step on each batch, of those that are not done according to `saved`."""
     losses: list[float] = []
+    state, start = saved.last(or_else=tuple(state)) if saved else (state, 0)
     with meter:
-        for i, batch in enumerate(batches):
+        meter.skip(start)
+        for i, batch in enumerate(islice(batches, start, None), start):
             *state, loss = step(*state, batch)
             losses.append(float(loss))
             meter.step(losses[-1])
             if log:
                 print(json.dumps({"step": i, "loss": losses[-1]}), file=log)
+            if saved:
+                saved.step(i, tuple(state), loss=losses[-1], tokens=meter.per_step)
     return losses, tuple(state)
 
 

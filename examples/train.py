@@ -43,12 +43,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--scan", action="store_true", help=f"{', '.join(DECODERS)}: scan over stacked layers")
     add("--remat", action="store_true", help=f"{', '.join(DECODERS)}: recompute each block in the backward pass")
     add("--loss-log", help="write one JSON line per step to this file")
+    add("--checkpoints", metavar="DIR", help="write the state to this directory, and go on from what is there")
+    add("--every", type=positive, help="--checkpoints: steps from one to the next; default: 10")
     add("--check-against-one-device", action="store_true", help="train once more without shardc, compare the losses")
     options = parser.parse_args(argv)
     if options.model not in DECODERS and (options.vocab or options.scan or options.remat):
         parser.error(f"--vocab, --scan and --remat are for {', '.join(DECODERS)}")
     if options.model in FLAT and options.layers:
         parser.error(f"--layers is not for {options.model}")
+    if options.every and not options.checkpoints:
+        parser.error("--every is for --checkpoints")
     if options.vocab is not None and options.vocab < 256:
         parser.error(f"--vocab {options.vocab}: the text is made of bytes, which want at least 256")
     return options

@@ -6,7 +6,7 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 import jax
 
-from shardc.versions import check_jax
+from shardc.versions import VERSION, check_jax
 
 check_jax(jax.__version__)
 
@@ -14,8 +14,10 @@ from shardc.api import function
 from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.calls.placing import constrain, put
+from shardc.checkpoint.checkpoints import checkpoints
 from shardc.errors import (
     ArgumentError,
+    CheckpointError,
     ClusterError,
     DisagreementError,
     MeshError,
@@ -52,6 +54,7 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "CheckpointError",
     "ClusterError",
     "DisagreementError",
     "MemoryLimitError",
@@ -76,6 +79,7 @@ __all__ = [
     "StepFailedError",
     "TracingError",
     "accumulate",
+    "checkpoints",
     "constrain",
     "data_parallel",
     "devices",
@@ -93,4 +97,4 @@ __all__ = [
     "trips",
     "tune",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION

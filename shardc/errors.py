@@ -82,6 +82,10 @@ class PeerLostError(StepFailedError):
         self.process = process
 
 
+class CheckpointError(ShardcError, RuntimeError):
+    """A checkpoint that cannot be written, or one that does not hold the state that is asked for."""
+
+
 class ShardcWarning(UserWarning):
     """An expensive choice that is easy to avoid: given once for each function."""
 

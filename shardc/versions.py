@@ -1,10 +1,13 @@
-"""The JAX releases that shardc supports. An older release is an error, a newer, untested one a warning."""
+"""The version of shardc, and the JAX releases that it supports: an older one is an error, a newer one a warning."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from typing import Final
+
+VERSION: Final = "0.1.0"
+"""Of shardc."""
 
 OLDEST: Final = "0.10"
 NEWEST: Final = "0.12.0.1"

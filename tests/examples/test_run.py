@@ -55,6 +55,19 @@ def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path):
     run(RUNS[name], capsys, tmp_path)
 
 
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.parametrize("name", ["mlp", "pipeline"])
+def test_the_same_command_again_goes_on(name, capsys, tmp_path):
+    log = tmp_path / "loss.jsonl"
+    command = [*RUNS[name].split(), "--checkpoints", str(tmp_path / "saved"), "--every", "2", "--loss-log", str(log)]
+    assert train(parse([*command, "--steps", "3"])) == 0
+    assert train(parse([*command, "--steps", "5", "--check-against-one-device"])) == 0
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2, 2, 3, 4]
+    assert "differ from those of one device" in capsys.readouterr().out
+    assert train(parse([*command, "--steps", "4", "--check-against-one-device"])) == 0  # they are done
+    assert len(log.read_text().splitlines()) == 6
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("name", SLOW)

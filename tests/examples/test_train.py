@@ -25,6 +25,7 @@ def test_options():
         (["--mesh", "data=2,data=4"], "'data=2,data=4' names an axis twice"),
         (["--steps", "0"], "0 is not a positive number"),
         (["--model", "mlp", "--remat"], "--vocab, --scan and --remat are for gpt2, llama, moe"),
+        (["--every", "5"], "--every is for --checkpoints"),
         (["--vocab", "100"], "--vocab 100: the text is made of bytes, which want at least 256"),
     ],
 )
@@ -59,3 +60,15 @@ def test_without_a_terminal_there_is_a_line_every_ten_steps(capsys):
     assert [line[:10] for line in lines] == ["step  1/25", "step 10/25", "step 20/25", "step 25/25"]
     assert all("loss 1.5000" in line for line in lines)
     assert ["tokens/s" in line for line in lines] == [False, True, True, True]
+
+
+def test_steps_that_were_done_before_are_not_in_the_rate(capsys, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    with Meter(name="train", steps=12, unit="tokens", per_step=100) as meter:
+        meter.skip(9)
+        for _ in range(3):
+            meter.step(loss=1.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:10] for line in lines] == ["step 10/12", "step 12/12"]
+    assert ["100 tokens/s" in line for line in lines] == [False, True]

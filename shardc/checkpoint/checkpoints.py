@@ -1,0 +1,379 @@
+"""`shardc.checkpoints`: a loop that writes its state beside the run, and goes on from the last state that is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any, Final
+
+import jax
+
+from shardc.calls.placing import put
+from shardc.checkpoint.group import Group, Peers, group_of
+from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, named_leaves
+from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
+from shardc.checkpoint.orbax import module
+from shardc.checkpoint.progress import Progress
+from shardc.checkpoint.restore import check_fits, restore
+from shardc.checkpoint.steps import TOKEN, Checkpoint, folder_of, last_complete, prune, read_checkpoint, steps_in, tidy
+from shardc.checkpoint.targets import placed_like
+from shardc.checkpoint.writer import Writer
+from shardc.errors import ArgumentError, CheckpointError, PeerLostError
+from shardc.runtime import cluster
+from shardc.versions import VERSION
+
+_log: Final = logging.getLogger("shardc")
+
+SECONDS: Final = 600.0
+"""For writing one checkpoint."""
+GRACE: Final = 30.0
+"""Seconds that the end of a failed loop waits for what is being written."""
+HURRY: Final = 3.0
+"""The same when the run is interrupted, as by Ctrl-C."""
+APPEARS: Final = 10.0
+"""Seconds in which what one host writes appears on the others."""
+
+
+def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None) -> Checkpoints:
+    """Write the state of a loop while it runs, and go on from the last state that is there.
+
+    States are written by orbax in logical form: they are restored onto any other mesh, placement, number of pipeline
+    stages or number of processes. All processes of a run use it in the same way; the directory is on a file system that
+    all their hosts share. One run at a time writes to a directory.
+
+    Args:
+      directory: where the checkpoints are, or will be: `<directory>/<step>/`.
+      every: step `i` is written if `every` divides `i + 1`.
+      keep: so many of the newest complete checkpoints are kept; an older one goes when a newer one is complete.
+      plan: a plan, or the digest of one as text. It is written down, and `note` says if a checkpoint that is taken was
+        written under another plan.
+
+    Returns:
+      A context manager. Its body ends when the last checkpoint is complete; an error of the body goes out at once.
+
+    Raises:
+      ArgumentError: `every` or `keep` is less than 1.
+      CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
+        written, or is not the same one for all processes.
+
+    Example:
+      >>> import tempfile
+      >>> with checkpoints(tempfile.mkdtemp(), every=2) as saved:
+      ...     state, start = saved.last(or_else={"w": jax.numpy.zeros(3)})
+      ...     for i in range(start, 4):
+      ...         state = {"w": state["w"] + 1}
+      ...         saved.step(i, state)
+      ...     saved.last(or_else=state)[1]
+      4
+    """
+    wrong = [f"{name}={n!r}" for name, n in (("every", every), ("keep", keep)) if type(n) is not int or n < 1]
+    if wrong:
+        raise ArgumentError(f"shardc.checkpoints: {', '.join(wrong)}: a whole number of 1 or more is needed.")
+    if "://" in os.fspath(directory):
+        raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
+    module("orbax.checkpoint")
+    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan))
+
+
+def _digest(plan: Any) -> str:
+    if plan is None or isinstance(plan, str):
+        return plan or ""
+    return hashlib.sha256(plan.explain().encode()).hexdigest()[:16]
+
+
+class Checkpoints:
+    """The checkpoints of a loop; `shardc.checkpoints` makes it.
+
+    Attributes:
+      note: what was found when a checkpoint was looked for: which were not taken and why, or that it was written under
+        another plan. Empty if there is nothing to say.
+    """
+
+    def __init__(self, directory: Path, every: int, keep: int, plan: str) -> None:
+        self.directory, self.every, self.keep, self.plan = directory, every, keep, plan
+        self.note = ""
+        self._newest = -1
+        self._is_tidy = False
+        self._took_steps = False  # since the processes met
+        self._writer: Writer | None = None
+
+    # -- the loop
+
+    def __enter__(self) -> Checkpoints:
+        if self._writer is not None:
+            raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
+        self._open()
+        self._writer = Writer(SECONDS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        writer, self._writer = self._open_writer(), None
+        try:
+            if error is not None:
+                writer.dismiss(GRACE if isinstance(error, Exception) else HURRY)
+                return
+            self._end(writer)
+        finally:
+            writer.close()
+
+    def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
+        """The state of the last step that all processes have.
+
+        Args:
+          or_else: the state to begin with if there is no checkpoint, a pytree; or a function without arguments that
+            makes it, which is then called only if there is none. Each leaf is restored as the kind of array that it is
+            here, at its placement: a jax.Array at its sharding, a PlacedArray, a NumPy array on the host. Of a
+            function's result only shapes and types are known: give `placements`, or have jax.Arrays on the default
+            device.
+          mesh, placements: as for `shardc.put`, such as `plan.in_placements.params`; the state is put there, whether it
+            is restored or new.
+
+        Returns:
+          The state, and the number of the step to go on with: the one after the checkpoint's, or 0.
+
+        Raises:
+          CheckpointError: the checkpoint is of another program (the error has all differences), or cannot be read. In
+            every process.
+        """
+        if (mesh is None) != (placements is None):
+            raise ArgumentError("saved.last: give both mesh= and placements=, or neither.")
+        found = self._find()
+        self._newest, self._is_tidy = -1 if found is None else found.step, False
+        if found is None:
+            state = or_else() if _is_function(or_else) else or_else
+            return (state if placements is None else put(state, mesh, placements)), 0
+        like = jax.eval_shape(or_else) if _is_function(or_else) else or_else
+        if placements is not None:
+            like = placed_like(like, mesh, placements)
+        self._group.together(self._name("fits"), lambda: check_fits(found, like))
+        return self._group.together(self._name("read"), lambda: restore(found, like)), found.step + 1
+
+    def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
+        """Say that a step is done; its state is written if `every` divides `step + 1`.
+
+        Returns when the state is copied to the host: the next step may take its buffers.
+
+        Args:
+          step: its number, larger at each call.
+          state: after it, a pytree.
+          loss: for the status line of a run, as `tokens`: how many the step has taken.
+
+        Raises:
+          CheckpointError: this state, or one before, cannot be written.
+          ArgumentError: the number is not larger than the last one.
+        """
+        writer = self._open_writer()
+        writer.check()
+        if step <= self._newest:
+            raise ArgumentError(
+                f"saved.step({step}): step {self._newest} is there already. Begin with `state, start = "
+                "saved.last(or_else=...)` and step `start`, or give another directory."
+            )
+        self._progress.step(step, loss, tokens)
+        if not self._is_tidy:
+            self._tidy()
+        self._newest, self._took_steps = step, True
+        if (step + 1) % self.every == 0:
+            self._write(writer, step, state)
+
+    def run(
+        self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
+    ) -> Any:
+        """Run a loop from its last checkpoint on, and again from the last common one when a peer was lost and started
+        again.
+
+        Args:
+          one_step: `one_step(i, state)` gives the next state, or that and a loss.
+          init: the first state, or a function that makes it; as `or_else` of `last`. If steps are lost before the first
+            checkpoint it is needed again: give a function if `one_step` donates.
+          steps: of the whole run, those before the checkpoint counted.
+          mesh, placements: as for `last`.
+
+        Returns:
+          The state after the last step.
+
+        Raises:
+          PeerLostError: a peer was lost and is not started again.
+        """
+        lost: PeerLostError | None = None
+        while True:
+            if lost is not None:
+                self._rejoin(lost)
+            try:
+                if lost is not None:
+                    self._open()
+                state, start = self.last(init, mesh=mesh, placements=placements)
+                for i in range(start, steps):
+                    state, loss = _state_and_loss(one_step(i, state), state)
+                    self.step(i, state, loss=loss)
+                self._end(self._open_writer())  # while a loss can still be mended
+                return state
+            except PeerLostError as error:
+                lost = error
+
+    # -- several processes
+
+    def _name(self, what: str) -> str:
+        return f"checkpoints in {self.directory}: {what}"
+
+    def _open_writer(self) -> Writer:
+        if self._writer is None:
+            raise ArgumentError("shardc.checkpoints: use it inside of `with shardc.checkpoints(...) as saved:`.")
+        return self._writer
+
+    def _open(self) -> None:
+        """Meet the other processes, and make sure that all can write to one directory."""
+        peers = _peers()
+        self._group: Group = group_of(peers)
+        self._progress = Progress(peers)
+        made = self._group.together(self._name("begin"), self._leave_token if self._group.me == 0 else str)
+        token = self._group.gather(self._name("token"), made)[0]
+        try:
+            self._group.together(self._name("see the directory"), lambda: self._see_token(token))
+        finally:
+            if made:
+                (self.directory / made).unlink(missing_ok=True)
+        steps = steps_in(self.directory)
+        self._newest, self._is_tidy, self._took_steps = max(steps, default=-1), False, False
+
+    def _leave_token(self) -> str:
+        name = f"{TOKEN}{secrets.token_hex(8)}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / name).touch()
+        except OSError as error:
+            raise CheckpointError(f"shardc.checkpoints: {self.directory} cannot be written: {error}") from error
+        return name
+
+    def _see_token(self, token: str) -> None:
+        if not appears(self.directory / token):
+            raise CheckpointError(
+                f"shardc.checkpoints: {self.directory} is not the directory that process 0 has. It has to be on a file "
+                "system that all hosts share."
+            )
+
+    def _find(self) -> Checkpoint | None:
+        """The newest complete checkpoint: process 0 looks, when nobody writes any more, and tells the others."""
+        writer = self._open_writer()
+        writer.wait()
+        self._group.together(self._name("written"), writer.check)
+        self._took_steps = False
+        told = self._group.together(self._name("look"), self._look if self._group.me == 0 else str)
+        said = json.loads(self._group.gather(self._name("found"), told)[0])
+        self.note = said["note"]
+        if self.note and self._group.me == 0:
+            _log.warning("%s", self.note)
+        if said["step"] is None:
+            return None
+        return self._group.together(self._name("read the manifests"), lambda: self._read(said["step"]))
+
+    def _look(self) -> str:
+        found, newer = last_complete(self.directory)
+        taken = "none is taken" if found is None else f"that of step {found.step} is taken"
+        notes = [f"The checkpoint of step {c.step} is not complete: {c.missing or c.damage}; {taken}." for c in newer]
+        if found is not None and self.plan and found.plan and found.plan != self.plan:
+            notes.append(f"The checkpoint of step {found.step} was written under plan {found.plan}, not {self.plan}.")
+        return json.dumps({"step": None if found is None else found.step, "note": "\n".join(notes)})
+
+    def _end(self, writer: Writer) -> None:
+        """Wait until the last checkpoint is complete in all processes."""
+        writer.wait()
+        if self._took_steps:
+            self._group.together(self._name("end"), writer.check)
+            self._took_steps = False
+            if self._group.me == 0:
+                prune(self.directory, self.keep)
+        writer.check()
+
+    def _read(self, step: int) -> Checkpoint:
+        until = monotonic() + APPEARS
+        while not (found := read_checkpoint(self.directory, step)).is_complete:
+            if monotonic() > until:
+                raise CheckpointError(f"{found.folder} is not complete: {found.missing or found.damage}")
+            sleep(0.1)
+        return found
+
+    def _tidy(self) -> None:
+        """Before the first step: remove what interrupted runs have left."""
+        taken = self._newest
+        work = (lambda: tidy(self.directory, taken)) if self._group.me == 0 else (lambda: None)
+        self._group.together(self._name("tidy"), work)
+        self._is_tidy = True
+
+    def _rejoin(self, lost: PeerLostError) -> None:
+        """After the loss of a peer: wait until it is started again. Raises `lost` if nobody can do that."""
+        peers = _peers()
+        if peers is None:
+            raise lost
+        self._open_writer().dismiss(SECONDS)
+        _log.warning("%s The run goes on from the last common checkpoint.", lost)
+        peers.rejoin()
+
+    # -- writing
+
+    def _write(self, writer: Writer, step: int, state: Any) -> None:
+        pairs = named_leaves(state)
+        check_savable(pairs)
+        leaves: list[StoredLeaf] = []
+        arrays: dict[str, Any] = {}
+        for number, (path, x) in enumerate(pairs):
+            stored = blocks_of(number, x)
+            leaves.append(described(path, x, [block for block, _ in stored]))
+            arrays.update((block.name, encode(value)) for block, value in stored)
+        folder = folder_of(self.directory, step)
+        if self._group.speaks:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
+        writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
+
+    def _finish(self, step: int, leaves: list[StoredLeaf]) -> None:
+        """In the thread of the writer: what makes a checkpoint complete, and older ones superfluous."""
+        group = self._group
+        if group.speaks:
+            folder = folder_of(self.directory, step)
+            own = folder / str(group.owner)
+            own.mkdir(exist_ok=True)
+            versions = VERSION, jax.__version__
+            made = Manifest(step, group.owner, group.owners, tuple(leaves), files_of(own), self.plan, *versions)
+            write_manifest(made, folder)
+        if group.me == 0:
+            prune(self.directory, self.keep)
+
+
+def _peers() -> Peers | None:
+    return cluster.current()
+
+
+def _is_function(x: Any) -> bool:
+    """Whether it is a function that makes a state; a module that can be called is a pytree."""
+    return callable(x) and jax.tree_util.all_leaves([x])
+
+
+def _state_and_loss(result: Any, before: Any) -> tuple[Any, Any]:
+    """The state and the loss that a step gives: a pair whose first is like the state before, or a state alone."""
+    is_pair = type(result) is tuple and len(result) == 2
+    if is_pair and jax.tree.structure(result[0]) == jax.tree.structure(before):
+        return result
+    return result, None
+
+
+def appears(path: Path, seconds: float = APPEARS) -> bool:
+    """Whether a file is there, or comes in time: other hosts see it a little later."""
+    until = monotonic() + seconds
+    while not path.exists():
+        if monotonic() > until:
+            return False
+        sleep(0.05)
+    return True

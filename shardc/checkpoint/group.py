@@ -1,0 +1,108 @@
+"""The processes that write one checkpoint together, and what they decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from shardc.errors import CheckpointError, ShardcError
+
+T = TypeVar("T")
+
+
+class Islands(Protocol):
+    """The part of a `Seat` that checkpoints read."""
+
+    @property
+    def islands(self) -> int: ...
+
+
+class Peers(Protocol):
+    """The part of a `Cluster` that checkpoints use."""
+
+    @property
+    def me(self) -> int: ...
+    @property
+    def processes(self) -> int: ...
+    @property
+    def seat(self) -> Islands: ...
+    def gather(self, name: str, text: str) -> list[str]: ...
+    def rejoin(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run. Each island is an *owner*: it writes the leaves that live in it.
+
+    Attributes:
+      me: number of this process.
+      processes: how many there are.
+      owners: how many islands they form.
+      gather: the text of each process, in order; all call it with the same names in the same order.
+    """
+
+    me: int
+    processes: int
+    owners: int
+    gather: Callable[[str, str], list[str]]
+
+    @property
+    def owner(self) -> int:
+        """The island of this process."""
+        return self.me // (self.processes // self.owners)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the first of its island."""
+        return self.me % (self.processes // self.owners) == 0
+
+    def together(self, name: str, work: Callable[[], T]) -> T:
+        """The result of `work`, which every process does.
+
+        Raises:
+          CheckpointError: in every process, if the work of one failed.
+        """
+        failed: BaseException | None = None
+        result: list[T] = []
+        try:
+            result.append(work())
+        except (ShardcError, OSError) as error:
+            failed = error
+        said = self.gather(name, "" if failed is None else str(failed))
+        if isinstance(failed, ShardcError):
+            raise failed
+        if failed is not None:
+            raise CheckpointError(f"{name}: {failed}") from failed
+        other = next((p for p, text in enumerate(said) if text), None)
+        if other is not None:
+            raise CheckpointError(f"process {other}: {said[other]}")
+        return result[0]
+
+
+def group_of(peers: Peers | None) -> Group:
+    """The group of a cluster; without one, of the processes that share this JAX runtime."""
+    if peers is not None:
+        return Group(peers.me, peers.processes, peers.seat.islands, peers.gather)
+    if jax.process_count() > 1:
+        return Group(jax.process_index(), jax.process_count(), 1, _gather_by_jax)
+    return Group(0, 1, 1, lambda name, text: [text])
+
+
+def _gather_by_jax(name: str, text: str) -> list[str]:
+    """The text of each process of a JAX runtime that no cluster knows."""
+    from jax.experimental import multihost_utils  # noqa: PLC0415  # not needed in one process
+
+    def gathered(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.asarray(multihost_utils.process_allgather(x))
+
+    del name
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = gathered(np.array([data.size], np.int32)).reshape(-1)
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+    padded[: data.size] = data
+    rows = gathered(padded).reshape(len(sizes), -1)
+    return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]

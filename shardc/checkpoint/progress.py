@@ -1,0 +1,57 @@
+"""What a training loop tells the status line of its run: step, loss, tokens per second."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from shardc.checkpoint.leaves import is_far
+
+
+@runtime_checkable
+class Says(Protocol):
+    """The part of a `Cluster` that shows a status line."""
+
+    def say(self, *, step: int, loss: float | None, tokens: float | None) -> None: ...
+
+
+class Progress:
+    """Tells the status line of each step. Never waits for a device: a loss is shown when it is there."""
+
+    def __init__(self, line: Any) -> None:
+        self._line = line if isinstance(line, Says) else None
+        self._began: float | None = None
+        self._waiting: Any = None
+        self._loss: float | None = None
+
+    def step(self, step: int, loss: Any, tokens: float | None) -> None:
+        """Tell of a step.
+
+        Args:
+          loss: a number, or an array of one element.
+          tokens: how many the step has taken.
+        """
+        if self._line is None:
+            return
+        now = monotonic()
+        rate = None if tokens is None or self._began is None else tokens / max(now - self._began, 1e-9)
+        self._began = now
+        self._take(self._waiting)
+        self._waiting = loss
+        self._take(loss)
+        self._line.say(step=step, loss=self._loss, tokens=rate)
+
+    def _take(self, loss: Any) -> None:
+        if loss is None or is_far(loss):
+            return
+        if isinstance(loss, jax.Array) and not _is_there(loss):
+            return
+        self._loss = float(loss)
+
+
+def _is_there(loss: Any) -> bool:
+    """Whether the value of an array is in this process and computed."""
+    here = loss.is_fully_addressable or loss.is_fully_replicated
+    return here and not loss.is_deleted() and loss.is_ready()

@@ -1,0 +1,107 @@
+"""The leaves of a checkpoint, read as the leaves of the tree that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from shardc.checkpoint import orbax
+from shardc.checkpoint.leaves import decode, described, named_leaves
+from shardc.checkpoint.manifest import StoredLeaf
+from shardc.checkpoint.orbax import Index
+from shardc.checkpoint.steps import Checkpoint
+from shardc.checkpoint.targets import Pieces, Place, target_of, zeros
+from shardc.errors import CheckpointError, all_offenders, did_you_mean
+
+READERS: Final = 8
+"""Leaves that are read at the same time."""
+
+
+def check_fits(checkpoint: Checkpoint, tree: Any) -> None:
+    """Raise CheckpointError, with all differences, if a checkpoint does not hold the leaves of a tree."""
+    asked = dict(named_leaves(tree))
+    saved = {leaf.path: leaf for leaf in checkpoint.leaves}
+    lines = [line for path, x in asked.items() if (line := _difference(path, x, saved))]
+    lines += [f"{path}: {leaf} in the checkpoint, not asked for" for path, leaf in saved.items() if path not in asked]
+    if lines:
+        head = (
+            f"The checkpoint {checkpoint.folder} is of another program. Give `or_else` the tree that was saved, or "
+            "another directory:"
+        )
+        raise CheckpointError(all_offenders(head, lines))
+
+
+def _difference(path: str, x: Any, saved: Mapping[str, StoredLeaf]) -> str:
+    asked = _described(path, x)
+    there = saved.get(path)
+    if there is None:
+        return f"{path}: {asked} asked for, not in the checkpoint.{did_you_mean(path, saved)}"
+    if _is_same(asked, there, x):
+        return ""
+    return f"{path}: {there} in the checkpoint, {asked} asked for"
+
+
+def _described(path: str, x: Any) -> StoredLeaf:
+    return described(path, jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Place) else x)
+
+
+_KINDS: Final = {"bool": np.bool_, "int": np.integer, "float": np.floating, "complex": np.complexfloating}
+
+
+def _is_same(asked: StoredLeaf, saved: StoredLeaf, x: Any) -> bool:
+    """Whether a saved leaf can be restored as one that is asked for. A step makes an array of a Python number, and a
+    float32 of NumPy's float64 unless JAX's x64 is on."""
+    if asked.kind == saved.kind == "array":
+        as_jax_sees = str(jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else ""
+        return asked.shape == saved.shape and saved.dtype in (asked.dtype, as_jax_sees)
+    if {asked.kind, saved.kind} == {"array", "value"}:
+        array, value = (asked, saved) if asked.kind == "array" else (saved, asked)
+        kind = _KINDS.get(value.dtype)
+        number = kind is not None and not array.dtype.startswith("key<")
+        return number and array.shape == () and bool(jax.dtypes.issubdtype(np.dtype(array.dtype), kind))
+    return (asked.kind, asked.dtype) == (saved.kind, saved.dtype)
+
+
+def restore(checkpoint: Checkpoint, tree: Any) -> Any:
+    """The tree of a checkpoint that fits: each leaf of the type and at the placement of that of `tree`.
+
+    Only pieces that this process needs are read.
+    """
+    pairs = named_leaves(tree)
+    saved = {leaf.path: leaf for leaf in checkpoint.leaves}
+    targets = [target_of(x, saved[path]) for path, x in pairs]
+
+    def pieces(at: int) -> dict[Index, NDArray[Any]]:
+        path, x = pairs[at]
+        return {i: _piece(checkpoint, saved[path], i, x) for i in targets[at].needs()}
+
+    try:
+        # NumPy only in these threads: JAX's settings, such as x64, may be set for the calling one alone.
+        with ThreadPoolExecutor(READERS, "shardc checkpoint reader") as pool:
+            read: Sequence[Callable[[], Pieces]] = [pool.submit(pieces, i).result for i in range(len(targets))]
+            leaves = [target.make(result()) for target, result in zip(targets, read, strict=True)]
+    finally:
+        orbax.forget()
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index, like: Any) -> NDArray[Any]:
+    """A piece of a logical array, put together from the stored arrays that hold its rows."""
+    if any(start == stop for start, stop in index):
+        return zeros(index, like.dtype if leaf.dtype.startswith("key<") else np.dtype(leaf.dtype))
+    if not index:
+        (part,) = checkpoint.parts[leaf.path]
+        return decode(orbax.read(checkpoint.folder / str(part.owner), part.name, ()), leaf.dtype)
+    (start, stop), *rest = index
+    found: list[NDArray[Any]] = []
+    for part in checkpoint.parts[leaf.path]:
+        low, high = max(start, part.start), min(stop, part.stop)
+        if low < high:
+            rows = ((low - part.first, high - part.first), *rest)
+            found.append(orbax.read(checkpoint.folder / str(part.owner), part.name, rows))
+    return decode(orbax.joined(found), leaf.dtype)

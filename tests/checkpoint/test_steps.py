@@ -1,0 +1,150 @@
+"""The checkpoints in a directory: complete ones, half-written ones, damaged ones; what goes and what stays."""
+
+import os
+
+import pytest
+
+from shardc.checkpoint.manifest import Manifest, RowBlock, StoredLeaf, files_of, write_manifest
+from shardc.checkpoint.steps import (
+    StoredRows,
+    last_complete,
+    parts_by_path,
+    prune,
+    read_checkpoint,
+    remove,
+    steps_in,
+    tidy,
+)
+
+
+def write(directory, step, owners=1, only=None, rows=4):
+    """A checkpoint of one array whose rows are split over its owners."""
+    folder = directory / str(step)
+    for owner in range(owners) if only is None else only:
+        data = folder / str(owner)
+        data.mkdir(parents=True)
+        (data / "data").write_bytes(b"12345")
+        each = rows // owners
+        leaf = StoredLeaf("w", "array", "float32", (rows, 2), blocks=(RowBlock("0", owner * each, (owner + 1) * each),))
+        write_manifest(Manifest(step, owner, owners, (leaf,), files_of(data), "", "1", "2"), folder)
+    return folder
+
+
+def names(directory):
+    return sorted(p.name for p in directory.iterdir())
+
+
+def test_the_newest_complete_one_is_the_last(tmp_path):
+    for step in (9, 19, 109):
+        write(tmp_path, step)
+    (tmp_path / "notes").mkdir()
+    assert steps_in(tmp_path) == [109, 19, 9]
+    found, newer = last_complete(tmp_path)
+    assert (found.step, newer) == (109, [])
+
+
+def test_none(tmp_path):
+    assert last_complete(tmp_path) == (None, [])
+
+
+def test_it_is_complete_when_all_owners_have_written(tmp_path):
+    write(tmp_path, 1, owners=2)
+    write(tmp_path, 2, owners=3, only=[1])
+    found, (newer,) = last_complete(tmp_path)
+    assert found.step == 1
+    assert newer.missing == "the manifest of owner 0, 2 of 3 is missing"
+    assert [p.owner for p in found.parts["w"]] == [0, 1]
+
+
+def _truncate(folder):
+    (folder / "0" / "data").write_bytes(b"123")
+
+
+def _delete(folder):
+    (folder / "0" / "data").unlink()
+
+
+def _garble(folder):
+    (folder / "0.json").write_text("{")
+
+
+def _mix(folder):
+    write_manifest(Manifest(5, 1, 2, (), {}, "", "1", "2"), folder)
+
+
+DAMAGES = {
+    _truncate: "0/data has 3 bytes, it had 5",
+    _delete: "0/data is missing",
+    _garble: "0.json cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    _mix: "its manifests do not belong together",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_one_before_a_damaged_one_is_taken(tmp_path, damage):
+    write(tmp_path, 1)
+    damage(write(tmp_path, 2))
+    found, (newer,) = last_complete(tmp_path)
+    assert found.step == 1 and newer.step == 2
+    assert newer.damage == DAMAGES[damage] and not newer.is_complete
+
+
+def test_rows_that_no_owner_has_are_damage(tmp_path):
+    folder = write(tmp_path, 1, owners=2)
+    leaf = StoredLeaf("w", "array", "float32", (4, 2), blocks=(RowBlock("0", 0, 2),))
+    for owner in (0, 1):
+        write_manifest(Manifest(1, owner, 2, (leaf,), {}, "", "1", "2"), folder)
+    assert read_checkpoint(tmp_path, 1).damage == "no owner has all of w"
+
+
+def test_of_two_owners_the_lower_is_read():
+    def manifest(owner, *blocks):
+        leaf = StoredLeaf("w", "array", "float32", (6,), blocks=blocks)
+        return Manifest(1, owner, 3, (leaf, StoredLeaf("e", "array", "int8", (0,))), {}, "", "1", "2")
+
+    found = parts_by_path([manifest(0), manifest(1, RowBlock("a", 0, 4)), manifest(2, RowBlock("b", 0, 6))])
+    assert found == {"w": (StoredRows(1, "a", 0, 4, 0), StoredRows(2, "b", 4, 6, 0)), "e": ()}
+
+
+def test_tidy_removes_half_written_ones_and_sets_damaged_ones_aside(tmp_path):
+    write(tmp_path, 1)
+    write(tmp_path, 2, owners=2, only=[1])
+    _truncate(write(tmp_path, 3))
+    (tmp_path / "4" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / ".token-1").touch()
+    (tmp_path / "notes").touch()
+    tidy(tmp_path, 1)
+    assert names(tmp_path) == ["1", "3.damaged", "notes"]
+    _truncate(write(tmp_path, 3))
+    tidy(tmp_path, 1)  # a second one of this number takes its place
+    assert names(tmp_path) == ["1", "3.damaged", "notes"]
+
+
+def test_prune_keeps_the_newest_complete_ones(tmp_path):
+    for step in (1, 2, 4, 6):
+        write(tmp_path, step)
+    write(tmp_path, 3, owners=2, only=[0])
+    write(tmp_path, 5, owners=2, only=[0])
+    write(tmp_path, 7, owners=2, only=[0])  # still being written
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["4", "6", "7"]
+
+
+def test_nothing_goes_before_a_newer_one_is_complete(tmp_path):
+    write(tmp_path, 1)
+    write(tmp_path, 2, owners=2, only=[0])
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["1", "2"]
+
+
+def test_a_removal_that_is_interrupted_leaves_no_complete_one(tmp_path, monkeypatch):
+    folder = write(tmp_path, 1, owners=2)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        remove(folder)
+    assert sorted(os.listdir(folder)) == ["0", "1"]
+    assert last_complete(tmp_path)[0] is None
