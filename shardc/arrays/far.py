@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import jax
@@ -29,6 +30,19 @@ def bytes_of(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A value that comes from another process.
+
+    Attributes:
+      wait: waits for it.
+      is_there: whether it has come.
+    """
+
+    wait: Callable[[], np.ndarray[Any, Any]]
+    is_there: Callable[[], bool] = lambda: True
+
+
 class FarArray(PlacedArray):
     """A logical array that lives in another process. It can be passed on to shardc functions, and not read here.
 
@@ -36,14 +50,12 @@ class FarArray(PlacedArray):
 
     Attributes:
       placement, mesh: where it lives.
-      arriving: waits for its value, if that comes here.
+      arriving: its value, if that comes here.
     """
 
     __slots__ = ("_dtype", "_weak", "arriving")
 
-    def __init__(
-        self, aval: Any, placement: Placement, mesh: Mesh, arriving: Callable[[], np.ndarray[Any, Any]] | None = None
-    ) -> None:
+    def __init__(self, aval: Any, placement: Placement, mesh: Mesh, arriving: Arrival | None = None) -> None:
         super().__init__(None, tuple(aval.shape), placement, mesh)
         self._dtype, self._weak, self.arriving = aval.dtype, bool(getattr(aval, "weak_type", False)), arriving
 
@@ -63,16 +75,19 @@ class FarArray(PlacedArray):
     def is_fully_addressable(self) -> bool:
         return self.arriving is not None
 
+    def is_ready(self) -> bool:
+        return self.arriving is None or self.arriving.is_there()
+
     def block_until_ready(self) -> FarArray:
         if self.arriving is not None:
-            self.arriving()
+            self.arriving.wait()
         return self
 
     def with_physical(self, parts: Sequence[Any]) -> FarArray:
         return FarArray(self.aval, self.placement, self.mesh, self.arriving)
 
     def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray[Any, Any]:
-        return self._refuse() if self.arriving is None else self.arriving()
+        return self._refuse() if self.arriving is None else self.arriving.wait()
 
     def read(self, sharding: NamedSharding | None = None) -> jax.Array:
         """The value as a jax.Array of this process.
@@ -80,7 +95,7 @@ class FarArray(PlacedArray):
         Raises:
           ClusterError: it is not here.
         """
-        value = self._refuse() if self.arriving is None else self.arriving()
+        value = self._refuse() if self.arriving is None else self.arriving.wait()
         with compat.at_once():
             return compat.as_aval(jax.numpy.asarray(value, self.dtype), self.aval)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
@@ -19,8 +20,8 @@ ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_far(x: object) -> bool:
-    """Whether a leaf is an array that lives in another island: its physical array is only described here."""
-    return is_placed(x) and not isinstance(x, StackedArray) and not isinstance(x.physical, jax.Array)
+    """Whether a leaf is an array that lives in another island, which writes it."""
+    return isinstance(x, FarArray)
 
 
 def is_key(dtype: Any) -> bool:

@@ -7,8 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from shardc.checkpoint.leaves import is_far
-
 
 @runtime_checkable
 class Says(Protocol):
@@ -44,7 +42,7 @@ class Progress:
         self._line.say(step=step, loss=self._loss, tokens=rate)
 
     def _take(self, loss: Any) -> None:
-        if loss is None or is_far(loss):
+        if loss is None:
             return
         if isinstance(loss, jax.Array) and not _is_there(loss):
             return

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from shardc import compat
+from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.calls.leaves import leaf_of
 from shardc.checkpoint.leaves import ARRAYS, is_far, is_key, value_of
@@ -256,6 +257,8 @@ class Place:
 
 def target_of(x: Any, saved: StoredLeaf) -> Target:
     """What a saved leaf is restored as, for a leaf of the tree that is asked for."""
+    if isinstance(x, FarArray) and x.arriving is not None:  # a small one, whose value every process has
+        return Uncommitted(tuple(x.shape), x.dtype, saved.weak)
     if saved.kind == "static" or is_far(x):
         return Given(x)
     if saved.kind == "array":

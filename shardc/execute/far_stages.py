@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.far import FarArray
+from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
@@ -106,7 +106,7 @@ class FarStages:
         def value() -> np.ndarray[Any, Any]:
             return _value(expected.get(seconds), aval)
 
-        return FarArray(aval, at.placement, at.mesh, value)
+        return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
 def lives_on(x: Any, stage: StageArray) -> bool:

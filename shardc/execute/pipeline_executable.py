@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.far import FarArray, is_far, is_small
+from shardc.arrays.far import Arrival, FarArray, is_far, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
@@ -421,7 +421,7 @@ class PipelineExecutable:
     def _near(self, x: Any, i: int, run: int) -> Any:
         """Argument `i` in a form that a stage of this process can take."""
         if not is_far(x):
-            return x.arriving() if isinstance(x, FarArray) and x.arriving is not None else x
+            return x.arriving.wait() if isinstance(x, FarArray) and x.arriving is not None else x
         plan, home = self.plan, self._homes[i]
         rank = plan.stages[plan.homes[i]].rank
         if self._far is not None and x.mesh == home.mesh and not self.places.is_here(rank):
@@ -444,7 +444,8 @@ class PipelineExecutable:
         exit, aval, far = self._exits[i], self.plan.pieces.program.out_avals[i], self._far
         here = self.places.is_here(stage.rank)
         if compat.is_literal(v):
-            return exit.enter(v.val) if here else FarArray(aval, exit.placement, exit.mesh, lambda: np.asarray(v.val))
+            value = Arrival(lambda: np.asarray(v.val))
+            return exit.enter(v.val) if here else FarArray(aval, exit.placement, exit.mesh, value)
         if here:
             if far is not None and is_small(aval) and self.places.speaks_for(stage.rank):
                 far.send(run, i, exit.leave(state.residents[v]), self._without(stage.rank))
