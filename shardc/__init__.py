@@ -6,17 +6,19 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 import jax
 
-from shardc.versions import check_jax
+from shardc.versions import VERSION, check_jax
 
 check_jax(jax.__version__)
 
 from shardc.api import function
-from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.calls.placing import constrain, put
+from shardc.calls.placing import constrain, fetch, put, rows_here
 from shardc.errors import (
     ArgumentError,
+    ClusterError,
+    DisagreementError,
     MeshError,
+    PeerLostError,
     PipelineError,
     PlacementError,
     ShardcError,
@@ -47,9 +49,12 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "ClusterError",
+    "DisagreementError",
     "MemoryLimitError",
     "MeshError",
     "P",
+    "PeerLostError",
     "Pipeline",
     "PipelineError",
     "PipelinePlan",
@@ -76,6 +81,7 @@ __all__ = [
     "load_plan",
     "make_mesh",
     "put",
+    "rows_here",
     "rules",
     "show",
     "signature",
@@ -83,4 +89,4 @@ __all__ = [
     "trips",
     "tune",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
