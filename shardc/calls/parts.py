@@ -21,8 +21,8 @@ from shardc.sbp.placement import Placement
 
 
 @dataclass(frozen=True)
-class Part:
-    """A leaf of which this process has its part.
+class GivenPart:
+    """A leaf of which this process gives its part.
 
     Attributes:
       path: of the leaf.
@@ -64,7 +64,7 @@ class Part:
         return PlacedArray(physical, shape, part.placement, mesh)
 
 
-def put_parts(parts: Sequence[Part], mesh: Mesh, peers: Peers) -> list[jax.Array]:
+def put_parts(parts: Sequence[GivenPart], mesh: Mesh, peers: Peers) -> list[jax.Array]:
     """The arrays that the parts of all processes make up.
 
     Raises:

@@ -14,7 +14,7 @@ from shardc.arrays.fetch import values
 from shardc.arrays.own_part import own_part
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
-from shardc.calls.parts import Part, put_parts
+from shardc.calls.parts import GivenPart, put_parts
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.execute.peers import peers_of, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
@@ -61,7 +61,7 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     if not here:
         peers.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
-    parts = [Part(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
+    parts = [GivenPart(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
     made = put_parts(parts, mesh, peers)
     whole = dict(zip(chosen, made, strict=True))
     leaves = [whole.get(i, x) for i, x in enumerate(leaves)]

@@ -174,6 +174,28 @@ def test_reports_are_equal_everywhere():
     np.testing.assert_allclose(float(exe(x, w)), np.tanh(x @ w).sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_what_dies_in_a_collective_is_not_another_call(kind):
+    f = double(donate_argnames=("x",))
+    x = shardc.put(np.ones(8, np.float32), MESH, {"data": S(0)})
+    x = f(x)
+    (executable,) = f._executables.values()
+    launched = []
+
+    def dies(*args):
+        launched.append(args)
+        if kind is not ValueError:
+            args[0].delete()
+        raise kind("Gloo all-reduce failed: connection closed by peer")
+
+    executable.compiled = dies
+    with pytest.raises(
+        shardc.StepFailedError, match="failed while it ran.*\n.*" + ("its arg" if kind is ValueError else "x")
+    ):
+        f(x)
+    assert len(launched) == 1
+
+
 def test_tune_gives_the_same_answer():
     def step(x, w):
         return jnp.tanh(x @ w).sum()
