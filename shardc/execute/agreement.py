@@ -47,7 +47,7 @@ class Agreement:
         if self._agreed is not peers:
             peers.agree(f"{name}, first call", self._facts(arrays))
             self._agreed = peers
-        elif facts := value_facts(paths, arrays):
+        elif facts := _value_facts(paths, arrays):
             peers.compare(f"{name}, call {self._calls}", facts)
 
     def _facts(self, arrays: Sequence[Any]) -> dict[str, str]:
@@ -56,7 +56,7 @@ class Agreement:
         machine = hashlib.sha256(repr(self.plan.mesh).encode()).hexdigest()[:8]
         return {
             **types,
-            **value_facts(paths, arrays),
+            **_value_facts(paths, arrays),
             **environment(),
             "the mesh": ", ".join(f"{a}={n}" for a, n in self.plan.mesh.axes),
             "the machine (topology or calibration)": f"{self.plan.mesh.topology.kind}, digest {machine}",
@@ -69,6 +69,13 @@ def check_call(executable: object, arrays: Sequence[Any]) -> None:
     agreement: Agreement | None = getattr(executable, "agreement", None)
     if agreement is not None:
         agreement.check(arrays)
+
+
+def _value_facts(paths: Sequence[str], arrays: Sequence[Any]) -> dict[str, str]:
+    """A checksum of each value that is given whole. No program of several processes takes an array that is committed to
+    devices of one: such a call is not made."""
+    taken = [(p, x) for p, x in zip(paths, arrays, strict=False) if not getattr(x, "committed", False)]
+    return value_facts([p for p, _ in taken], [x for _, x in taken])
 
 
 def _argument_text(x: Any) -> str:
