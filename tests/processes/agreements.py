@@ -13,6 +13,7 @@ import shardc
 from shardc import S
 from shardc.execute.peers import peers_of
 from shardc.runtime import cluster
+from shardc.tune.calibrate import calibrate
 
 ME, ALL = jax.process_index(), jax.process_count()
 MESH = shardc.make_mesh(data=ALL * jax.local_device_count())
@@ -194,6 +195,11 @@ def test_what_dies_in_a_collective_is_not_another_call(kind):
     ):
         f(x)
     assert len(launched) == 1
+
+
+def test_a_calibration_is_equal_everywhere():
+    found = calibrate(shardc.make_mesh(data=ALL, model=2), sizes=(2**10, 2**12), turns=1, width=8)
+    peers_of(MESH).agree("calibration", {"the file": found.topology.to_json()})
 
 
 def test_tune_gives_the_same_answer():
