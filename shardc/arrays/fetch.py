@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardc.arrays.placed import has_every_piece, is_placed, on_host
-from shardc.machine.mesh import without_mesh
+from shardc import compat
+from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
 from shardc.sbp.layout import to_logical
 
 
@@ -34,10 +34,10 @@ def _gathered(leaves: Sequence[Any]) -> list[Any]:
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not _is_here(x):
             by_mesh.setdefault(_mesh_of(x), []).append(i)
     for mesh, numbers in by_mesh.items():
-        with without_mesh(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
+        with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
             made = _gatherer(mesh)([_words(leaves[i]) for i in numbers])
         for i, x in zip(numbers, made, strict=True):
-            found[i] = _Whole(leaves[i], np.asarray(x))
+            found[i] = _Whole(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
     return found
 
 
@@ -68,7 +68,7 @@ def _mesh_of(x: Any) -> Mesh:
 
 @lru_cache(maxsize=256)
 def _gatherer(mesh: Mesh) -> Any:
-    return jax.jit(lambda xs: xs, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(lambda xs: list(map(in_bytes, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _words(x: Any) -> jax.Array:

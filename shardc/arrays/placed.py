@@ -190,7 +190,9 @@ class PlacedArray(jax.Array):
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
         if bits_of(self.dtype) < 4:  # XLA:CPU gathers such elements past their end
-            return put_whole(self._on_host(parts), sharding)
+            if not self.is_fully_addressable:
+                return _mover(self.shape, (self.placement, self.mesh), Placement(), sharding)(parts[0])
+            return jax.device_put(self._on_host(parts), sharding)
         return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
     def __repr__(self) -> str:
@@ -325,8 +327,10 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
 def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
     """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
     takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
-    if sharding.is_fully_addressable or lies_here(x) is False:
+    if sharding.is_fully_addressable:
         return jax.device_put(narrow(x), sharding)
+    if lies_here(x) is False:
+        return _moved(x, Placement(), sharding)
     aval = compat.aval_of(x)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         words = put_whole(np.asarray(jax.random.key_data(x)), sharding)
@@ -354,12 +358,23 @@ def _moved(x: jax.Array, placement: Placement, sharding: NamedSharding) -> jax.A
         return _mover(x.shape, old, placement, sharding)(x.physical if isinstance(x, PlacedArray) else x)
 
 
+def in_bytes(x: jax.Array) -> jax.Array:
+    """An array of elements of a byte or more, in a program that moves it."""
+    if bits_of(x.dtype) >= 8:
+        return x
+    wide = np.int8 if jax.dtypes.issubdtype(x.dtype, np.signedinteger) else np.uint8
+    return jax.lax.optimization_barrier(x.astype(wide))
+
+
 @lru_cache(maxsize=4096)
 def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Placement, sharding: NamedSharding) -> Any:
     """A program from one physical array to another of the same value."""
 
     def move(x: Any) -> Any:
-        value = x if old is None else to_logical(x, shape, old[0], dict(old[1].shape))
+        value = x if old is None else to_logical(in_bytes(x), shape, old[0], dict(old[1].shape))
+        if bits_of(x.dtype) < 8:
+            made = to_physical_traced(in_bytes(value), new, dict(sharding.mesh.shape))
+            return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(made, sharding)).astype(x.dtype)
         if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return to_physical_traced(value, new, dict(sharding.mesh.shape))
         words = to_physical_traced(jax.random.key_data(value), new, dict(sharding.mesh.shape))
