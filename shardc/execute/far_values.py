@@ -13,6 +13,7 @@ from shardc.arrays.far import FarArray, is_far
 from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import ClusterError
+from shardc.execute.peers import peers_of_run
 from shardc.runtime.cluster import Cluster, current
 from shardc.sbp.signature import is_extended
 
@@ -40,10 +41,13 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
-    said = cluster.gather("shardc.fetch", "".join("-" if is_far(x) else "+" for x in parts))
+    peers = peers_of_run()
+    assert peers is not None
+    marks = "".join("-" if is_far(x) else "+" for x in parts)
+    said = [facts["has"] for facts in peers.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
-        without = [p for p, marks in enumerate(said) if marks[i] == "-"]
+        without = [p for p, has in enumerate(said) if has[i] == "-"]
         if without:
             found[i] = _bring_one(x, without, cluster)
     return found

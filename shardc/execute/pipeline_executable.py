@@ -19,8 +19,10 @@ from shardc import compat
 from shardc.arrays.far import Arrival, FarArray, is_far, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
+from shardc.execute.agreement import Agreement
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, lives_on
+from shardc.execute.peers import peers_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import Copy, Crossing, copies_of
@@ -161,6 +163,13 @@ class PipelineExecutable:
         moved = {id(t) for s in plan.stages if s.rank == rank for t in _tasks_of(s)}
         return PipelineExecutable(plan, meshes, {i: e for i, e in self._executables.items() if i not in moved})
 
+    @cached_property
+    def agreement(self) -> Agreement | None:
+        """The agreement on this plan of the processes that run it; None if it runs in one."""
+        if not self.places.are_several:
+            return None
+        return Agreement(self.plan, peers_of_run, lambda: self.plan.digest, placed=False)
+
     # -- compiled programs
 
     def _task_executables(self) -> list[Executable]:
@@ -179,7 +188,8 @@ class PipelineExecutable:
         plan = self.plan
         steps = step_values(plan.built, [s.tasks for s in plan.stages])
         far = None
-        if self.places.are_several:
+        if self.agreement is not None:
+            self.agreement.agree_on_plan()
             far = FarStages(plan, self._crossings(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         for e in executables:  # in this thread, because JAX's settings are per thread
