@@ -23,6 +23,16 @@ def is_far(x: object) -> bool:
     return is_placed(x) and not isinstance(x, StackedArray) and not isinstance(x.physical, jax.Array)
 
 
+def arrives(x: Any) -> bool:
+    """Whether an array lives in another island, and its value, which is small, comes here too."""
+    return is_far(x) and getattr(x, "arriving", None) is not None
+
+
+def arrived(x: Any, value: NDArray[Any]) -> Any:
+    """An array that lives elsewhere, like `x`, whose value has come here."""
+    return type(x)(x.aval, x.placement, x.mesh, lambda: value)
+
+
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of random keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
