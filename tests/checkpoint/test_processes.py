@@ -14,7 +14,7 @@ import shardc
 from shardc import Placement, S, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.runtime.store import StoreServer
-from tests.checkpoint.worker import Worker, value_at
+from tests.checkpoint.worker import DEADLINE, Worker, value_at
 
 W = np.arange(13 * 8, dtype=np.float32).reshape(13, 8)
 
@@ -62,6 +62,10 @@ class Launcher:
         self.workers[p] = self.left.enter_context(Worker("island", *arguments, devices=2))
 
     def kill_and_start_again(self, p):
+        until = time.monotonic() + DEADLINE
+        while len(self.store.statuses()) < len(self.workers):  # one that is not connected would not hear of the loss
+            assert time.monotonic() < until
+            time.sleep(0.01)
         self.workers[p].kill()
         self.store.tell_all({"event": "lost", "process": p, "why": "killed"})
         self.epoch += 1
