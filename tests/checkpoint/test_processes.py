@@ -5,6 +5,7 @@ import secrets
 import socket
 import time
 from contextlib import ExitStack
+from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -55,7 +56,8 @@ class Launcher:
         self.directory, self.steps = directory, steps
         self.secret = secrets.token_bytes(32)
         self.epoch, self.workers, self.left = 0, {}, ExitStack()
-        self.store = StoreServer("127.0.0.1:0", self.secret)
+        self.ended = SimpleQueue()
+        self.store = StoreServer("127.0.0.1:0", self.secret, lambda p, left: self.ended.put((p, left)))
 
     def start(self, p):
         arguments = self.directory, self.store.address, self.secret.hex(), p, self.epoch, self.steps
@@ -67,6 +69,7 @@ class Launcher:
             assert time.monotonic() < until
             time.sleep(0.01)
         self.workers[p].kill()
+        assert self.ended.get(timeout=DEADLINE) == (p, False)
         self.store.tell_all({"event": "lost", "process": p, "why": "killed"})
         self.epoch += 1
         self.start(p)
