@@ -94,6 +94,27 @@ def test_what_lives_elsewhere_is_not_read():
     assert isinstance(target, Given) and target.needs() == [] and target.make({}) is x
 
 
+class Small(PlacedArray):
+    """A small array that lives elsewhere: its value comes here when it is there."""
+
+    __slots__ = ("_aval", "arriving")
+
+    def __init__(self, aval, placement, mesh, arriving):
+        super().__init__(None, tuple(aval.shape), placement, mesh)
+        self._aval, self.arriving = aval, arriving
+
+    dtype = property(lambda self: self._aval.dtype)
+    weak_type = property(lambda self: self._aval.weak_type)
+
+
+def test_a_small_array_that_lives_elsewhere_has_the_saved_value():
+    x = Small(jax.typeof(jnp.zeros(2)), Placement({}), make_mesh(a=2), lambda: np.zeros(2))
+    value = np.array([1, 2], np.float32)
+    got = made(target_of(x, described("x", x)), value)
+    assert type(got) is Small and got.mesh == x.mesh
+    np.testing.assert_array_equal(got.arriving(), value)
+
+
 @pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), np.float32(2), np.array(3, np.int8)])
 def test_arrays_of_the_host_stay_there(value):
     got = made(target_of(value, described("x", value)), value)
