@@ -75,6 +75,10 @@ class FarArray(PlacedArray):
     def is_fully_addressable(self) -> bool:
         return self.arriving is not None
 
+    @property
+    def is_fully_replicated(self) -> bool:
+        return self.arriving is not None
+
     def is_ready(self) -> bool:
         return self.arriving is None or self.arriving.is_there()
 

@@ -24,7 +24,7 @@ from shardc.execute.far_values import whole
 from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.stage_codec import Crossing, StageCodec
+from shardc.execute.stage_codec import StageCodec, StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
@@ -41,14 +41,12 @@ class FarStages:
 
     Args:
       plan: the plan, equal in all processes.
-      crossings: the values of each channel between processes.
+      edges: the values of each channel between processes.
       wide: whether numbers of 64 bits are on.
       places: which process runs which rank.
     """
 
-    def __init__(
-        self, plan: MpmdPlan, crossings: Sequence[Sequence[Crossing]], wide: bool, places: RankProcesses
-    ) -> None:
+    def __init__(self, plan: MpmdPlan, edges: Sequence[Sequence[StageEdge]], wide: bool, places: RankProcesses) -> None:
         cluster, digest = current(), plan.digest
         if cluster is None:
             who = ", ".join(map(str, places.all))
@@ -56,9 +54,7 @@ class FarStages:
                 f"{plan.program.name}: its stages are in processes {who}, which know nothing of each other; start them "
                 "with python -m shardc run --processes n script.py."
             )
-        codec = (
-            StageCodec(crossings, wide) if cluster.seat.edges == "bytes" else PullCodec(crossings, wide, cluster.host)
-        )
+        codec = StageCodec(edges, wide) if cluster.seat.edges == "bytes" else PullCodec(edges, wide, cluster.host)
         self.cluster: Cluster = cluster
         self.places = places
         self.epoch = cluster.epoch

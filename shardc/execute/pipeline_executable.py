@@ -25,7 +25,7 @@ from shardc.execute.far_stages import FarStages, lives_on
 from shardc.execute.peers import peers_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.stage_codec import Copy, Crossing, copies_of
+from shardc.execute.stage_codec import Copy, StageEdge, copies_of
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -190,7 +190,7 @@ class PipelineExecutable:
         far = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
-            far = FarStages(plan, self._crossings(), bool(settings()[0]), self.places)
+            far = FarStages(plan, self._edges(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         for e in executables:  # in this thread, because JAX's settings are per thread
             _ = e.lowered
@@ -230,18 +230,18 @@ class PipelineExecutable:
                     )
         return found
 
-    def _crossings(self) -> list[list[Crossing]]:
+    def _edges(self) -> list[list[StageEdge]]:
         """The values of each channel between processes."""
         plan = self.plan
 
-        def crossings(channel: Channel, carried: ChannelValues | None) -> list[Crossing]:
+        def edges(channel: Channel, carried: ChannelValues | None) -> list[StageEdge]:
             if carried is None or self.places.of_rank[channel.source] == self.places.of_rank[channel.target]:
                 return []
             source, target = plan.stages[carried.source], plan.stages[carried.target]
             pairs = zip(carried.given, carried.taken, strict=True)
-            return [Crossing(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
+            return [StageEdge(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
 
-        return [crossings(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
+        return [edges(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
