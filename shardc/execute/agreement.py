@@ -51,12 +51,13 @@ class Agreement:
             peers.compare(f"{name}, call {self._calls}", facts)
 
     def _facts(self, arrays: Sequence[Any]) -> dict[str, str]:
-        paths = self.plan.program.in_paths
+        paths, captured = self.plan.program.in_paths, self.plan.program.captured
         types = {f"argument {p}": _argument_text(x) for p, x in zip(paths, arrays, strict=False)}
         machine = hashlib.sha256(repr(self.plan.mesh).encode()).hexdigest()[:8]
         return {
             **types,
             **_value_facts(paths, arrays),
+            **value_facts([f"captured array {i}" for i, _ in enumerate(captured)], captured),
             **environment(),
             "the mesh": ", ".join(f"{a}={n}" for a, n in self.plan.mesh.axes),
             "the machine (topology or calibration)": f"{self.plan.mesh.topology.kind}, digest {machine}",

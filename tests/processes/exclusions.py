@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-EXCLUDED: dict[str, str] = {}
+PIPELINE = "pipelines run over independent runtimes, not over one jax.distributed"
+IDS = "its expected text has the numbers of devices, which are 0-3 and 2048-2051"
+EXCLUDED: dict[str, str] = {
+    "*/test_function.py::test_numpy_uncommitted_and_committed_arrays_give_the_same": IDS,
+    "*/test_own_errors.py::test_what_is_no_number_in_a_pipeline": PIPELINE,
+}
 """Patterns of test ids, and why."""
 
 

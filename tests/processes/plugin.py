@@ -96,6 +96,7 @@ class Results:
         done = folder / "done.json"
         self.done = set(json.loads(done.read_text())) if done.exists() else set()
         self.found = {}
+        self.status = 0
 
     def write(self, test, outcome, text=""):
         with (self.folder / f"results{RUN.me}.jsonl").open("a") as file:
@@ -137,10 +138,17 @@ class Results:
             text = str(report.longrepr) if report.outcome == "failed" else ""
             self.write(report.nodeid, self.found[report.nodeid], text)
 
+    def pytest_collectreport(self, report):
+        if report.failed and report.nodeid not in self.done:
+            self.write(report.nodeid, "error", str(report.longrepr))
+
+    def pytest_sessionfinish(self, exitstatus):
+        self.status = int(exitstatus)
+
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config):
         try:
             RUN.gather("the end", "")
         except Exception as error:  # noqa: BLE001
             print(f"process {RUN.me}, at the end: {error}", file=sys.stderr)
-        leave(0)
+        leave(self.status)
