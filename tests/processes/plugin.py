@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from jax._src.array import ArrayImpl
 
 from shardc.arrays import placed
 from shardc.arrays.fetch import values
+from shardc.machine import mesh
 from shardc.runtime import cluster
 from shardc.runtime.cluster import Seat
 from tests.processes.exclusions import reason
@@ -47,7 +49,7 @@ def join() -> cluster.Cluster:
 class Reads:
     """Reads of arrays whose pieces lie in several processes: a gather while `gather` is set, which all must make."""
 
-    gather = False
+    gather = True
 
     @classmethod
     def install(cls) -> None:
@@ -65,6 +67,17 @@ class Reads:
         placed.has_every_piece = lambda x: cls.gather or has_every_piece(x)
 
 
+def allow_small_meshes() -> None:
+    """From now on a mesh of fewer places than processes is one of this process's own devices."""
+    known = mesh.choose_devices
+
+    def choose(devices, axes):
+        need = math.prod(axes.values())
+        return jax.local_devices()[:need] if need < jax.process_count() and Reads.gather else known(devices, axes)
+
+    mesh.choose_devices = choose
+
+
 def leave(code: int) -> None:
     """End the process without waiting for others."""
     sys.stdout.flush()
@@ -75,6 +88,7 @@ def leave(code: int) -> None:
 RUN = join() if "SEAT" in os.environ else None
 if RUN is not None:
     Reads.install()
+    allow_small_meshes()
 
 
 def pytest_addoption(parser):
