@@ -70,7 +70,9 @@ class Agreement:
         paths = self.plan.program.in_paths
         text = _argument_text if self._placed else type_text
         types = {f"argument {p}": text(x) for p, x in zip(paths, arrays, strict=False)}
-        return {**types, **_value_facts(paths, arrays), **self._plan_facts()}
+        captured = self.plan.program.captured
+        of_captured = value_facts([f"captured array {i}" for i, _ in enumerate(captured)], captured)
+        return {**types, **_value_facts(paths, arrays), **of_captured, **self._plan_facts()}
 
     def _plan_facts(self) -> dict[str, str]:
         mesh = self.plan.mesh
