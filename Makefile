@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick sample oldest parity every everything harnesses processes without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline test quick sample oldest parity every everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -34,6 +34,7 @@ help:
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
 	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the suite runs a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
+	@echo "make faults  100 kills and 20 stops of processes at random times, of which the suite runs a sample"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
@@ -106,6 +107,9 @@ docs: $(VENV)/.has-docs
 
 bench: $(VENV)/.has-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+faults: $(VENV)/.has-dev
+	$(BIN)/python -m tests.processes.faults --jobs $(JOBS) $(ARGS)
 
 gpu:
 	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)

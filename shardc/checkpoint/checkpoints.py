@@ -339,7 +339,7 @@ class Checkpoints:
         if peers is None:
             raise lost
         self._open_writer().dismiss(SECONDS)
-        _log.warning("%s The run goes on from the last common checkpoint.", lost)
+        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
         peers.rejoin()
 
     # -- writing
