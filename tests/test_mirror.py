@@ -58,6 +58,7 @@ COVERED: Final[Mapping[str, str]] = {
     "pipeline/schedule/costs.py": "pipeline/schedule/test_schedule.py",
     "pipeline/schedule/message_lifetimes.py": "pipeline/test_memory.py",
     "pipeline/schedule/methods/*.py": "pipeline/schedule/methods/test_methods.py",
+    "launch/run.py": "launch/test_options.py",
     "pipeline/schedule/text.py": "pipeline/schedule/test_schedule.py",
     "pipeline/stage_network.py": "pipeline/test_memory.py",
     "pipeline/step_values.py": "pipeline/test_memory.py",

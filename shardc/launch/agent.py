@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -51,8 +51,8 @@ class RemoteProcess:
         screen: Screen | None = None,
     ) -> None:
         self.number = number
-        self.host, self.reach, self.visible = "", "", ""
-        """Of the agent: its host, the address by which it reaches the store, its accelerators."""
+        self.host = ""
+        """The name of the agent's host."""
         self._tell, self._events, self._screen = tell, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
@@ -67,7 +67,7 @@ class RemoteProcess:
         """Take a report of the agent, in a thread of the store."""
         match said["what"]:
             case "here":
-                self.host, self.reach, self.visible = said["host"], said["reach"], said["visible"]
+                self.host = said["host"]
                 self._here.set()
             case "output":
                 if self._screen is not None:
@@ -84,6 +84,10 @@ class RemoteProcess:
         self._here.clear()
         self._ended.set()
         self._events.put(("host lost", self.number))
+
+    def wait_until_here(self, seconds: float) -> bool:
+        """Wait for the agent to report. False: it has not in time."""
+        return self._here.wait(seconds)
 
     def start(self, job: Job) -> None:
         if not self._here.wait(0 if job.start > 1 else job.seat.deadline):
@@ -143,7 +147,6 @@ class Post:
       address: of the run's store.
       secret: of the run.
       process: number of the process that it starts.
-      visible: accelerators of the process, `0,1`; empty for all.
       bind: the address of this host for other processes; empty for that by which it reaches the store.
       deadline: seconds to wait for the store.
     """
@@ -151,7 +154,6 @@ class Post:
     address: str
     secret: bytes
     process: int
-    visible: str = ""
     bind: str = ""
     deadline: float = 600.0
 
@@ -198,7 +200,7 @@ def serve(
     )
     if forward is not None:
         forward.store = store
-    store.report({"what": "here", "host": host_id(), "reach": post.bind or store.host, "visible": post.visible})
+    store.report({"what": "here", "host": host_id()})
     try:
         return _obey(post, process, store, events, prepare)
     finally:
@@ -206,6 +208,11 @@ def serve(
         process.wait(GRACE)
         process.close()
         store.close()
+
+
+def _with_links(job: Job, host: str) -> Job:
+    """The job with an address for links, if the supervisor leaves that to the agent."""
+    return job if job.seat.links else replace(job, seat=replace(job.seat, links=f"{host}:0"))
 
 
 def _obey(
@@ -219,7 +226,7 @@ def _obey(
             continue
         match event:
             case "told", {"event": "start", "job": job}:
-                process.start(prepare(Job.from_json(job, post.secret)))
+                process.start(prepare(_with_links(Job.from_json(job, post.secret), post.bind or store.host)))
             case "told", {"event": "kill"}:
                 process.kill()
             case "told", {"event": "end", "code": code}:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess
-from shardc.launch.options import Options
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Event, Supervisor
 from shardc.runtime.cluster import Seat
@@ -25,7 +25,7 @@ _LONGEST: Final = 80
 """The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""
 
 
-def run_on_this_machine(options: Options, processes: int) -> int:
+def run_on_this_machine(options: RunOptions, processes: int) -> int:
     """Run a script in several processes. Returns the exit code of the run."""
     events: SimpleQueue[Event] = SimpleQueue()
     with private_directory() as private, interrupts_to(events):

@@ -12,7 +12,7 @@ from shardc.launch.job import Script
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What a run is asked to do. `python -m shardc run --help` explains each."""
 
     script: Script
@@ -77,7 +77,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     return run
 
 
-def read_options(args: argparse.Namespace) -> Options:
+def read_options(args: argparse.Namespace) -> RunOptions:
     """The options of a command line.
 
     Raises:
@@ -93,7 +93,7 @@ def read_options(args: argparse.Namespace) -> Options:
             f"--secret: there is no file {args.secret}; make one with: openssl rand -hex 32 > {args.secret}"
         )
     script = Script(args.script, tuple(args.arguments), args.module, args.devices)
-    return Options(
+    return RunOptions(
         script, args.processes, args.islands, args.restarts, args.log, args.silence, args.deadline,
         args.secret, args.bind, args.ray,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 
 from shardc.compat import detect_process
 from shardc.errors import ClusterError
+from shardc.launch.on_ray import run_on_ray
 from shardc.launch.on_this_machine import run_on_this_machine
 from shardc.launch.options import read_options
 from shardc.launch.under_a_cluster import run_under_a_cluster
@@ -21,7 +22,9 @@ def run_command(args: argparse.Namespace) -> int:
     options = read_options(args)
     if options.processes is not None:
         options.check(options.processes)
-        return run_on_this_machine(options, options.processes)
+        return (run_on_ray if options.ray else run_on_this_machine)(options, options.processes)
+    if options.ray:
+        raise ClusterError("--ray needs the number of processes: --processes N.")
     found = detect_process(options.deadline)
     if found is None:
         raise ClusterError(

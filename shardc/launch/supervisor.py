@@ -206,11 +206,14 @@ class Supervisor:
     def _restart(self, failure: Failure, counts: bool) -> None:
         """Start the island of a lost process again, and all that cannot go on with it."""
         again = set(self._job.seat.island(failure.process))
-        if counts or any(self._is_in(p) for p in again):
+        if counts:
             self._epoch += 1
             for p in (*(f.process for f in self._followers), *(p for p, s in enumerate(self._states) if s.done)):
                 again |= set(self._job.seat.island(p))
             self._followers.clear()
+        elif any(self._is_in(p) for p in again):
+            self._epoch += 1  # all, or the islands would take turns in failing for each other
+            again = set(range(len(self._states)))
         self._restarts -= counts
         self._kill(p for p in sorted(again) if self._states[p].running)
         stuck = [p for p in sorted(again) if self._states[p].running]

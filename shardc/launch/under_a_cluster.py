@@ -26,7 +26,7 @@ from shardc.launch.agent import Post, RemoteProcess, host_id, meet, serve
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.on_this_machine import interrupts_to
-from shardc.launch.options import Options
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
 from shardc.runtime.cluster import Seat
@@ -39,7 +39,7 @@ _SHORTEST: Final = 16
 """Bytes of a secret that a user gives."""
 
 
-def run_under_a_cluster(options: Options, found: DetectedProcess) -> int:
+def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     """Run a script as one process of several that a cluster has started. Returns the exit code of the run."""
     options.check(found.processes)
     folder = Path.home() / ".shardc" / f"{job_name(found)}-programs"
@@ -56,12 +56,14 @@ def run_under_a_cluster(options: Options, found: DetectedProcess) -> int:
         with interrupts_to(events):
             if found.me == 0:
                 return _lead(options, found, events, prepare)
-            return _follow(options, found, events, prepare, visible)
+            return _follow(options, found, events, prepare)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lead(options: Options, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job]) -> int:
+def _lead(
+    options: RunOptions, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job]
+) -> int:
     """Supervise the run, as the launcher of process 0."""
     host, port = found.coordinator.rpartition(":")[::2]
     bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
@@ -76,7 +78,7 @@ def _lead(options: Options, found: DetectedProcess, events: SimpleQueue[Event], 
 class Lead:
     """The store of a run under a cluster, its secret, and its agents."""
 
-    def __init__(self, bind: str, options: Options, found: DetectedProcess, events: SimpleQueue[Event]) -> None:
+    def __init__(self, bind: str, options: RunOptions, found: DetectedProcess, events: SimpleQueue[Event]) -> None:
         self._options, self._events = options, events
         self._file = None if options.secret else default_secret(found)
         self._secret = read_secret(options.secret) if options.secret else _make_secret(self._file)
@@ -122,10 +124,10 @@ class Lead:
                 alone = all(r.host == host_id() for r in remotes)
 
                 def job_of(job: Job) -> Job:
-                    remote = self._remotes.get(job.seat.me)
-                    reach = _LOOPBACK if alone else remote.reach if remote else host
-                    seat = replace(job.seat, links=f"{reach}:0")
-                    return prepare(replace(job, seat=seat)) if remote is None else replace(job, seat=seat)
+                    mine = job.seat.me == 0
+                    links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
+                    job = replace(job, seat=replace(job.seat, links=links))
+                    return prepare(job) if mine else job
 
                 seat = Seat(
                     0, 1 + len(remotes), options.islands, self.server.address, self._secret, "", 0,
@@ -139,12 +141,12 @@ class Lead:
 
 
 def _follow(
-    options: Options, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job], visible: str
+    options: RunOptions, found: DetectedProcess, events: SimpleQueue[Event], prepare: Callable[[Job], Job]
 ) -> int:
     """Serve as the agent of another process than 0."""
     secret = read_secret(options.secret) if options.secret else wait_for_secret(found, options.deadline)
     bind = interface_address(options.bind) if options.bind else ""
-    post = Post(found.coordinator, secret, found.me, visible, bind, options.deadline)
+    post = Post(found.coordinator, secret, found.me, bind, options.deadline)
 
     def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
         return LocalProcess(found.me, options.script, shows, options.log_of(found.me), on_end)

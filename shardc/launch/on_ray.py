@@ -1,0 +1,173 @@
+"""Runs whose processes are started by actors of Ray: `python -m shardc run --ray --processes 2 script.py`.
+
+Each actor is an agent (`agent.py`) in a bundle of a placement group; this process holds the store and the supervisor.
+No data of the script goes through Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Final
+
+from shardc.errors import ClusterError
+from shardc.launch.agent import Post, RemoteProcess, meet, serve
+from shardc.launch.job import Job
+from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.on_this_machine import interrupts_to
+from shardc.launch.options import RunOptions
+from shardc.launch.output import Screen
+from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
+from shardc.launch.under_a_cluster import interface_address
+from shardc.runtime.cluster import Seat
+from shardc.runtime.store import StoreServer
+from shardc.runtime.wire import new_secret
+
+_LOOPBACK: Final = "127.0.0.1"
+_START_SECONDS: Final = 120.0
+"""So long a new actor may take to report."""
+
+
+def run_on_ray(options: RunOptions, processes: int) -> int:
+    """Run a script in actors of Ray. Returns the exit code of the run.
+
+    Raises:
+      ClusterError: Ray is not installed, or has no place for so many processes.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ClusterError("--ray: Ray is not installed; pip install 'shardc[ray]'.") from error
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False)
+    try:
+        events: SimpleQueue[Event] = SimpleQueue()
+        with interrupts_to(events):
+            return _RayRun(ray, options, processes, events).run()
+    finally:
+        if started:
+            ray.shutdown()
+
+
+class _RayProcess(RemoteProcess):
+    """A process that an actor starts. A new actor takes the place of one that has died."""
+
+    def __init__(self, number: int, tell: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
+                 screen: Screen | None, make_actor: Callable[[int], Any]) -> None:  # fmt: skip
+        super().__init__(number, tell, events, screen)
+        self._make_actor = make_actor
+        self.actor: Any = make_actor(number)
+
+    def start(self, job: Job) -> None:
+        if not self.is_here:
+            self.actor = self._make_actor(self.number)
+            if not self.wait_until_here(_START_SECONDS):
+                raise ClusterError(f"a new actor of Ray did not report within {_START_SECONDS:g} s")
+        super().start(job)
+
+
+class _RayRun:
+    """A run on Ray: the store, the placement group and its actors."""
+
+    def __init__(self, ray: Any, options: RunOptions, processes: int, events: SimpleQueue[Event]) -> None:
+        self._ray, self._options, self._processes, self._events = ray, options, processes, events
+        self._secret, self._screen = new_secret(), Screen()
+        self._nodes = [n for n in ray.nodes() if n["Alive"]]
+        self._gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
+        self._host = self._reached()
+        self._remotes: list[_RayProcess] = []
+        self._server = StoreServer(f"{self._host}:0", self._secret, self._on_end, self._on_report)
+
+    def _reached(self) -> str:
+        """The address of this host for the actors."""
+        if self._options.bind:
+            return interface_address(self._options.bind)
+        if len(self._nodes) == 1:
+            return _LOOPBACK
+        return self._ray.util.get_node_ip_address()
+
+    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
+        if process >= 0:
+            self._events.put(("report", process, said))
+        elif -1 - process < len(self._remotes):
+            self._remotes[-1 - process].reported(said)
+
+    def _on_end(self, process: int, left: bool) -> None:
+        if process < 0 and -1 - process < len(self._remotes):
+            self._remotes[-1 - process].lost()
+
+    def run(self) -> int:
+        """Place the actors, run, and take them away."""
+        group = self._place()
+        code = INTERRUPTED
+        try:
+            actor = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(_Actor)
+
+            def make_actor(process: int) -> Any:
+                strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=process
+                )
+                made = actor.options(scheduling_strategy=strategy).remote()
+                made.serve.remote(self._post(process), self._options, os.getcwd())
+                return made
+
+            for p in range(self._processes):
+                shown = self._screen if p == 0 else None
+                self._remotes.append(_RayProcess(p, self._teller(p), self._events, shown, make_actor))
+            if meet(self._remotes, self._options.deadline, self._server.address, self._events):
+                code = self._supervise()
+        finally:
+            for remote in self._remotes:
+                remote.end(code)
+            self._server.close()
+            self._ray.util.remove_placement_group(group)
+        return code
+
+    def _teller(self, process: int) -> Callable[[Mapping[str, Any]], object]:
+        return lambda event: self._server.tell(-1 - process, event)
+
+    def _post(self, process: int) -> Post:
+        return Post(self._server.address, self._secret, process, deadline=self._options.deadline)
+
+    def _place(self) -> Any:
+        bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
+        group = self._ray.util.placement_group([bundle] * self._processes, strategy="PACK")
+        if not group.wait(self._options.deadline):
+            self._ray.util.remove_placement_group(group)
+            have = {name: self._ray.cluster_resources().get(name, 0) for name in bundle}
+            raise ClusterError(
+                f"Ray has no place for {self._processes} processes of {bundle} within {self._options.deadline:g} s: it "
+                f"has {have} in all. Give fewer --processes, or add nodes."
+            )
+        return group
+
+    def _supervise(self) -> int:
+        options = self._options
+        seat = Seat(
+            0, self._processes, options.islands, self._server.address, self._secret, "", 0,
+            options.restarts, options.silence, options.deadline,
+        )  # fmt: skip
+        return Supervisor(Job(seat), self._remotes, self._screen, lambda job: job, self._server, self._events).run()
+
+
+class _Actor:
+    """An actor of Ray that serves as an agent."""
+
+    def serve(self, post: Post, options: RunOptions, directory: str) -> int:
+        """Serve until the run ends."""
+        with suppress(OSError):
+            os.chdir(directory)
+
+        def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
+            return LocalProcess(post.process, options.script, shows, options.log_of(post.process), on_end)
+
+        def prepare(job: Job) -> Job:
+            log = options.log_of(post.process)
+            return replace(job, log=str(log.absolute()) if log else "")
+
+        return serve(post, handle, SimpleQueue(), prepare, forwards=post.process == 0)

@@ -1,0 +1,92 @@
+"""A process of a run: how it runs its script, and what it says of an error."""
+
+import sys
+
+import pytest
+
+from shardc.errors import DisagreementError, PeerLostError
+from shardc.launch.child import error_text, report_of, run_script
+
+
+@pytest.fixture(autouse=True)
+def as_python_starts(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["child", "3", "script.py"])
+    monkeypatch.setattr(sys, "path", ["here", *sys.path])
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001 - given back
+        return caught
+
+
+def test_a_script_sees_what_python_gives_it(tmp_path, capsys):
+    (tmp_path / "beside.py").write_text("name = 'beside'")
+    path = tmp_path / "script.py"
+    path.write_text("import sys, beside\nprint(__name__, __file__, sys.argv, sys.path[0], beside.name)")
+    run_script([str(path), "--a", "1"])
+    assert capsys.readouterr().out == f"__main__ {path} ['{path}', '--a', '1'] {tmp_path} beside\n"
+
+
+def test_a_module(tmp_path, capsys, monkeypatch):
+    (tmp_path / "some_module.py").write_text("import sys\nprint(__name__, sys.argv)")
+    monkeypatch.syspath_prepend(tmp_path)
+    run_script(["-m", "some_module", "x"])
+    assert capsys.readouterr().out == f"__main__ ['{tmp_path}/some_module.py', 'x']\n"
+
+
+def test_a_traceback_has_the_frames_of_the_script_only(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("def f():\n    1 / 0\nf()")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_script([str(path)])
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
+    text, code = error_text(error)
+    lines = text.splitlines()
+    assert (code, lines[0], lines[1]) == (
+        1,
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 3, in <module>',
+    )
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_script_that_does_not_compile(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("1 +")
+    with pytest.raises(SyntaxError) as caught:
+        run_script([str(path)])
+    text, _ = error_text(caught.value.with_traceback(caught.tb.tb_next))
+    assert text.startswith(f'  File "{path}", line 1\n')
+
+
+def test_the_users_own_hook_writes_the_error(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: sys.stderr.write(f"hook: {error}\n"))
+    assert error_text(raised(ValueError("x"))) == ("hook: x\n", 1)
+
+
+def test_exit_codes():
+    assert error_text(raised(SystemExit(7))) == ("", 7)
+    assert error_text(raised(SystemExit(-1))) == ("", 255)
+    assert error_text(raised(SystemExit("no data"))) == ("no data\n", 1)
+    assert error_text(raised(KeyboardInterrupt()))[1] == 130
+
+
+def test_reports():
+    def told(error):
+        report = report_of(error, "", 1)
+        return report["why"], report["follows"], report["final"]
+
+    assert told(ValueError("a\nb")) == ("ValueError: a", False, False)
+    assert told(KeyError()) == ("KeyError", False, False)
+    assert told(SystemExit(1)) == ("ended with exit code 1", False, True)
+    assert told(DisagreementError("x")) == ("DisagreementError: x", False, True)
+    assert told(PeerLostError("lost", 1)) == ("PeerLostError: lost", True, False)
+    try:
+        try:
+            raise PeerLostError("lost", 1)
+        except PeerLostError as error:
+            raise ValueError("a step failed") from error
+    except ValueError as error:
+        assert told(error) == ("ValueError: a step failed", True, False)

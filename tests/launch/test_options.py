@@ -1,0 +1,82 @@
+"""Options of `python -m shardc run`, and the errors for those that do not fit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardc.__main__ import main
+from shardc.launch import run as command
+from shardc.launch.job import Script
+from shardc.launch.options import RunOptions
+
+
+def refused(capsys, *words):
+    try:
+        code = main(["run", *map(str, words)])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err.removeprefix("python -m shardc run: ").rstrip("\n")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--processes", 0], 'argument --processes: "0" is not a whole number of 1 or more (see'),
+        (["--restarts", -1], "argument --restarts: "),
+        (["--silence", 0], 'argument --silence: "0" is not a time of more than 0 seconds'),
+        (
+            ["--processes", 3, "--islands", 2],
+            "3 processes cannot form 2 islands of one size: 3 / 2 is not a whole number.",
+        ),
+        (
+            ["--processes", 1, "--islands", 2],
+            "1 process cannot form 2 islands of one size: 1 / 2 is not a whole number.",
+        ),
+        (["--secret", "nowhere"], "--secret: there is no file nowhere; make one with: openssl rand -hex 32 > nowhere"),
+        (["--ray"], "--ray needs the number of processes: --processes N."),
+        ([], "no cluster has started this process: JAX finds neither Slurm, nor Open MPI, nor Kubernetes. Give"),
+    ],
+)
+def test_options_that_do_not_fit(capsys, script, words, error):
+    assert refused(capsys, *words, script).startswith(error)
+
+
+def test_a_script_that_does_not_exist(capsys):
+    assert refused(capsys, "--processes", 2, "nowhere.py") == "there is no script nowhere.py."
+    assert refused(capsys, "nowhere") == "there is no script nowhere. Or is it a module: -m nowhere?"
+
+
+def test_without_a_script(capsys):
+    assert "the following arguments are required: script" in refused(capsys, "--processes", 2)
+
+
+def test_a_log_directory_that_cannot_be_made(capsys, script):
+    assert refused(capsys, "--processes", 2, "--log", script, script) == f"{script}: File exists."
+
+
+def test_ray_that_is_not_installed(capsys, script, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    error = refused(capsys, "--ray", "--processes", 2, script)
+    assert error == "--ray: Ray is not installed; pip install 'shardc[ray]'."
+
+
+def test_options_arrive(script, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "run_on_this_machine", lambda *args: seen.append(args) or 5)
+    words = ["--processes", "4", "--islands", "2", "--devices", "3", "--restarts", "1", "--silence", "2.5"]
+    assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
+    made = Script(str(script), ("--processes", "9", "-m"), False, 3)
+    assert seen == [(RunOptions(made, 4, 2, 1, silence=2.5), 4)]
+    assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5
+    assert seen[1][0].script == Script("package.module", (), True, None)
+    assert seen[1][0].log_of(7) == Path(script.parent / "a" / "b" / "process-7.log")

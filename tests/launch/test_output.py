@@ -1,0 +1,101 @@
+"""What is shown of the output of processes, and what is kept."""
+
+import os
+import pty
+import time
+
+import pytest
+
+from shardc.launch.output import Pump, Screen, Tail, WithoutNoise
+from tests.runtime.watchdog import within
+
+NOISE = b"[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+
+
+def shown(*pieces):
+    out = []
+    filtered = WithoutNoise(out.append)
+    for piece in pieces:
+        filtered(piece)
+    filtered.flush()
+    return b"".join(out)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 11, 12, 1000])
+def test_noise_is_dropped_however_it_is_cut(size):
+    text = b"a\n" + NOISE + b"[Gloo] other\n[G\nb [Gloo] Rank 1\n" + NOISE + b"7\n\nlast"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert shown(*pieces) == b"a\n[Gloo] other\n[G\nb [Gloo] Rank 1\n7\n\nlast"
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        b"[Gloo] Rank [Gloo] Rank 01 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+        b" is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n",
+        b"[Gloo] Rank 0 is connected to [Gloo] Rank 133 peer ranks. Expected number of connected peer ranks is : 3\n\n",
+        b"[Gloo] Rank 0 is[Gloo] Rank 1 peer ranks. Expected number of connected peer ranks is : 3\n3\n",
+    ],
+)
+def test_lines_of_noise_that_are_mixed(mixed):
+    assert shown(b"1\n" + mixed + b"3\n") == b"1\n3\n"
+
+
+def test_the_beginning_of_a_line_is_shown_soon():
+    """A script may print `[` and wait for its user."""
+    source, sink = os.pipe()
+    out = []
+    pump = Pump(source, [WithoutNoise(out.append)], "test")
+    os.write(sink, b"[Gl")
+    within(5, lambda: [time.sleep(0.01) for _ in iter(lambda: b"".join(out) == b"[Gl", True)])
+    os.close(sink)
+    pump.join(5)
+
+
+def test_a_tail_keeps_the_last_lines():
+    tail = Tail()
+    for i in range(100_000):
+        tail(b"line %d\r\n" % i)
+    assert tail.lines(3) == ["line 99997", "line 99998", "line 99999"]
+    assert Tail().lines(3) == []
+    assert len(tail.lines(10**6)) < 10_000
+
+
+def test_a_writer_gets_a_broken_pipe_when_nobody_reads():
+    def gone(data):
+        raise BrokenPipeError
+
+    source, sink = os.pipe()
+    Pump(source, [gone], "test").join(0)
+    os.write(sink, b"x")
+
+    def write():
+        with pytest.raises(BrokenPipeError):
+            while True:
+                os.write(sink, b"x")
+                time.sleep(0.01)
+
+    within(5, write)
+    os.close(sink)
+
+
+def test_the_live_line_makes_room_for_output(monkeypatch):
+    master, slave = pty.openpty()
+    kept = os.dup(2)
+    os.dup2(slave, 2)
+    try:
+        screen = Screen()
+        screen.live("step 1")
+        screen.err(b"half")
+        screen.live("step 2")
+        screen.err(b" line\n")
+        screen.live("")
+        screen.say("done")
+    finally:
+        os.dup2(kept, 2)
+        os.close(slave)
+        os.close(kept)
+    seen = os.read(master, 1 << 16).decode()
+    os.close(master)
+    clear = "\r\x1b[2K"
+    assert seen == f"step 1{clear}half line\r\nstep 2{clear}done\r\n"

@@ -1,0 +1,252 @@
+"""The supervisor with processes that are threads: losses and restarts in any order, without the cost of processes."""
+
+import itertools
+import random
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+
+from shardc.arrays.buffers import allocate
+from shardc.errors import ClusterError, PeerLostError
+from shardc.launch.child import report_of
+from shardc.launch.job import Job
+from shardc.launch.output import Screen
+from shardc.launch.supervisor import Supervisor
+from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.store import StoreServer
+from tests.runtime.watchdog import within
+
+SECRET = b"s" * 32
+# The thread of a dead process may open a connection before it ends; a dead process does not.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class FakeProcess:
+    """A process that is a thread with a Cluster. Its death closes its sockets, whose errors end the thread."""
+
+    def __init__(self, number, script, events):
+        self.number, self.script, self.events = number, script, events
+        self.alive = None
+        self.cluster = None
+        self.threads = []
+        self.changed = threading.RLock()
+
+    def start(self, job):
+        self.alive = job
+        thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _run(self, job):
+        with self.changed:
+            if self.alive is not job:
+                return
+            self.cluster = cluster = Cluster(job.seat, allocate)
+            cluster.on_orphaned = lambda: None
+        code = 0
+        try:
+            cluster.store.report({"what": "joined", "start": job.start})
+            cluster.adopt()
+            self.script(cluster)
+            cluster.store.report({"what": "done", "start": job.start})
+            cluster.wait_to_leave()
+        except BaseException as error:  # noqa: BLE001 - reported, as by a child
+            text, code = f"{type(error).__name__}: {error}\n", getattr(error, "code", 1)
+            with suppress(ClusterError):  # it is dead
+                cluster.store.report({**report_of(error, text, code), "start": job.start}, 5.0)
+        self.end(job, code)
+
+    def end(self, job, code):
+        with self.changed:
+            if self.alive is not job:
+                return
+            self.alive, cluster, self.cluster = None, self.cluster, None
+            if cluster is not None:
+                cluster.store.close()  # first, so that nobody hears what its thread says of its end
+                cluster._hear({"event": "over", "why": "it is dead"})
+                cluster.close()
+            self.events.put(("ended", self.number, job.start, code))
+
+    def kill(self):
+        if (job := self.alive) is not None:
+            self.end(job, -9)
+
+    interrupt = kill
+
+    def wait(self, seconds):
+        return True
+
+    def tail(self):
+        return []
+
+
+class Run:
+    def __init__(self, tmp_path, script, processes=2, islands=1, restarts=0, **seat):
+        self.events = SimpleQueue()
+        self.server = StoreServer(
+            f"unix:{tmp_path}/s", SECRET, on_report=lambda p, said: self.events.put(("report", p, said))
+        )
+        numbers = itertools.count()
+        first = Seat(0, processes, islands, self.server.address, SECRET, "", 0, restarts, **{"deadline": 20.0, **seat})
+
+        def job_of(job):
+            return replace(job, seat=replace(job.seat, links=f"unix:{tmp_path}/{next(numbers)}"))
+
+        self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
+        self.supervisor = Supervisor(Job(first), self.processes, Screen(), job_of, self.server, self.events)
+
+    def __call__(self, seconds=30):
+        try:
+            return within(seconds, self.supervisor.run)
+        finally:
+            for process in self.processes:
+                process.kill()
+            self.server.close()
+            for thread in (t for p in self.processes for t in p.threads):
+                thread.join(10)
+                assert not thread.is_alive(), "a process does not end"
+
+
+def work(rejoins, steps=12):
+    """A script: meets all others, and writes to its neighbours, again and again."""
+
+    def script(cluster):
+        while True:
+            try:
+                for i in range(steps):
+                    assert cluster.gather("step", f"{i}") == [f"{i}"] * cluster.processes
+                    for p in cluster.others():
+                        cluster.link(p).post(f"{i}")
+                    for p in cluster.others():
+                        cluster.link(p).collect(f"{i}", 20.0)
+                    time.sleep(0.003)
+                return
+            except PeerLostError:
+                if not rejoins or (cluster.me % 2 and rejoins == "some"):
+                    raise
+                cluster.rejoin()
+
+    return script
+
+
+@pytest.mark.parametrize("rejoins", [True, False, "some"])
+@pytest.mark.parametrize(("processes", "islands"), [(1, 1), (2, 1), (3, 3), (4, 2)])
+def test_kills_at_random_times(tmp_path, capfd, processes, islands, rejoins):
+    """Whatever is killed whenever, all scripts end well."""
+    chance = random.Random(f"{processes} {islands} {rejoins}")
+    for turn in range(3):
+        folder = tmp_path / f"{turn}"
+        folder.mkdir()
+        kills = 4
+        run = Run(folder, work(rejoins), processes, islands, kills)
+
+        def kill(run=run, kills=kills):
+            for _ in range(kills):
+                time.sleep(chance.choice([0.0, 0.002, 0.01, 0.05, 0.2]))
+                run.processes[chance.randrange(processes)].kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert run() == 0 or run.supervisor._leaving  # killed after all scripts had ended well
+        killer.join()
+    assert "started again" in capfd.readouterr().err
+
+
+def test_more_kills_than_restarts(tmp_path, capfd):
+    run = Run(tmp_path, work(True, 10**6), 3, 3, 2)
+
+    def kill():
+        for p in (0, 1, 2):
+            time.sleep(0.3)
+            run.processes[p].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert run() == 137
+    killer.join()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "process 0 is lost (killed by SIGKILL); started again, 1 restart is left",
+        "process 1 is lost (killed by SIGKILL); started again, 0 restarts are left",
+        "process 2 is lost: killed by SIGKILL.",
+    ]
+    assert sorted(line.partition("| ")[0] for line in lines[3:]) == ["process 0", "process 1"]  # one line for each
+
+
+def test_a_process_that_has_ended_is_started_again_with_a_lost_one(tmp_path, capfd):
+    """Its partner could not go on without it."""
+    starts = []
+
+    def script(cluster):
+        starts.append((cluster.me, cluster.epoch))
+        cluster.gather("all", "")
+        if cluster.me == 1 and cluster.epoch == 0:
+            time.sleep(0.3)  # process 0 has ended
+            raise OSError("no disk")
+
+    assert Run(tmp_path, script, 2, 2, 1)() == 0
+    assert sorted(starts) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    err = capfd.readouterr().err
+    assert err.endswith("process 1 is lost (OSError: no disk); started again, 0 restarts are left\n")
+    assert "process 1| OSError: no disk\n" in err
+
+
+def test_a_failure_that_no_other_caused_is_a_loss(tmp_path, capfd):
+    """A link that breaks between two processes that live."""
+    tries = itertools.count()
+
+    def script(cluster):
+        if cluster.me == 0 and next(tries) == 0:
+            raise PeerLostError("process 1 is lost: the line is cut.", 1)
+        cluster.gather("all", "")
+
+    assert Run(tmp_path, script, 2, 2, 1)() == 0
+    assert "process 0 is lost (PeerLostError: process 1 is lost: the line is cut.); started" in capfd.readouterr().err
+
+
+def test_sys_exit_is_no_loss(tmp_path, capfd):
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.me:
+            raise SystemExit(7)
+        cluster.gather("never", "")
+
+    assert Run(tmp_path, script, 2, 2, 5)() == 7
+    assert "started again" not in capfd.readouterr().err
+
+
+def test_a_process_that_never_comes_is_named(tmp_path, capfd):
+    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0)
+    run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
+    assert run() == 137
+    assert "process 1 is lost: it did not join the run within 1 s.\n" in capfd.readouterr().err
+
+
+def test_a_silent_process_is_lost(tmp_path, capfd):
+    def script(cluster):
+        if cluster.me == 1 and cluster.epoch == 0:
+            cluster.store._ended.set()  # no signs of life from now on
+            cluster.wait_to_leave()
+        work(True, 10)(cluster) if cluster.epoch else cluster.gather("never", "")
+
+    def rejoining(cluster):
+        try:
+            script(cluster)
+        except PeerLostError:
+            cluster.rejoin()
+            script(cluster)
+
+    assert Run(tmp_path, rejoining, 2, 2, 1, silence=2.0)() == 0
+    assert capfd.readouterr().err == "process 1 is lost (no sign of life for 2 s); started again, 0 restarts are left\n"
+
+
+def test_an_interrupt_ends_all(tmp_path):
+    run = Run(tmp_path, work(True, 10**6))
+    threading.Timer(0.3, run.events.put, [("interrupt",)]).start()
+    begin = time.monotonic()
+    assert run() == 130
+    assert time.monotonic() - begin < 5
