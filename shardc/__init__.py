@@ -11,9 +11,8 @@ from shardc.versions import VERSION, check_jax
 check_jax(jax.__version__)
 
 from shardc.api import function
-from shardc.arrays.fetch import fetch
 from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.calls.placing import constrain, put
+from shardc.calls.placing import constrain, fetch, put, rows_here
 from shardc.checkpoint.checkpoints import checkpoints
 from shardc.errors import (
     ArgumentError,
@@ -90,6 +89,7 @@ __all__ = [
     "load_plan",
     "make_mesh",
     "put",
+    "rows_here",
     "rules",
     "show",
     "signature",

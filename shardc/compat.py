@@ -240,8 +240,9 @@ def inside_trace() -> bool:
 # Why: a value that is assembled during a trace must not become part of it, and needs no mesh but its own.
 @contextmanager
 def at_once() -> Generator[None, None, None]:
-    """A context in which operations on arrays run at once, whatever the current trace or mesh."""
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
+    """A context in which programs run at once, whatever the current trace or mesh, compiled in any case: operation by
+    operation JAX cannot compute on devices of several processes."""
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH), jax.disable_jit(False):
         yield
 
 

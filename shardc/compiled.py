@@ -9,8 +9,10 @@ import jax
 import numpy as np
 
 from shardc import compat
+from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.errors import PipelineError
+from shardc.execute.agreement import check_call
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable
 from shardc.execute.pipeline_executable import PipelineExecutable
@@ -75,7 +77,8 @@ class Compiled(CompiledCall[Executable, Plan]):
           SignatureError: pieces differ from the whole; it names the primitives, and how to refuse what was found.
         """
         call = self._taken_apart(args, kwargs)
-        leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in call.leaves if is_array(x)]
+        arrays = values([x for x in call.leaves if is_array(x)])
+        leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in arrays]
         with without_mesh():
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
@@ -151,5 +154,7 @@ _OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_
 
 def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     """Runs a call, and gives the result in its structure."""
-    out = executable([x for x in call.leaves if is_array(x)])
+    arrays = [x for x in call.leaves if is_array(x)]
+    check_call(executable, arrays)
+    out = executable(arrays)
     return jax.tree.unflatten(executable.plan.program.out_tree, out)

@@ -12,6 +12,7 @@ from shardc.errors import ShardcError
 from shardc.pipeline.make import with_schedule
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.counterfactual import Counterfactual
+from shardc.plan.digest import digest_of
 from shardc.plan.make import Misfit
 from shardc.plan.plan import SpmdPlan, keep_computed
 from shardc.plan.saved_json import to_json
@@ -41,6 +42,11 @@ class Plan(SpmdPlan):
     def counterfactual(self) -> Counterfactual:
         """The placement problem of this plan, to be solved again under other conditions."""
         return Counterfactual(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the program, the placement of every value and all boxings, the same in every process."""
+        return digest_of([self])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON: where every value lies, and what is boxed, the same text in every process.
@@ -95,6 +101,12 @@ class PipelinePlan(MpmdPlan):
     def counterfactuals(self) -> tuple[Counterfactual, ...]:
         """The placement problem of each stage, to be solved again under other conditions."""
         return tuple(Counterfactual(s.plan) for s in self.stages)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the tasks of all stages and of their schedule, the same in every process."""
+        tasks = [t for s in self.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())]
+        return digest_of([t.plan for t in tasks if t.plan is not None], str(self.schedule), str(self.homes))
 
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.

@@ -19,8 +19,10 @@ COVERED: Final[Mapping[str, str]] = {
     "compiled.py": "whole/test_function.py",
     "plans.py": "report/test_explain.py",
     # what runs on devices: tested by the numbers of one device
+    "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
+    "execute/peers.py": "processes/test_agreements.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
     "runtime/worker.py": "runtime/test_executor.py",

@@ -1,43 +1,95 @@
-"""`shardc.fetch`: the values of arrays, wherever they live."""
+"""The values of arrays on the host, wherever they live."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardc.arrays.placed import is_placed
+from shardc import compat
+from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
+from shardc.sbp.layout import to_logical
 
 
-def fetch(tree: Any) -> Any:
-    """The values of a pytree's arrays on the host, wherever they live: on a mesh, or on the stages of a pipeline.
-
-    Args:
-      tree: pytree of arrays; what is no array is left as it is.
-
-    Returns:
-      The tree with NumPy arrays; random keys, which NumPy has no type for, as jax.Arrays on one device.
-
-    Example:
-      >>> fetch({"w": jax.numpy.arange(3), "name": "w"})
-      {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
-    """
+def values(tree: Any) -> Any:
+    """The tree with NumPy arrays; `shardc.fetch` says more. Arrays that lie in other processes too are gathered by one
+    program for each mesh, which all of its processes run."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
+    leaves = _gathered(leaves)
     for x in leaves:
-        if isinstance(x, jax.Array) and not _is_key(x):
+        if isinstance(x, jax.Array) and not _is_key(x) and x.is_fully_addressable:
             x.copy_to_host_async()  # start all copies before waiting for the first
     return jax.tree.unflatten(structure, [_value(x) for x in leaves])
+
+
+def _gathered(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves; those with pieces in other processes whole on each device."""
+    found = list(leaves)
+    by_mesh: dict[Mesh, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable and not _is_here(x):
+            by_mesh.setdefault(_mesh_of(x), []).append(i)
+    for mesh, numbers in by_mesh.items():
+        with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
+            made = _gatherer(mesh)([_words(leaves[i]) for i in numbers])
+        for i, x in zip(numbers, made, strict=True):
+            found[i] = _Whole(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
+    return found
+
+
+class _Whole:
+    """The words of an array that was gathered."""
+
+    def __init__(self, like: Any, words: np.ndarray[Any, Any]) -> None:
+        self.like, self.words = like, words
+
+    def value(self) -> Any:
+        x, words = self.like, self.words
+        if is_placed(x):
+            words = to_logical(words, (*x.shape, *words.shape[x.physical.ndim :]), x.placement, dict(x.mesh.shape))
+        return _keys(words, x) if _is_key(x) else words
+
+
+def _is_here(x: jax.Array) -> bool:
+    return has_every_piece(x.physical if is_placed(x) else x)
+
+
+def _mesh_of(x: Any) -> Mesh:
+    sharding = x.physical.sharding if is_placed(x) else x.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    devices = sorted(sharding.device_set, key=lambda d: d.id)
+    return Mesh(np.asarray(devices), ("devices",))
+
+
+@lru_cache(maxsize=256)
+def _gatherer(mesh: Mesh) -> Any:
+    return jax.jit(lambda xs: list(map(in_bytes, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _words(x: Any) -> jax.Array:
+    """The array that holds the pieces; of keys their words."""
+    physical = x.physical if is_placed(x) else x
+    return jax.random.key_data(physical) if _is_key(physical) else physical
 
 
 def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _keys(words: np.ndarray[Any, Any], like: Any) -> jax.Array:
+    return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(like))
+
+
 def _value(x: Any) -> Any:
+    if isinstance(x, _Whole):
+        return x.value()
     if not isinstance(x, jax.Array):
         return x
-    if _is_key(x):
-        data = np.asarray(jax.random.key_data(x))
-        return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=jax.random.key_impl(x))
-    return np.asarray(x)
+    if is_placed(x):
+        return np.asarray(x)
+    return _keys(on_host(jax.random.key_data(x)), x) if _is_key(x) else on_host(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import jax
 import numpy as np
@@ -15,7 +15,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.machine.mesh import AnyMesh
-from shardc.sbp.layout import bits_of, is_plain, physical_spec, plain_placement, to_logical, to_physical
+from shardc.sbp.layout import (
+    bits_of,
+    is_plain,
+    physical_spec,
+    plain_placement,
+    to_logical,
+    to_physical,
+    to_physical_traced,
+)
 from shardc.sbp.placement import Placement
 
 
@@ -156,7 +164,20 @@ class PlacedArray(jax.Array):
         return np.array(value, dtype) if copy else np.asarray(value, dtype)
 
     def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray:
-        return to_logical(np.asarray(parts[0]), self.shape, self.placement, dict(self.mesh.shape))
+        return to_logical(self._host_piece(parts[0]), self.shape, self.placement, dict(self.mesh.shape))
+
+    def _host_piece(self, part: Any) -> np.ndarray:
+        """A physical array on the host.
+
+        Raises:
+          RuntimeError: pieces of it are in other processes alone.
+        """
+        if not part.is_fully_addressable and not has_every_piece(part):
+            raise RuntimeError(
+                f"{self!r} has pieces in other processes; read it with shardc.fetch(x) in all of them, which gathers "
+                "it."
+            )
+        return on_host(part)
 
     def to_jax(self) -> jax.Array:
         """The logical value as a plain jax.Array, whole on every device."""
@@ -169,6 +190,8 @@ class PlacedArray(jax.Array):
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
         if bits_of(self.dtype) < 4:  # XLA:CPU gathers such elements past their end
+            if not self.is_fully_addressable:
+                return _mover(self.shape, (self.placement, self.mesh), Placement(), sharding)(parts[0])
             return jax.device_put(self._on_host(parts), sharding)
         return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
@@ -231,10 +254,32 @@ def _reader(shape: tuple[int, ...], placement: Placement, mesh: Mesh, sharding: 
     return jax.jit(lambda x: to_logical(x, shape, placement, dict(mesh.shape)), out_shardings=sharding)
 
 
+_ON_HOST: Final = frozenset(
+    ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__", "__str__", "item", "tolist")
+)
+"""Attributes that read the value on the host. Of an array with pieces in other processes they raise its own error."""
+
+
+def has_every_piece(x: jax.Array) -> bool:
+    """Whether this process holds a copy of each piece of an array."""
+    whole = x.sharding.devices_indices_map(x.shape).values()
+    here = x.sharding.addressable_devices_indices_map(x.shape).values()
+    return {str(i) for i in whole} == {str(i) for i in here}
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """The value of an array of which this process holds every piece."""
+    if x.size == 0 and not x.is_fully_addressable:  # JAX finds no piece of it here
+        return np.zeros(x.shape, x.dtype)
+    return np.asarray(x)
+
+
 def _forward(name: str, is_property: bool) -> Any:
     """An attribute that is read from the logical value."""
 
     def forwarded(self: PlacedArray, *args: Any, **kwargs: Any) -> Any:
+        if name in _ON_HOST and not self.is_fully_addressable:
+            return getattr(np.asarray(self), name)(*args, **kwargs)
         return getattr(self.read(), name)(*map(as_jax, args), **{k: as_jax(x) for k, x in kwargs.items()})
 
     forwarded.__name__ = name
@@ -267,13 +312,76 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
     sizes = dict(mesh.shape)
     shape = tuple(np.shape(x))
     placement = placement.resolve(len(shape))
-    if is_plain(shape, placement, sizes):
-        return jax.device_put(narrow(as_jax(x)), NamedSharding(mesh, physical_spec(placement)))
-    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
-    host = jax.random.key_data(x) if keys else x
-    physical = to_physical(narrow(np.asarray(host)), placement, sizes)
-    physical = jax.random.wrap_key_data(jax.numpy.asarray(physical), impl=jax.random.key_impl(x)) if keys else physical
-    return PlacedArray(jax.device_put(physical, NamedSharding(mesh, physical_spec(placement))), shape, placement, mesh)
+    plain, sharding = is_plain(shape, placement, sizes), NamedSharding(mesh, physical_spec(placement))
+    if lies_here(x) is False:
+        physical = _moved(x, placement, sharding)
+    elif plain:
+        physical = put_whole(as_jax(x), sharding)
+    else:
+        keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
+        host = to_physical(narrow(np.asarray(jax.random.key_data(x) if keys else x)), placement, sizes)
+        physical = put_whole(host, sharding)
+        physical = jax.random.wrap_key_data(physical, impl=jax.random.key_impl(x)) if keys else physical
+    return physical if plain else PlacedArray(physical, shape, placement, mesh)
+
+
+def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
+    takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(narrow(x), sharding)
+    if lies_here(x) is False:
+        return _moved(x, Placement(), sharding)
+    aval = compat.aval_of(x)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        words = put_whole(np.asarray(jax.random.key_data(x)), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    host = np.asarray(x, aval.dtype)
+    made = jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))  # no alias of `x`
+    return _weakly(sharding)(made) if aval.weak_type else made
+
+
+@lru_cache(maxsize=256)
+def _weakly(sharding: NamedSharding) -> Any:
+    """A program that makes an array weakly typed."""
+    return jax.jit(lambda x: compat.as_aval(x, compat.shaped_array(x.shape, x.dtype, True)), out_shardings=sharding)
+
+
+def lies_here(x: Any) -> bool | None:
+    """Whether all pieces of an array are on devices of this process; None for what is no jax.Array."""
+    return x.is_fully_addressable if isinstance(x, jax.Array) else None
+
+
+def _moved(x: jax.Array, placement: Placement, sharding: NamedSharding) -> jax.Array:
+    """The physical array of an array that several processes hold, moved to another placement by a program of all."""
+    old = (x.placement, x.mesh) if isinstance(x, PlacedArray) else None
+    with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
+        return _mover(x.shape, old, placement, sharding)(x.physical if isinstance(x, PlacedArray) else x)
+
+
+def in_bytes(x: jax.Array) -> jax.Array:
+    """An array of elements of a byte or more, in a program that moves it."""
+    if bits_of(x.dtype) >= 8:
+        return x
+    wide = np.int8 if jax.dtypes.issubdtype(x.dtype, np.signedinteger) else np.uint8
+    return jax.lax.optimization_barrier(x.astype(wide))
+
+
+@lru_cache(maxsize=4096)
+def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Placement, sharding: NamedSharding) -> Any:
+    """A program from one physical array to another of the same value."""
+
+    def move(x: Any) -> Any:
+        value = x if old is None else to_logical(in_bytes(x), shape, old[0], dict(old[1].shape))
+        if bits_of(x.dtype) < 8:
+            made = to_physical_traced(in_bytes(value), new, dict(sharding.mesh.shape))
+            return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(made, sharding)).astype(x.dtype)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return to_physical_traced(value, new, dict(sharding.mesh.shape))
+        words = to_physical_traced(jax.random.key_data(value), new, dict(sharding.mesh.shape))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+
+    return jax.jit(move, out_shardings=sharding)
 
 
 def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardc import compat
+from shardc.arrays.fetch import values
 from shardc.arrays.placed import is_placed, leaf_aval
 from shardc.passes.trace.pins import Leaf
 from shardc.passes.trace.trace import is_array
@@ -31,11 +31,8 @@ def abstract(x: Any) -> Any:
 
 def on_one_device(x: Any) -> Any:
     """An array of several devices, as JAX puts it on one."""
-    if is_placed(x):
-        return jax.numpy.asarray(np.asarray(x))
-    if not isinstance(x, jax.Array) or compat.is_tracer(x) or len(x.sharding.device_set) == 1:
+    if not isinstance(x, jax.Array) or compat.is_tracer(x):
         return x
-    if is_extended(x.dtype):
-        words = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return jax.numpy.asarray(np.asarray(x))
+    if not is_placed(x) and len(x.sharding.device_set) == 1:
+        return x
+    return jax.numpy.asarray(values(x)) if not is_extended(x.dtype) else values(x)

@@ -1,51 +1,141 @@
-"""`shardc.put` and `shardc.constrain`: where arrays are put on a mesh, and values pinned inside a function."""
+"""`shardc.put`, `shardc.fetch` and `shardc.constrain`: arrays put on a mesh and read, values pinned in a function."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
+from shardc.arrays.fetch import values
+from shardc.arrays.own_part import own_part
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
-from shardc.errors import PlacementError, all_offenders
+from shardc.calls.parts import GivenPart, put_parts
+from shardc.errors import ArgumentError, PlacementError, all_offenders
+from shardc.execute.peers import peers_of, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
 from shardc.machine.mesh import AnyMesh, view
-from shardc.passes.trace.pins import Pins, code_text
-from shardc.passes.trace.trace import leaves_by_path, path_text
+from shardc.passes.trace.pins import Leaf, Pins, code_text
+from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 
 T = TypeVar("T")
 
 
 @compat.face
-def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
+def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any:
     """Puts the arrays of a pytree on a mesh.
+
+    On a mesh of several processes all of them make the same call. Each gives the whole values, which have to be equal
+    (a difference is an error of the next call), and takes the pieces of its devices: nothing is sent. With `here=True`
+    each gives its own rows.
 
     Args:
       tree: pytree of arrays; leaves that are no arrays are left as they are.
       mesh: a mesh with devices.
       placements: as `in_placements` says them, or as `plan.in_placements` gives them: a leaf, `shardc.rules`, or a
         pytree prefix; what is AUTO or None is left as it is.
+      here: whether the arrays are the parts that this process holds: along each dimension the pieces of its devices, in
+        order, as `shardc.rows_here` says. The shape of the whole is found by asking the other processes. Parts that
+        several processes hold have to be equal.
 
     Returns:
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: the mesh has no devices.
+      ArgumentError: the mesh has no devices; or parts do not make up an array.
+      DisagreementError: values, or parts that several processes hold, differ between processes.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
-    pins = Pins("placements", [leaf_of(p := path_text(path), p, x) for path, x in pairs], view(mesh))
-    pins.spread(placements, jax.tree.unflatten(structure, range(len(pairs))))
+    paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
+    placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
+    peers = peers_of(mesh) if isinstance(mesh, Mesh) else None
+    if peers is None or not isinstance(mesh, Mesh):
+        return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+    chosen = [i for i, p in enumerate(placed) if p is not None and is_array(leaves[i])]
+    if not here:
+        peers.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
+        return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+    parts = [GivenPart(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
+    made = put_parts(parts, mesh, peers)
+    whole = dict(zip(chosen, made, strict=True))
+    leaves = [whole.get(i, x) for i, x in enumerate(leaves)]
+    if placed != _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh):
+        raise PlacementError(
+            "shardc.put(here=True): a placement that depends on the shape is another one for the whole array than for "
+            "this process's part. Give placements as dicts from axis to sbp."
+        )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _placements(
+    placements: Any, structure: Any, paths: Sequence[str], leaves: Sequence[Leaf | None], mesh: AnyMesh
+) -> list[Placement | None]:
+    """The placement of each leaf; None where it stays as it is."""
+    pins = Pins("placements", leaves, view(mesh))
+    pins.spread(placements, jax.tree.unflatten(structure, range(len(paths))))
     if pins.offenders:
         raise PlacementError(all_offenders(f"shardc.put, mesh {view(mesh)}:", pins.offenders))
-    placed = [None if pin is None else pin.placement for pin in pins.pins]
-    return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+    return [None if pin is None else pin.placement for pin in pins.pins]
+
+
+@compat.face
+def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, ...]:
+    """The part of an array that this process holds, as an index: what a loader has to read for `put(..., here=True)`.
+
+    Args:
+      shape: of the whole array.
+      mesh: a mesh with devices.
+      placement: a dict from axis to sbp, a Placement, a PartitionSpec or a NamedSharding.
+
+    Returns:
+      A slice for each dimension.
+
+    Raises:
+      ArgumentError: the part does not lie in one piece of the array.
+
+    Example:
+      >>> rows_here((8, 2), make_mesh(data=1), {"data": S(0)})
+      (slice(0, 8, None), slice(0, 2, None))
+    """
+    wanted = _loose_pin(placement).placement
+    found = own_part(mesh, wanted, len(shape), jax.process_index()).slices(shape)
+    if found is None:
+        raise ArgumentError(
+            f"shardc.rows_here: at {wanted} process {jax.process_index()} holds several pieces of an array of shape "
+            f"{tuple(shape)} that are no neighbours. Name the axes that cross the border between processes first, or "
+            "put the whole value in every process, without here=True."
+        )
+    return found
+
+
+@compat.face
+def fetch(tree: Any) -> Any:
+    """The values of a pytree's arrays on the host, wherever they live: on a mesh, or on the stages of a pipeline.
+
+    Of an array with pieces in other processes this is a collective: all processes of its mesh have to call `fetch` with
+    the same tree, and each gets the whole value. What is whole in this process is read without asking others.
+
+    Args:
+      tree: pytree of arrays; what is no array is left as it is.
+
+    Returns:
+      The tree with NumPy arrays; random keys, which NumPy has no type for, as jax.Arrays on one device.
+
+    Raises:
+      DisagreementError: the call before this one was given values that differ between processes.
+
+    Example:
+      >>> fetch({"w": jax.numpy.arange(3), "name": "w"})
+      {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
+    """
+    settle_all()
+    return values(tree)
 
 
 def constrain(x: T, placement: Any) -> T:

@@ -18,6 +18,7 @@ import jax
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
+from shardc.execute.agreement import check_call
 from shardc.execute.executable import looks_for_nans
 from shardc.passes.trace.trace import Arguments, is_array, settings
 
@@ -84,6 +85,7 @@ class CachedCall:
             return None
         if any(getattr(args[k], "committed", False) and not is_placed(args[k]) for k in self._unlike):
             return None
+        check_call(self.executable, args)
         try:
             for k in self._unlike:
                 args[k] = self.executable.enter(k, args[k])

@@ -14,10 +14,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
-from shardc.arrays.placed import PlacedArray, is_placed, put_leaf
+from shardc.arrays.fetch import values
+from shardc.arrays.placed import PlacedArray, is_placed, put_leaf, put_whole
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
+from shardc.execute.agreement import Agreement
 from shardc.execute.name_nan import name_first
-from shardc.ir.host_callback import CALLBACKS, raise_kept
+from shardc.execute.peers import peers_of
+from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, without_mesh
@@ -108,7 +111,12 @@ class Executable:
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
-        self._captured = [jax.device_put(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
+        self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
+
+    @cached_property
+    def agreement(self) -> Agreement | None:
+        """The agreement on this plan of the processes that run it; None if it runs in one."""
+        return None if peers_of(self.mesh) is None else Agreement(self.plan, self.mesh)
 
     def _sharded(self) -> Any:
         plan, low = self.plan, self._low
@@ -207,6 +215,11 @@ class Executable:
             found = self.run([*args, *self._captured])
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
             report_failure(self.plan.program, args, error)
+            if isinstance(error, ValueError) and self.agreement is not None and self._fit(args):
+                raise StepFailedError(
+                    f"{self.plan.program.name} failed while it ran in several processes: {error}\n"
+                    "  its arguments are unchanged. Did another process end?"
+                ) from error
             raise
         if self._empty_out:
             found = [self._cut_empty(i, x) if i in self._empty_out else x for i, x in enumerate(found)]
@@ -241,15 +254,41 @@ class Executable:
             out = self._looking_for_nans(ordered)
         elif self._below_a_byte:
             self._refuse_unlike(args)
-            out = self._jitted(*ordered)
+            out = self._jitted(*self._on_devices(ordered))
         else:
             out = self.compiled(*ordered)
         if self._calls_back:
             jax.block_until_ready(out)
-            raise_kept(self._low.raised)
+            self._raise_kept()
         if not self._reordered:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def _raise_kept(self) -> None:
+        """Raise the error of a callback, in all processes that run the program."""
+        peers = peers_of(self.mesh)
+        if peers is None:
+            raise_kept(self._low.raised)
+            return
+        what = f"{self.plan.program.name}, after its callbacks"
+        said = peers.gather(what, {"error": kept_text(self._low.raised)})
+        raise_kept(self._low.raised)
+        for process, text in zip(peers.members, (each["error"] for each in said), strict=True):
+            if text:
+                raise jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error in process {process}: {text}")
+
+    def _on_devices(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Arguments in the executable's order, as a jitted function takes them: it takes no NumPy arrays for devices of
+        several processes."""
+        if self.agreement is None:
+            return args
+        at = [self.in_shardings[i] for i in self._in_order]
+        return [put_whole(x, s) for x, s in zip(args, at, strict=True)]
+
+    def _fit(self, args: Sequence[Any]) -> bool:
+        """Whether physical arguments have the shapes, types and placements of the plan."""
+        types = [(np.shape(x), getattr(x, "dtype", None)) for x in args] == self._physical_types[: len(args)]
+        return types and all(self.lives_as_planned(i, x) for i, x in enumerate(args))
 
     def _refuse_unlike(self, args: Sequence[Any]) -> None:
         """Raise TypeError, as JAX's compiled object does, if physical arguments have other shapes or types."""
@@ -269,17 +308,33 @@ class Executable:
         """
         at = [self.in_shardings[i] for i in self._in_order]
         with without_mesh():
-            args = jax.device_put(list(args), at)
-            try:
-                return self._keeping(*args)
-            except FloatingPointError as error:
-                text = str(error)
-            given = sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])
+            args = jax.device_put(list(args), at) if self.agreement is None else self._on_devices(args)
+            found, text = self._run_and_look(args)
+            if not text:
+                return found
+            given = sorted(zip(self._in_order, values(list(args)), strict=True), key=lambda pair: pair[0])
             named = name_first(self.plan, [self._logical(i, x) for i, x in given], *_looked_for())
         raise FloatingPointError(named or text)
 
-    def _logical(self, i: int, x: jax.Array) -> Any:
-        """The logical value of physical argument `i`."""
+    def _run_and_look(self, args: Sequence[Any]) -> tuple[list[Any], str]:
+        """The results, and a text if there is a NaN or an infinity in them, in all processes."""
+        peers = peers_of(self.mesh)
+        if peers is None:
+            try:
+                return self._keeping(*args), ""
+            except FloatingPointError as error:
+                return [], str(error)
+        # JAX's own check runs the collectives again, in those processes alone that hold the NaN
+        with jax.debug_nans(False), jax.debug_infs(False):
+            found = self._keeping(*args)
+        kinds = [kind for kind, wanted in zip(("nan", "inf"), _looked_for(), strict=True) if wanted]
+        here = next((k for k in kinds if any(map(functools.partial(_holds, k), found))), "")
+        said = peers.gather(f"{self.plan.program.name}, looking for NaN", {"kind": here})
+        kind = next((each["kind"] for each in said if each["kind"]), "")
+        return found, f"invalid value ({kind}) encountered in {self.plan.program.name}" if kind else ""
+
+    def _logical(self, i: int, x: Any) -> Any:
+        """The logical value of physical argument `i`, on the host."""
         shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
         if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return to_logical(np.asarray(x), shape, placement, self._sizes)
@@ -292,7 +347,7 @@ class Executable:
             return x
         with without_mesh():
             zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
-            return jax.device_put(zeros, self._out_shardings[i])
+            return put_whole(zeros, self._out_shardings[i])
 
     def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
         plan = self.plan
@@ -330,6 +385,14 @@ class Executable:
         """Compare the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+
+def _holds(kind: str, x: jax.Array) -> bool:
+    """Whether a piece of an array on a device of this process holds a NaN, or an infinity."""
+    if not jax.numpy.issubdtype(x.dtype, np.inexact):
+        return False
+    look = jax.numpy.isnan if kind == "nan" else jax.numpy.isinf
+    return any(bool(look(shard.data).any()) for shard in x.addressable_shards)
 
 
 def _first(chosen: Iterable[int], count: int) -> list[int]:

@@ -130,11 +130,15 @@ def _checked(values: Sequence[Any], avals: Sequence[Any]) -> Sequence[Any]:
     return arrays
 
 
+def kept_text(raised: Sequence[BaseException]) -> str:
+    """The text of the first error that callbacks left; empty if there is none."""
+    return "".join(traceback.format_exception(raised[0])) if raised else ""
+
+
 def raise_kept(raised: list[BaseException]) -> None:
     """Raise the first error that callbacks left in a finished call, in JAX's type for it."""
     if raised:
-        first, raised[:] = raised[0], ()
-        text = "".join(traceback.format_exception(first))
+        text, first, raised[:] = kept_text(raised), raised[0], ()
         raise jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error calling callback: {text}") from first
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
@@ -76,9 +77,11 @@ def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, A
             f"move({many}).",
             lines,
         )
+    several = " All processes have to do that with the same value; with here=True put takes the rows of each."
     return all_offenders(
         f"{where}, mesh {mesh}: {arrays} on other devices, or on another mesh. Move the arguments to this mesh with "
         f"{one} = shardc.put({many}, mesh, {{}}), which replicates them (instead of {{}}, placements as in "
-        f"in_placements may stand there), or to the host with {one} = shardc.fetch({many}).",
+        f"in_placements may stand there), or to the host with {one} = shardc.fetch({many})."
+        f"{several if jax.process_count() > 1 else ''}",
         lines,
     )

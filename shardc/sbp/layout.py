@@ -96,6 +96,20 @@ def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDAr
     return out
 
 
+def to_physical_traced(x: jax.Array, placement: Placement, sizes: AxisSizes) -> jax.Array:
+    """`to_physical` of a JAX array, also in a trace."""
+    if is_plain(x.shape, placement, sizes):
+        return x
+    shape = physical_shape(x.shape, placement, sizes)
+    lead = bool(placement.partial_axes)
+    for dim, (rows, size) in enumerate(zip(_valid(x.shape, placement, sizes), shape[lead:], strict=True)):
+        source = np.full(size, x.shape[dim])  # past the end: filled with zero
+        source[rows] = np.arange(x.shape[dim])
+        if placement.axes_of(dim):
+            x = jax.numpy.take(x, source, axis=dim, mode="fill", fill_value=0)
+    return jax.numpy.pad(x[None], [(0, shape[0] - 1), *[(0, 0)] * x.ndim]) if lead else x
+
+
 def to_logical(x: Any, shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> Any:
     """The logical value of a physical array, of NumPy or JAX."""
     if placement.partial_axes:

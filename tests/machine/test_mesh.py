@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -15,13 +17,16 @@ from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
 from shardc.machine.mesh import (
     TOPOLOGIES,
     AnyMesh,
+    _machine_of,
     auto_mesh,
+    choose_devices,
     make_mesh,
     meshes_along,
     parse_bytes,
     parse_topology,
     view,
 )
+from shardc.machine.topology import BETWEEN_PROCESSES
 
 
 def test_make_mesh_takes_the_first_devices_in_order() -> None:
@@ -196,3 +201,94 @@ def test_error_helpers() -> None:
     assert did_you_mean("x", ["data", "model"]) == ""
     assert all_offenders("Two:", ["one\nmore", "two"]) == "Two:\n  one\n  more\n  two"
     assert all_offenders("None:", []) == "None:"
+
+
+def devices_of(*counts: int) -> list[SimpleNamespace]:
+    """So many devices of each process, numbered as JAX numbers them, in no order."""
+    found = [
+        SimpleNamespace(id=2048 * p + k, process_index=p, platform="cpu")
+        for p, n in enumerate(counts)
+        for k in range(n)
+    ]
+    return found[::2] + found[1::2]
+
+
+def test_the_devices_of_a_process_lie_side_by_side() -> None:
+    chosen = choose_devices(devices_of(4, 4), {"data": 2, "model": 4})
+    assert [d.id for d in chosen] == [0, 1, 2, 3, 2048, 2049, 2050, 2051]
+
+
+def test_a_smaller_mesh_takes_as_many_devices_of_each_process() -> None:
+    assert [d.id for d in choose_devices(devices_of(4, 4), {"data": 4})] == [0, 1, 2048, 2049]
+    assert [d.id for d in choose_devices(devices_of(4, 2, 3), {"data": 3, "model": 2})] == [
+        0,
+        1,
+        2048,
+        2049,
+        4096,
+        4097,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "axes", "text"),
+    [
+        (
+            (4, 4),
+            {"data": 3},
+            "The mesh data=3 needs 3 devices, and 2 processes, the smallest of which has 4, cannot each give the same "
+            "number. Make the product of the sizes a multiple of 2, at most 8, as in shardc.make_mesh(data=2); or "
+            "start another number of processes.",
+        ),
+        (
+            (4, 4, 4),
+            {"data": 2, "model": 1},
+            "The mesh data=2 x model=1 needs 2 devices, and 3 processes, the smallest of which has 4, cannot each give "
+            "the same number. Make the product of the sizes a multiple of 3, at most 12, as in "
+            "shardc.make_mesh(data=3); or start another number of processes.",
+        ),
+        (
+            (4, 2),
+            {"data": 6},
+            "The mesh data=6 needs 6 devices, and 2 processes, the smallest of which has 2, cannot each give the same "
+            "number. Make the product of the sizes a multiple of 2, at most 4, as in shardc.make_mesh(data=4); or "
+            "start another number of processes.",
+        ),
+        (
+            (4, 4),
+            {"data": 16},
+            "The mesh data=16 needs 16 devices, the 2 processes of this run have 8 (cpu). Use a smaller mesh; for fake "
+            "CPU devices set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX "
+            'starts; to plan without devices name a topology, as in topology="v5p".',
+        ),
+    ],
+)
+def test_meshes_that_processes_cannot_share(counts: tuple[int, ...], axes: dict[str, int], text: str) -> None:
+    with pytest.raises(MeshError) as error:
+        choose_devices(devices_of(*counts), axes)
+    assert str(error.value) == text
+
+
+def test_devices_on_a_torus_keep_their_order_along_links() -> None:
+    chips = [
+        SimpleNamespace(id=4 * y + x, process_index=x // 2 + 2 * (y // 2), coords=(x, y, 0), platform="tpu")
+        for y in range(4) for x in range(4)
+    ]  # fmt: skip
+    assert choose_devices(chips[::-1], {"data": 16}) == chips
+    assert [d.coords[:2] for d in choose_devices(chips, {"data": 4})] == [(0, 0), (2, 0), (0, 2), (2, 2)]
+
+
+def test_the_border_between_processes_is_a_slower_fabric() -> None:
+    """The mesh is seen as one of 2 processes x 4 devices."""
+    mesh = make_mesh(data=4, model=2)
+    fake = SimpleNamespace(
+        devices=np.asarray([SimpleNamespace(process_index=k // 4, device_kind="cpu") for k in range(8)]).reshape(4, 2),
+        shape=mesh.shape,
+    )
+    machine = _machine_of(cast(Any, fake))
+    assert machine.fabrics == (*TOPOLOGIES["cpu"].fabrics, BETWEEN_PROCESSES)
+    spans = dict(machine.layout)
+    assert [(s.fabric.tier, s.count) for s in spans["data"]] == [(0, 2), (1, 2)]
+    assert [(s.fabric.tier, s.count) for s in spans["model"]] == [(0, 2)]
+    assert BETWEEN_PROCESSES.bandwidth < TOPOLOGIES["cpu"].fabrics[0].bandwidth
+    assert view(mesh).topology == TOPOLOGIES["cpu"]

@@ -16,9 +16,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
+from jax._src.array import ArrayImpl
 
+from shardc.arrays import placed
+from shardc.arrays.fetch import values
 from shardc.runtime import cluster
 from shardc.runtime.cluster import Seat
+from tests.processes.exclusions import reason
 
 LONGEST = 150.0
 """Seconds that a test may take."""
@@ -39,22 +44,25 @@ def join() -> cluster.Cluster:
     return made
 
 
-def gather_reads() -> None:
-    """From now on a read of an array whose pieces lie in several processes asks for them. All processes must read it."""
-    from jax._src.array import ArrayImpl
-    from jax.experimental import multihost_utils
+class Reads:
+    """Reads of arrays whose pieces lie in several processes: a gather while `gather` is set, which all must make."""
 
-    known = ArrayImpl._value.fget
+    gather = False
 
-    def value(self):
-        try:
-            return known(self)
-        except RuntimeError as error:
-            if "addressable" not in str(error):
-                raise
-        return np.asarray(multihost_utils.process_allgather(self, tiled=True))
+    @classmethod
+    def install(cls) -> None:
+        known, has_every_piece = ArrayImpl._value.fget, placed.has_every_piece
 
-    ArrayImpl._value = property(value)
+        def value(self):
+            try:
+                return known(self)
+            except RuntimeError as error:
+                if not cls.gather or "addressable" not in str(error):
+                    raise
+            return values(self)
+
+        ArrayImpl._value = property(value)
+        placed.has_every_piece = lambda x: cls.gather or has_every_piece(x)
 
 
 def leave(code: int) -> None:
@@ -66,7 +74,7 @@ def leave(code: int) -> None:
 
 RUN = join() if "SEAT" in os.environ else None
 if RUN is not None:
-    gather_reads()
+    Reads.install()
 
 
 def pytest_addoption(parser):
@@ -74,8 +82,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    from hypothesis import settings
-
     settings.register_profile("processes", derandomize=True, database=None, deadline=None)
     settings.load_profile("processes")
     config.stash_results = Results(Path(config.getoption("--results")))
@@ -97,8 +103,6 @@ class Results:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        from tests.processes.exclusions import reason
-
         left = [i for i in items if i.nodeid not in self.done and reason(i.nodeid) is None]
         config.hook.pytest_deselected(items=[i for i in items if i not in left])
         items[:] = left
@@ -113,6 +117,7 @@ class Results:
         timer = threading.Timer(LONGEST, self.stop, [item.nodeid])
         timer.daemon = True
         timer.start()
+        Reads.gather = not item.nodeid.startswith("tests/processes/")
         self.write(item.nodeid, "ended", "the process ended in this test")
         try:
             return (yield)

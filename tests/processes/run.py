@@ -119,6 +119,21 @@ def end(started: list[_Started], seconds: float, grace: float = 5.0) -> list[int
     return [None if i in killed else s.process.returncode for i, s in enumerate(started)]
 
 
+def run_script(
+    script: Path, *, processes: int = 2, devices: int = 4, seconds: float = 120, grace: float = 5.0
+) -> list[tuple[int | None, str]]:
+    """Run a script in all processes. Returns the exit code of each (None: it was killed) and what it printed."""
+    secret = secrets.token_bytes(32)
+    server = StoreServer("127.0.0.1:0", secret)
+    with tempfile.TemporaryDirectory(prefix="shardc-processes-") as name:
+        started = start([sys.executable, str(script)], processes, devices, Path(name), server, secret)
+        try:
+            codes = end(started, seconds, grace)
+        finally:
+            server.close()
+        return [(c, s.log.read_text(errors="replace")) for c, s in zip(codes, started, strict=True)]
+
+
 def run_tests(
     arguments: list[str], *, processes: int = 2, devices: int = 4, seconds: float = 600, show: bool = False
 ) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -14,6 +15,7 @@ from shardc.sbp.layout import (
     plain_placement,
     to_logical,
     to_physical,
+    to_physical_traced,
 )
 from shardc.sbp.placement import Placement
 
@@ -77,3 +79,11 @@ def test_plain_placement(shape, text, plain):
 def test_bits():
     assert [bits_of(np.dtype(t)) for t in ("int8", "uint32", "float16", "float64")] == [8, 32, 16, 64]
     assert bits_of(np.dtype("bool")) == 8
+
+
+@pytest.mark.parametrize(("text", "shape"), [(text, shape) for text, shape, *_ in CASES])
+def test_the_way_there_in_a_program(text, shape):
+    x, placement = np.arange(1.0, 1 + np.prod(shape), dtype=np.float32).reshape(shape), Placement.parse(text)
+    got = jax.jit(lambda x: to_physical_traced(x, placement, SIZES))(x)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(got, to_physical(x, placement, SIZES))

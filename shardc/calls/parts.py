@@ -1,0 +1,113 @@
+"""Arrays put on a mesh of several processes, each of which has its own part of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardc.arrays.own_part import OwnPart, own_part, whole_shape
+from shardc.arrays.placed import PlacedArray, narrow, put_leaf
+from shardc.errors import ArgumentError, DisagreementError, all_offenders
+from shardc.execute.peers import Peers, given_whole, value_text
+from shardc.sbp.layout import is_plain
+from shardc.sbp.placement import Placement
+
+
+@dataclass(frozen=True)
+class GivenPart:
+    """A leaf of which this process gives its part.
+
+    Attributes:
+      path: of the leaf.
+      value: the part, on the host or on devices of this process.
+      placement: of the whole.
+    """
+
+    path: str
+    value: Any
+    placement: Placement
+
+    @cached_property
+    def is_key(self) -> bool:
+        return hasattr(self.value, "dtype") and jax.dtypes.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+
+    @cached_property
+    def words(self) -> np.ndarray[Any, Any]:
+        """The part on the host; of keys their words."""
+        if self.is_key:
+            return np.asarray(jax.random.key_data(self.value))
+        return narrow(np.asarray(self.value))
+
+    def said(self) -> str:
+        """What the other processes are told of the part."""
+        if not given_whole(self.value):
+            return json.dumps("is an array of several processes already; put it without here=True")
+        kind = str(self.value.dtype) if self.is_key else str(self.words.dtype)
+        return json.dumps([np.shape(self.value), kind, value_text(self.value)])
+
+    def put(self, mesh: Mesh, part: OwnPart, shape: tuple[int, ...]) -> jax.Array:
+        """The array of which this is a part."""
+        if not shape:
+            return put_leaf(self.value, mesh, self.placement)
+        physical = part.put(self.words, shape)
+        if self.is_key:
+            physical = jax.random.wrap_key_data(physical, impl=jax.random.key_impl(self.value))
+        if is_plain(shape, part.placement, dict(mesh.shape)):
+            return physical
+        return PlacedArray(physical, shape, part.placement, mesh)
+
+
+def put_parts(parts: Sequence[GivenPart], mesh: Mesh, peers: Peers) -> list[jax.Array]:
+    """The arrays that the parts of all processes make up.
+
+    Raises:
+      ArgumentError: they do not make up arrays.
+      DisagreementError: processes that hold the same part of an array have other values.
+    """
+    said = peers.gather("shardc.put(here=True)", {p.path: p.said() for p in parts})
+    wrong, unlike = list[str](), list[str]()
+    shapes: list[tuple[int, ...]] = []
+    own: list[OwnPart] = []
+    for part in parts:
+        told = {
+            k: json.loads(each.get(part.path, '"has no such leaf"'))
+            for k, each in zip(peers.members, said, strict=True)
+        }
+        lines = [f"process {k} {fault}" for k, fault in told.items() if isinstance(fault, str)]
+        if not lines:
+            pieces = {k: own_part(mesh, part.placement, len(t[0]), k) for k, t in told.items()}
+            shape, lines = whole_shape(pieces, {k: t[0] for k, t in told.items()})
+            lines += _dtype_line(told)
+            unlike += [f"{part.path}: {line}" for line in _unlike(pieces, told)]
+            shapes.append(shape)
+            own.append(pieces[jax.process_index()])
+        wrong += [f"{part.path}: {line}" for line in lines]
+    if wrong:
+        raise ArgumentError(all_offenders("shardc.put(here=True): parts that do not make up an array", wrong))
+    if unlike:
+        raise DisagreementError(all_offenders("shardc.put(here=True): parts that have to be equal", unlike))
+    return [p.put(mesh, at, shape) for p, at, shape in zip(parts, own, shapes, strict=True)]
+
+
+def _dtype_line(told: Mapping[int, Sequence[Any]]) -> list[str]:
+    if len({t[1] for t in told.values()}) == 1:
+        return []
+    return [f"the types differ: {', '.join(f'process {k} has {t[1]}' for k, t in told.items())}"]
+
+
+def _unlike(pieces: Mapping[int, OwnPart], told: Mapping[int, Sequence[Any]]) -> list[str]:
+    """Lines about processes that hold the same part and have other values."""
+    first: dict[Any, int] = {}
+    found: list[str] = []
+    for k, t in told.items():
+        other = first.setdefault(pieces[k].pieces, k)
+        if told[other][2] != t[2]:
+            found.append(f"processes {other} and {k} hold the same part of it, and have other values")
+    return found

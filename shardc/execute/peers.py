@@ -1,0 +1,182 @@
+"""The processes that run one program together: what they tell each other besides it, and what they must agree on.
+
+With a cluster (`python -m shardc run`) they exchange texts over links, without waiting where they can. Without one, if
+the user has called `jax.distributed.initialize`, only what has to be waited for is exchanged, by a collective of JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardc import compat
+from shardc.arrays.placed import is_placed
+from shardc.passes.trace.trace import settings
+from shardc.runtime import cluster as clusters
+from shardc.runtime.cluster import Cluster, refuse_unlike
+from shardc.runtime.exchange import Exchange
+from shardc.versions import VERSION
+
+
+class Peers:
+    """The processes of a mesh, this one among them; `peers_of` gives them.
+
+    Attributes:
+      members: their numbers in JAX, rising.
+    """
+
+    def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
+        self.members = tuple(members)
+        self._exchange: Exchange | None = None
+        self._open: tuple[int, str] | None = None
+        if cluster is not None:
+            first = cluster.seat.island(cluster.me)[0]
+            self._exchange = Exchange(cluster, [first + p for p in members])
+
+    def gather(self, what: str, facts: Mapping[str, str]) -> list[dict[str, str]]:
+        """The facts of all members, in order. Waits for them.
+
+        Args:
+          what: the call that they all make.
+          facts: of this process, by name.
+
+        Raises:
+          DisagreementError: in all of them, if they make different calls.
+          PeerLostError, ClusterError: as `Exchange.finish`.
+        """
+        self.settle()
+        text = _call_text(what, facts)
+        if self._exchange is not None:
+            texts = self._exchange.finish(self._exchange.begin(text), what)
+        elif len(self.members) == jax.process_count():
+            texts = _gathered(text)
+        else:
+            texts = [text] * len(self.members)
+        return self._facts(what, texts)
+
+    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+        """Make sure that all members make the same call with the same facts. Waits for them.
+
+        Raises:
+          DisagreementError: in all of them, with all facts that differ.
+        """
+        refuse_unlike(what, self.members, self.gather(what, facts))
+
+    def compare(self, what: str, facts: Mapping[str, str]) -> None:
+        """`agree` without waiting: if the facts differ, the next call of any method raises."""
+        self.settle()
+        if self._exchange is not None:
+            self._open = self._exchange.begin(_call_text(what, facts)), what
+
+    def settle(self) -> None:
+        """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
+
+        Raises:
+          DisagreementError: they differed.
+        """
+        if self._open is not None and self._exchange is not None:
+            (number, what), self._open = self._open, None
+            texts = self._exchange.finish(number, what)
+            if len(set(texts)) > 1:
+                refuse_unlike(what, self.members, self._facts(what, texts))
+
+    def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
+        said: list[dict[str, Any]] = [json.loads(t) for t in texts]
+        refuse_unlike(what, self.members, [{"the call": each["call"]} for each in said])
+        return [each["facts"] for each in said]
+
+
+def _call_text(what: str, facts: Mapping[str, str]) -> str:
+    return json.dumps({"call": what, "facts": facts})
+
+
+def _gathered(text: str) -> list[str]:
+    """The texts of all processes, by collectives of JAX."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> Peers:
+    del epoch
+    made = Peers(members, cluster)
+    _every.add(made)
+    return made
+
+
+_every: WeakSet[Peers] = WeakSet()
+
+
+@lru_cache(maxsize=1024)
+def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+    return tuple(sorted({d.process_index for d in mesh.devices.flat}))
+
+
+def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
+    """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
+    members = _members(mesh)
+    if len(members) == 1 or jax.process_index() not in members:
+        return None
+    cluster = clusters.current()
+    if cluster is not None and cluster.seat.per_island != jax.process_count():
+        cluster = None
+    return _made(members, cluster, 0 if cluster is None else cluster.epoch)
+
+
+def settle_all() -> None:
+    """Wait for what the last call was given in the other processes, as `Peers.settle`."""
+    for peers in _every:
+        peers.settle()
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def type_text(x: Any) -> str:
+    """`float32[8,16]`, with what is unusual about it."""
+    aval = compat.aval_of(x) if not is_placed(x) else x.aval
+    weak = ", weakly typed" if aval.weak_type else ""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}"
+
+
+def given_whole(x: Any) -> bool:
+    """Whether each process gives the whole value of an array: it lies on the host, or on devices of this process."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def value_text(x: Any) -> str:
+    """A checksum of a whole value."""
+    if isinstance(x, bool | int | float | complex):
+        return repr(x)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    host = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+    return f"{zlib.crc32(host.view(np.uint8)):08x}"
+
+
+def value_facts(paths: Iterable[str], arrays: Iterable[Any]) -> dict[str, str]:
+    """A checksum of each array that is given whole, by path."""
+    return {f"the value of {p}": value_text(x) for p, x in zip(paths, arrays, strict=False) if given_whole(x)}
+
+
+def environment() -> dict[str, str]:
+    """The releases and settings that all processes of a program have to share."""
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "shardc": VERSION,
+        "JAX's settings (x64, matmul precision, random numbers)": ", ".join(map(str, settings())),
+    }
