@@ -12,10 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.own_part import own_part
+from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
 from shardc.calls.parts import GivenPart, put_parts
 from shardc.errors import ArgumentError, PlacementError, all_offenders
+from shardc.execute.far_values import bring
 from shardc.execute.peers import peers_of, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
 from shardc.machine.mesh import AnyMesh, view
@@ -119,7 +121,8 @@ def fetch(tree: Any) -> Any:
     """The values of a pytree's arrays on the host, wherever they live: on a mesh, or on the stages of a pipeline.
 
     Of an array with pieces in other processes this is a collective: all processes of its mesh have to call `fetch` with
-    the same tree, and each gets the whole value. What is whole in this process is read without asking others.
+    the same tree, and each gets the whole value. What is whole in this process is read without asking others. With
+    several JAX runtimes (`run --islands`) all processes of the run call `fetch`: values of one come to all others.
 
     Args:
       tree: pytree of arrays; what is no array is left as it is.
@@ -135,7 +138,8 @@ def fetch(tree: Any) -> Any:
       {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
     """
     settle_all()
-    return values(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
+    return values(jax.tree.unflatten(structure, bring(leaves)))
 
 
 def constrain(x: T, placement: Any) -> T:
