@@ -58,8 +58,12 @@ def test_who_waits_for_whom_and_since_when():
 
 
 def test_a_full_channel_and_several_actors_of_one_thread():
-    net = build([[("give", "", "c.0"), ("more", "", "c.1")], [("take", "d.0", "")], [("x", "c.0", ""), ("y", "c.1", "d.0")]],
-                {"c": (0, 2, 1), "d": (2, 1)})  # fmt: skip
+    actors = [
+        [("give", "", "c.0"), ("more", "", "c.1")],
+        [("take", "d.0", "")],
+        [("x", "c.0", ""), ("y", "c.1", "d.0")],
+    ]
+    net = build(actors, {"c": (0, 2, 1), "d": (2, 1)})
     tasks = {"give": Task(lambda _: [1]), "more": Task(lambda _: [2]), "take": Task(lambda _: [])}
     share = ProcessShare([0, 1], {2: Silent()})
     with Executor(net, tasks, threads=Threads(1), share=share) as executor:
