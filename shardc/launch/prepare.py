@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Final
 
@@ -12,6 +13,8 @@ from shardc.runtime.cluster import Cluster
 from shardc.runtime.wire import is_unix
 
 _LOOPBACK: Final = "127.0.0.1"
+_DIRECT: Final = "no_grpc_proxy"
+"""The variable that names hosts which gRPC reaches without a proxy."""
 
 
 def prepare_jax(cluster: Cluster, job: Job) -> None:
@@ -37,6 +40,7 @@ def _form_island(cluster: Cluster, job: Job) -> None:
         cluster.store.set(f"{seat.epoch}/coordinator/{island.start}", address)
     else:
         address = cluster.wait_for_text(f"{seat.epoch}/coordinator/{island.start}", island.start, "to start JAX")
+    go_around_proxies(address.rpartition(":")[0].strip("[]"))
     jax.distributed.initialize(
         address,
         num_processes=len(island),
@@ -46,6 +50,13 @@ def _form_island(cluster: Cluster, job: Job) -> None:
         initialization_timeout=max(1, int(seat.deadline)),
         coordinator_bind_address=address,
     )
+
+
+def go_around_proxies(host: str) -> None:
+    """Let gRPC, by which the processes of an island meet, reach a host directly: through a proxy it waits for ever."""
+    jax.config.update("jax_check_proxy_envs", False)  # a warning of what is mended here
+    known = os.environ.get(_DIRECT) or os.environ.get("no_proxy", "")
+    os.environ[_DIRECT] = ",".join(filter(None, [known, host]))
 
 
 def host_of(address: str) -> str:

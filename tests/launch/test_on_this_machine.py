@@ -23,7 +23,8 @@ print("sum", float(jax.jit(lambda x: x.sum())(x)), jax.process_count(), len(jax.
 
 
 @pytest.mark.parametrize(("islands", "line"), [(1, "sum 6.0 2 2"), (2, "sum 1.0 1 2")])
-def test_a_sum_over_the_devices_of_an_island(tmp_path, islands, line, run):
+def test_a_sum_over_the_devices_of_an_island(tmp_path, islands, line, run, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody answers there
     path = script(tmp_path, PSUM, head="")
     done = run(path, "--processes", 2, "--devices", 2, "--islands", islands)
     assert (done.code, done.out, done.err) == (0, f"{line}\n", "")
@@ -101,6 +102,7 @@ def test_an_error_of_all_is_shown_once(tmp_path, run):
     assert len(re.findall(short, done.err, re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_of_a_jax_runtime_does_not_wait_in_a_barrier(tmp_path, run):
     path = script(tmp_path, "if c.me == 0:\n    raise ValueError('on fire')\ntime.sleep(100)")
     done = run(path, "--processes", 2, "--devices", 1)
