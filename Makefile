@@ -19,11 +19,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline test quick sample oldest parity every everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test quick sample oldest parity every everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
+	@echo "make demo-processes   both, for 50 steps, in one process and in two: the losses have to be equal"
 	@echo "make test   the test suite"
 	@echo "make quick  the tests that are not marked slow"
 	@echo "make sample a part of the tests of every file: quick to run on one more release"
@@ -48,6 +49,9 @@ demo: $(VENV)/.has-examples
 
 demo-pipeline: $(VENV)/.has-examples
 	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh pipe=2,data=2,model=2 --plan pipeline --steps 400 $(ARGS)
+
+demo-processes: $(VENV)/.has-examples
+	$(BIN)/python -m examples.processes $(ARGS)
 
 test: $(VENV)/.has-dev
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)

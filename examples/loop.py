@@ -6,10 +6,10 @@ import argparse
 import inspect
 import json
 import math
-import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,6 +25,7 @@ from examples.meter import Meter
 from examples.staging import staging
 from examples.zoo import MODELS, Model
 from shardc.checkpoint.checkpoints import Checkpoints
+from shardc.runtime.cluster import current
 
 TOLERANCE = 1e-4
 """Relative: what another order of float32 sums may change in a loss over some 50 steps."""
@@ -74,9 +75,9 @@ def train(options: argparse.Namespace) -> int:
     saving = nullcontext()
     if options.checkpoints:
         saving = shardc.checkpoints(options.checkpoints, every=options.every or 10, plan=plan)
-    with open(options.loss_log or os.devnull, "a" if options.checkpoints else "w", buffering=1) as log, saving as saved:
+    with loss_log(options.loss_log, "a" if options.checkpoints else "w") as log, saving as saved:
         losses, state = run(step, state, batches(), meter(name="train"), log, saved)
-    print(f"\nafter {options.steps} steps: {model.result(cfg, to_host(state))}")
+    print(f"\nafter {options.steps} steps: {model.result(cfg, shardc.fetch(state))}")
     if not options.check_against_one_device:
         return 0
     reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
@@ -103,7 +104,7 @@ def run(
             losses.append(float(loss))
             meter.step(losses[-1])
             if log:
-                print(json.dumps({"step": i, "loss": losses[-1]}), file=log)
+                print(json.dumps({"step": i, "loss": losses[-1]}), file=log, flush=True)
             if saved:
                 saved.step(i, tuple(state), loss=losses[-1], tokens=meter.per_step)
     return losses, tuple(state)
@@ -136,6 +137,9 @@ def pick(table: Mapping[str, Any], name: str, option: str) -> Any:
     return table[name]
 
 
-def to_host(tree: Any) -> Any:
-    """Every array of the tree, wherever it lives, as one numpy array."""
-    return jax.tree.map(np.asarray, tree)
+def loss_log(path: str | None, mode: str) -> AbstractContextManager[TextIO | None]:
+    """The file for losses. Of several processes the first one writes it; all have the same losses."""
+    if path == "-":
+        return nullcontext(sys.stdout)
+    run = current()
+    return open(path, mode, buffering=1) if path and (run is None or run.me == 0) else nullcontext()

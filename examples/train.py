@@ -1,8 +1,10 @@
 """Train a model of the zoo under a plan.
 
     python -m examples.train --model gpt2 --mesh data=4,model=2 --plan data_tensor --devices 8
+    python -m shardc run --processes 2 --devices 4 -m examples.train --mesh data=4,model=2 --plan data_tensor
 
-The losses are those of one device, whatever the mesh and the plan: try --devices 1, or --check-against-one-device.
+The losses are those of one device, whatever the mesh, the plan and the number of processes: try --devices 1, or
+--check-against-one-device.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--schedule", help="--plan pipeline: 1f1b, zb-h1, ... (python -m shardc schedule --help), or a file with one")
     add("--stages", choices=("marked", "auto"), help="--plan pipeline: cut after every so many blocks, or by cost")
     add("--chunks", type=positive, help="--plan pipeline: stages on each rank; default: what the schedule has")
-    add("--devices", type=positive, help="fake so many CPU devices; 1 gives every axis of --mesh the size 1")
+    fake = "fake so many CPU devices; 1: every axis of --mesh has size 1; shardc run has its own --devices"
+    add("--devices", type=positive, help=fake)
     add("--steps", type=positive, default=60)
     add("--batch", type=positive, help="rows in a batch")
     parts = "parts into which each batch is cut; default: 1, for --plan pipeline 4 for each rank if the batch allows"
@@ -42,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab", type=positive, help=f"{', '.join(DECODERS)}: rows of the embedding, 256 or more")
     add("--scan", action="store_true", help=f"{', '.join(DECODERS)}: scan over stacked layers")
     add("--remat", action="store_true", help=f"{', '.join(DECODERS)}: recompute each block in the backward pass")
-    add("--loss-log", help="write one JSON line per step to this file")
+    add("--loss-log", metavar="FILE", help="write one JSON line per step to this file; - is standard output")
     add("--checkpoints", metavar="DIR", help="write the state to this directory, and go on from what is there")
     add("--every", type=positive, help="--checkpoints: steps from one to the next; default: 10")
     add("--check-against-one-device", action="store_true", help="train once more without shardc, compare the losses")
@@ -87,7 +90,8 @@ def fake_cpu_devices(devices: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    if options.devices and os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
+    started_by_shardc = "jax" in sys.modules  # its launcher has told JAX how many devices there are
+    if options.devices and not started_by_shardc and os.environ.get("JAX_PLATFORMS", "cpu") in ("", "cpu"):
         fake_cpu_devices(options.devices)
     from examples.loop import train  # noqa: PLC0415 JAX reads the environment when it starts
 

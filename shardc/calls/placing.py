@@ -13,6 +13,7 @@ from shardc import compat
 from shardc.arrays.far import put_far
 from shardc.arrays.fetch import values
 from shardc.arrays.own_part import own_part
+from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
 from shardc.calls.parts import GivenPart, put_parts
@@ -142,7 +143,7 @@ def fetch(tree: Any) -> Any:
       {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
     """
     settle_all()
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
     return values(jax.tree.unflatten(structure, bring(leaves)))
 
 

@@ -33,6 +33,7 @@ from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Packed
 from shardc.runtime.spread import SpreadNetwork
+from shardc.runtime.stalls import Stall
 from shardc.sbp.signature import is_extended
 
 
@@ -61,7 +62,7 @@ class FarStages:
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         self.network = SpreadNetwork(plan.network, number, places.of_rank, links, codec)
-        self._finalizer = weakref.finalize(self, self.network.close)
+        self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
@@ -70,6 +71,8 @@ class FarStages:
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.seat.deadline)
+        watch, places = executor.watch(), self.places
+        self.cluster.waits[self.network.number] = lambda: waits_text(watch.look(), places)
 
     def close(self) -> None:
         self._finalizer()
@@ -103,6 +106,20 @@ class FarStages:
             return _value(expected.get(seconds), aval)
 
         return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
+
+
+def _close(network: SpreadNetwork, cluster: Cluster) -> None:
+    cluster.waits.pop(network.number, None)
+    network.close()
+
+
+def waits_text(stalls: Sequence[Stall], places: RankProcesses) -> str:
+    """For whom this process has waited longest: `process 1 (rank 0 before 2B3, 4 s)`. Empty if for none."""
+    far = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
+    if not far:
+        return ""
+    stall, awaited = max(far, key=lambda pair: pair[0].seconds)
+    return f"{places.text(awaited)} (rank {stall.actor} before {stall.label}, {stall.seconds:.0f} s)"
 
 
 def lives_on(x: Any, stage: StageArray) -> bool:

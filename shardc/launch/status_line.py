@@ -9,11 +9,20 @@ from typing import Any
 
 def status_text(statuses: Mapping[int, str]) -> str:
     """One line from what the processes say: `step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for process 1`."""
-    said: dict[int, dict[str, Any]] = {p: json.loads(text) for p, text in sorted(statuses.items()) if text}
+    said = {p: _facts(text) for p, text in sorted(statuses.items()) if text}
     parts = [_first(said, "step", "step {}"), _first(said, "loss", "loss {:.2f}"),
              _first(said, "tokens", "{:,.0f} tokens/s")]  # fmt: skip
     parts += [f"process {p} waits for {facts['waits']}" for p, facts in said.items() if facts.get("waits")]
+    parts += [f"process {p}: {facts['fault']}" for p, facts in said.items() if "fault" in facts]
     return " | ".join(filter(None, parts))
+
+
+def _facts(text: str) -> dict[str, Any]:
+    """What a process says; if it failed to say it, its error as the fact `fault`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"fault": text}
 
 
 def _first(said: Mapping[int, Mapping[str, Any]], name: str, text: str) -> str:

@@ -84,11 +84,11 @@ def process_of(device: Any) -> int:
 
 
 def domain_of(device: Any) -> int | None:
-    """The domain of fast links that a device is in; None if it does not report it. Runtimes that know nothing of each
-    other number their domains alike, so there each process counts as one."""
+    """The domain of fast links that a device is in; None if it does not report it: CPU devices say 0 in every process.
+    Runtimes that know nothing of each other number their domains alike, so there each process counts as one."""
     cluster = current()
     if cluster is None or cluster.seat.islands == 1:
-        return getattr(device, "slice_index", None)
+        return None if getattr(device, "platform", "") == "cpu" else getattr(device, "slice_index", None)
     return process_of(device)
 
 

@@ -83,10 +83,12 @@ class Cluster:
         self._closed = False
         self._leaving = False
         self._facts: dict[str, Any] = {}
+        self.waits: dict[int, Callable[[], str]] = {}
+        """What tells for whom this process waits, asked before each sign of life: of each pipeline, by its number."""
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended. A process of a run that nobody watches ends too."""
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
-        self.store.status = lambda: json.dumps(self._facts)
+        self.store.status = self._status
         try:
             self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
         except ClusterError:
@@ -146,8 +148,14 @@ class Cluster:
 
     def say(self, **facts: Any) -> None:
         """Say how far this process is: facts go with its next sign of life to the launcher, which shows `step`, `loss`,
-        `tokens` (a second) and `waits` (for whom). None takes a fact back."""
-        self._facts = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
+        `tokens` (a second) and `waits` (for whom). None takes a fact back. Facts are numbers and texts."""
+        known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
+        json.dumps(known)  # what cannot be sent is an error of the caller
+        self._facts = known
+
+    def _status(self) -> str:
+        waits = next(filter(None, (tell() for tell in list(self.waits.values()))), "")
+        return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
 
     def wait_to_leave(self) -> bool:
         """Wait until all processes have ended well. False: the run ends otherwise."""

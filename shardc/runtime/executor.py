@@ -22,6 +22,7 @@ from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_o
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import Mailbox, Port, stop_all
+from shardc.runtime.stalls import StallWatch
 from shardc.runtime.window import LaunchLimit, LaunchWindow
 from shardc.runtime.worker import ALL_RUNS, Task, ThreadShare, Transport, Worker
 
@@ -214,6 +215,10 @@ class Executor:
             if failed or stopped:
                 w.mailbox.clear(run)
         return spans, failed, stopped
+
+    def watch(self) -> StallWatch:
+        """What finds the actors that wait for long. It does not keep the executor alive."""
+        return StallWatch(self._workers)
 
     def close(self) -> None:
         """End all threads and wait for them. Stops a run in another thread. May be called twice."""

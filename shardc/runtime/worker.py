@@ -217,28 +217,33 @@ class Worker:
         """The end of an actor elsewhere that one of these, which are all stuck, waits for."""
         if not self.mailbox.gone:
             return None
-        channels = self._net.channels
         for state in states:
-            messages, full = state.actor.missing()
-            awaited = [channels[c].source for c, _ in messages] + [channels[c].target for c in full]
-            for actor in awaited:
+            for actor in self._awaited(state):
                 if actor in self.mailbox.gone:
                     return self.mailbox.gone[actor]
         return None
+
+    def _awaited(self, state: _ActorState) -> list[int]:
+        """The actors that a stuck one waits for."""
+        channels, (messages, full) = self._net.channels, state.actor.missing()
+        return [channels[c].source for c, _ in messages] + [channels[c].target for c in full]
 
     def _wait_text(self, state: _ActorState) -> str:
         """What an actor waits for: `rank 0 at 3B2 for message 2 of "gradient 1->0"`."""
         step = state.actor.step
         channels, (messages, full) = self._net.channels, state.actor.missing()
-        if step is None:  # the thread has gone on while another one looks at it
-            return f"rank {state.number} at its end"
+        assert step is not None
         parts = [f'message {key} of "{channels[c].name}"' for c, key in messages]
         parts += [f'a free register of "{channels[c].name}"' for c in full]
         return f"rank {state.number} at {step.label}" + (f" for {' and '.join(parts)}" if parts else "")
 
-    def waits_now(self) -> list[str]:
-        """What each unfinished actor waits for. For a thread that is idle."""
-        return [self._wait_text(p) for p in self._states if p.actor.step is not None]
+    def stuck(self) -> list[tuple[int, Hashable, list[int]]]:
+        """For each unfinished actor its number, its next step and the actors that it waits for.
+
+        For another thread, which looks while this one is idle; if it goes on meanwhile, what is told is of no use.
+        """
+        found = [(p, p.actor.step) for p in self._states]
+        return [(p.number, step.label, self._awaited(p)) for p, step in found if step is not None]
 
     def _advance(self, state: _ActorState, run: int, record: bool, wait: bool) -> bool:
         """Run an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""

@@ -20,3 +20,8 @@ def test_nothing_is_said():
 
 def test_the_lowest_process_that_knows():
     assert status_text({1: json.dumps({"loss": 1.0}), 0: json.dumps({"step": 3})}) == "step 3 | loss 1.00"
+
+
+def test_a_status_that_failed_is_shown():
+    said = {0: json.dumps({"step": 3}), 1: "TypeError: no number"}
+    assert status_text(said) == "step 3 | process 1: TypeError: no number"

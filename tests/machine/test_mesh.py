@@ -281,10 +281,10 @@ def test_devices_on_a_torus_keep_their_order_along_links() -> None:
 def test_the_border_between_processes_is_a_slower_fabric() -> None:
     """The mesh is seen as one of 2 processes x 4 devices."""
     mesh = make_mesh(data=4, model=2)
-    fake = SimpleNamespace(
-        devices=np.asarray([SimpleNamespace(process_index=k // 4, device_kind="cpu") for k in range(8)]).reshape(4, 2),
-        shape=mesh.shape,
-    )
+    devices = [
+        SimpleNamespace(process_index=k // 4, platform="cpu", device_kind="cpu", slice_index=0) for k in range(8)
+    ]  # as jaxlib has them under jax.distributed: all in one slice
+    fake = SimpleNamespace(devices=np.asarray(devices).reshape(4, 2), shape=mesh.shape)
     machine = _machine_of(cast(Any, fake))
     assert machine.fabrics == (*TOPOLOGIES["cpu"].fabrics, BETWEEN_PROCESSES)
     spans = dict(machine.layout)
