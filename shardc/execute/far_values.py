@@ -29,15 +29,14 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
     brought = iter(_bring([p for ps in parts for p in ps], cluster))
-    found = [[next(brought) for _ in ps] for ps in parts]
-    return [
-        ps[0]
-        if not isinstance(x, StackedArray)
-        else x
-        if ps == list(x.pieces)
-        else np.concatenate(list(map(np.asarray, ps)))
-        for x, ps in zip(leaves, found, strict=True)
-    ]
+    return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
+
+
+def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
+    """A leaf whose parts were brought; the leaf itself if they were here."""
+    if all(a is b for a, b in zip(parts, brought, strict=True)):
+        return x
+    return np.concatenate(list(map(np.asarray, brought))) if isinstance(x, StackedArray) else brought[0]
 
 
 def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together
+from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together, words
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, process_of
 from shardc.runtime.link import Packed
@@ -96,7 +96,8 @@ class StageCodec:
         self._edges, self._wide = edges, wide
 
     def is_ready(self, value: Any) -> bool:
-        return all(x.is_ready() for x in value)
+        arrays: list[Any] = list(map(words, value))
+        return all(x.is_ready() for x in arrays)
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
         numbers: list[list[int]] = []
