@@ -21,8 +21,13 @@ COVERED: Final[Mapping[str, str]] = {
     # what runs on devices: tested by the numbers of one device
     "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",
+    "execute/far_*.py": "processes/test_pipelines.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
     "execute/peers.py": "processes/test_agreements.py",
+    "execute/pull_codec.py": "processes/test_pipelines.py",
+    "execute/rank_processes.py": "processes/test_pipelines.py",
+    "execute/recording.py": "processes/test_pipelines.py",
+    "execute/stage_codec.py": "processes/test_pipelines.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
     "runtime/worker.py": "runtime/test_executor.py",

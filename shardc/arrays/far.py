@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardc import compat
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
@@ -70,6 +70,23 @@ class FarArray(PlacedArray):
     @property
     def weak_type(self) -> bool:
         return self._weak
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of its value when it is read: on a device of this process.
+
+        Raises:
+          ClusterError: it is not here. JAX asks before it compiles a program for the array's devices.
+        """
+        if self.arriving is None:
+            self._refuse()
+        return SingleDeviceSharding(jax.local_devices()[0])
+
+    @property
+    def committed(self) -> bool:
+        return False
+
+    _committed = committed
 
     @property
     def is_fully_addressable(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import jax
 
 from shardc.calls.placing import put
-from shardc.checkpoint.group import Group, Members, group_of
+from shardc.checkpoint.group import ClusterPeers, Group, group_of
 from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import module
@@ -375,7 +375,7 @@ class Checkpoints:
             prune(self.directory, self.keep)
 
 
-def _peers() -> Members | None:
+def _peers() -> ClusterPeers | None:
     return cluster.current()
 
 

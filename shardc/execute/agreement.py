@@ -95,7 +95,8 @@ def check_call(executable: object, arrays: Sequence[Any]) -> None:
 def _value_facts(paths: Sequence[str], arrays: Sequence[Any]) -> dict[str, str]:
     """A checksum of each value that is given whole. No program of several processes takes an array that is committed to
     devices of one: such a call is not made."""
-    taken = [(p, x) for p, x in zip(paths, arrays, strict=False) if not getattr(x, "committed", False)]
+    pairs = zip(paths, arrays, strict=False)
+    taken = [(p, x) for p, x in pairs if not is_placed(x) and not getattr(x, "committed", False)]
     return value_facts([p for p, _ in taken], [x for _, x in taken])
 
 

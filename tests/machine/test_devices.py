@@ -1,0 +1,69 @@
+"""The devices of a run: one process alone, and one of several JAX runtimes with a cluster that is made up."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import shardc
+from shardc.machine import devices as module
+from shardc.machine.devices import FarDevice, is_far, is_here, process_of, processes_of
+from shardc.machine.mesh import view
+from shardc.runtime.cluster import Seat
+
+
+def seat(me, processes=2, islands=2):
+    return Seat(me, processes, islands, "", b"", "")
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """This process is process 1; process 0 has four devices of the same kind."""
+    told = {0: json.dumps([("cpu", "cpu", None)] * 4)}
+    published = {}
+    cluster = SimpleNamespace(
+        me=1, processes=2, seat=seat(1), publish=published.__setitem__, published=lambda name, process: told[process]
+    )
+    monkeypatch.setattr(module, "current", lambda: cluster)
+    return published
+
+
+def test_a_process_alone():
+    assert shardc.devices() == jax.devices()
+    assert processes_of(shardc.devices()) == [0] and is_here(shardc.devices()) and not is_far(shardc.devices())
+
+
+def test_devices_of_all_processes(second_of_two):
+    found = shardc.devices()
+    assert [process_of(d) for d in found] == [0] * 4 + [1] * 8
+    assert found[4:] == jax.devices() and found[0] == FarDevice(0, 0, "cpu", "cpu")
+    assert len(json.loads(second_of_two["devices"])) == 8
+    assert is_here(found) and not is_here(found[:4]) and is_far(found) and not is_far(found[4:])
+    assert repr(found[1]) == "FarDevice(process 0, cpu 1)"
+
+
+def test_a_mesh_has_as_many_devices_of_each_process(second_of_two):
+    mesh = shardc.make_mesh(pipe=2, data=4)
+    assert [[process_of(d) for d in row] for row in mesh.devices] == [[0] * 4, [1] * 4]
+    with pytest.raises(shardc.MeshError, match="the 2 processes of this run have 12"):
+        shardc.make_mesh(data=13)
+    with pytest.raises(shardc.MeshError, match="cannot each give the same number"):
+        shardc.make_mesh(data=3)
+
+
+def test_far_devices_are_planned_for(second_of_two):
+    far = np.array([FarDevice(0, i, "cpu", "cpu") for i in range(4)])
+    mesh = Mesh(far, ("data",), (AxisType.Auto,))
+    assert view(mesh) == view(Mesh(np.array(jax.devices()[:4]), ("data",), (AxisType.Auto,)))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    assert [s[0].start for s in sharding.devices_indices_map((8,)).values()] == [0, 2, 4, 6]
+
+
+def test_processes_of_an_island(monkeypatch):
+    cluster = SimpleNamespace(me=3, processes=4, seat=seat(3, 4))
+    monkeypatch.setattr(module, "current", lambda: cluster)
+    assert [process_of(SimpleNamespace(process_index=i)) for i in (0, 1)] == [2, 3]
+    assert process_of(FarDevice(1, 0, "cpu", "cpu")) == 1

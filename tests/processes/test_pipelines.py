@@ -1,0 +1,86 @@
+"""Pipelines over processes: each test starts a run of `tests.processes.pipelines`, which compares with one device.
+
+Without `--every-case` the parity of a few small pipelines is run; with it that of all of the sample of `test_parity`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.test_parity import QUICK, SAMPLE
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+"""Longest run."""
+
+
+def run(names, processes=2, islands=None, edges="bytes"):
+    """Run cases by name in several processes, under a watchdog. All that is started ends with it."""
+    command = [
+        sys.executable, "-m", "shardc", "run", "--processes", str(processes), "--islands", str(islands or processes),
+        "--devices", "2", "--edges", edges, "--deadline", "90", "-m", "tests.processes.pipelines", *names,
+    ]  # fmt: skip
+    made = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = made.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        made.send_signal(signal.SIGINT)  # the launcher ends its processes
+        output, _ = made.communicate(timeout=30)
+        raise AssertionError(f"no end after {SECONDS} s:\n{output}") from None
+    finally:
+        if made.poll() is None:
+            os.killpg(made.pid, signal.SIGKILL)
+    assert made.returncode == 0, output
+    assert [line for line in output.splitlines() if line.startswith("ok ")] == [f"ok {n}" for n in names], output
+
+
+def names_of(ranks, cases=SAMPLE):
+    return [f"parity-{i}" for i, c in enumerate(SAMPLE) if c.ranks == ranks and c in cases]
+
+
+IN_TWO = [
+    "an_argument_of_two_stages_and_results_elsewhere",
+    "every_process_has_its_share_of_chunks",
+    "pieces_with_padding",
+    "random_keys_cross_and_come_back",
+    "layers_of_a_scan_lie_on_their_stages",
+    "a_call_is_shown_with_the_times_of_all_processes",
+    "other_data_in_one_process_is_an_error_in_both",
+]
+
+
+def test_two_processes_give_what_one_device_gives():
+    run([*IN_TWO[:-1], *names_of(2, QUICK)[:2], IN_TWO[-1]])
+
+
+def test_values_that_are_pulled():
+    run(["an_argument_of_two_stages_and_results_elsewhere", "random_keys_cross_and_come_back"], edges="pull")
+
+
+def test_a_rank_moves_to_another_process():
+    run(["a_rank_moves_to_a_process_of_its_own"], processes=3)
+
+
+def test_a_stage_of_two_processes():
+    run(["a_stage_of_two_hosts_is_an_island"], processes=4, islands=2)
+
+
+def test_one_runtime():
+    run(["stages_of_one_runtime_in_two_processes"], islands=1)
+
+
+def pytest_generate_tests(metafunc):
+    if "name" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-case")
+        chosen = [(r, n) for r in (2, 3) for n in names_of(r)] if every else []
+        metafunc.parametrize(("ranks", "name"), [pytest.param(*c, marks=pytest.mark.slow) for c in chosen])
+
+
+def test_parity(ranks, name):
+    run([name], processes=ranks)
