@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import threading
@@ -15,39 +16,51 @@ Take: TypeAlias = Callable[[bytes], None]
 """Takes a piece of output. An OSError means that nobody reads it any more."""
 
 _NOISE: Final = b"[Gloo] Rank"
+_REST: Final = re.compile(
+    rb"\d*( is connected to )?\d*( peer ranks\. )?(Expected number of connected peer ranks is : )?\d*"
+)
 _NOISE_SECONDS: Final = 0.05
 """So long the beginning of a line is held back that may become a line of noise."""
 _TAIL: Final = 1 << 16
 
 
 class WithoutNoise:
-    """Drops the lines that jaxlib writes when processes connect: `[Gloo] Rank 0 is connected to ...`."""
+    """Drops the lines that jaxlib writes when processes connect: `[Gloo] Rank 0 is connected to ...`.
+
+    Several threads write them, piece by piece: then the end of a second one stands in a line of its own.
+    """
 
     def __init__(self, take: Take) -> None:
         self._take = take
         self._at_start, self._in_noise = True, False
+        self._ends = 0
+        """Ends of lines of noise that are still to come."""
         self.held = b""
         """The beginning of a line that may become noise."""
 
     def __call__(self, data: bytes) -> None:
         data, self.held = self.held + data, b""
-        shown: list[bytes] = []
-        for line in data.splitlines(keepends=True):
-            if self._at_start:
-                self._in_noise = line.startswith(_NOISE)
-                if _NOISE.startswith(line):
-                    self.held = line
-                    continue
-            self._at_start = line.endswith((b"\n", b"\r"))
-            if not self._in_noise:
-                shown.append(line)
+        shown = [line for line in data.splitlines(keepends=True) if self._is_shown(line)]
         if shown:
             self._take(b"".join(shown))
+
+    def _is_shown(self, line: bytes) -> bool:
+        ends = line.endswith((b"\n", b"\r"))
+        if self._at_start:
+            is_rest = self._ends > 0 and _REST.fullmatch(line.rstrip(b"\r\n")) is not None
+            if not ends and (_NOISE.startswith(line) or is_rest):
+                self.held = line
+                return False
+            self._in_noise = line.startswith(_NOISE) or is_rest
+        if self._in_noise:
+            self._ends = max(0, self._ends + line.count(_NOISE) - ends)
+        self._at_start = ends
+        return not self._in_noise
 
     def flush(self) -> None:
         """Show what is held back."""
         if self.held:
-            held, self.held, self._at_start = self.held, b"", False
+            held, self.held, self._at_start, self._in_noise = self.held, b"", False, False
             self._take(held)
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -282,9 +282,9 @@ def _unlike(run: Launched, case: Case, wanted: Reference) -> list[str]:
         wrong = {i: said for i, said in losses_of(run, p).items() if said != {wanted.losses[i]}}
         if wrong:
             found.append(f"process {p} has other losses: {wrong}")
-    shown = dict(line.split(" ", 1) for line in run.shown().splitlines())
-    if shown != {str(i): repr(float.fromhex(loss)) for i, loss in wanted.losses.items()}:
-        found.append(f"other losses are shown: {shown}")
+    lines = {f"{i} {float.fromhex(loss)!r}" for i, loss in wanted.losses.items()}
+    if other := lines.symmetric_difference(run.shown().splitlines()):
+        found.append(f"shown, but not without faults, or the other way round: {sorted(other)}")
     try:
         state = state_of(run.directory, run.options.steps - 1)
         if not all(np.array_equal(a, b) for a, b in zip(state, wanted.state, strict=True)):
@@ -353,7 +353,8 @@ def main(words: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         caches = {kind: Path(folder) / kind.replace(" ", "-") for kind in KINDS}
-        for outcome in pool.map(lambda case: run_case(case, caches[case.kind]), cases):
+        running = [pool.submit(run_case, case, caches[case.kind]) for case in cases]
+        for outcome in (done.result() for done in as_completed(running)):
             outcomes.append(outcome)
             print(outcome, flush=True)
             if outcome.problems and options.show:
