@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -48,7 +48,8 @@ class Fault:
       how: `kill` or `stop`.
       phase: a key of `PHASES`.
       process: its number.
-      part: how much of the phase has passed, from 0 to 1.
+      part: how much of the phase has passed, from 0 to 1, by the time that it took without faults; at the latest at its
+        end.
       step: of the phases `step` and `save`.
     """
 
@@ -142,7 +143,7 @@ def _reference(kind: str) -> Reference:
                 "step": statistics.median(b - a for a, b in pairwise(steps)),
                 "save": max(0.02, manifest.stat().st_mtime - steps[-1]),
                 "end": run.ended - steps[-1],
-                "restart": steps[0] - run.began,
+                "restart": (steps[0] - run.began) / 2,  # no launcher starts, and less is compiled
             },
         )
 
@@ -178,7 +179,8 @@ class Outcome:
       seconds: of the run.
       recovery: seconds from the last fault to the next step of that process; None if it had done all of them.
       restarts: how often processes were started again.
-      missed: faults that came after the end.
+      late: faults that came when all scripts had ended.
+      missed: faults that came after the end of the run.
     """
 
     case: Case
@@ -186,6 +188,7 @@ class Outcome:
     seconds: float = 0.0
     recovery: float | None = None
     restarts: int = 0
+    late: int = 0
     missed: int = 0
     output: str = ""
 
@@ -194,7 +197,7 @@ class Outcome:
         recovered = "" if self.recovery is None else f", next step after {self.recovery:.1f} s"
         faults = " and ".join(map(str, case.faults))
         verdict = "; ".join(p.partition("\n")[0] for p in self.problems) or "same curve"
-        missed = f", {self.missed} missed" if self.missed else ""
+        missed = "".join(f", {n} {what}" for n, what in ((self.late, "late"), (self.missed, "missed")) if n)
         return (
             f"{case.name:8} {case.kind:11} {case.form:4} {faults:60} {self.seconds:5.1f} s, "
             f"{self.restarts} restarts{recovered}{missed}: {verdict}"
@@ -213,6 +216,7 @@ def run_case(case: Case, programs: Path | None = None, seconds: float = SECONDS)
         outcome.seconds = (run.ended or time.time()) - run.began
         outcome.missed = len(case.faults) - len(fired)
         outcome.restarts = run.errors().count("started again, ")
+        outcome.late = run.errors().count("; all scripts had ended")
         outcome.recovery = _recovery(run, case, fired)
         outcome.problems += _left_behind(run) if in_time else []
         outcome.problems += _unlike(run, case, wanted)
@@ -229,7 +233,7 @@ def _fire(run: Launched, case: Case, wanted: Reference, until: float) -> list[fl
         while run.launcher.poll() is None and time.time() < until:
             begin = begin or _begin(run, fault, fired)
             is_due = begin and time.time() >= begin + fault.part * wanted.seconds[fault.phase]
-            if is_due and run.signal(fault.process, SIGNALS[fault.how]):
+            if (is_due or _is_over(run, fault, fired)) and run.signal(fault.process, SIGNALS[fault.how]):
                 fired.append(time.time())
                 break
             time.sleep(0.002 if fault.phase in ("step", "save") else 0.02)
@@ -251,6 +255,26 @@ def _begin(run: Launched, fault: Fault, fired: Sequence[float]) -> float | None:
             return run.at(fault.process, f"step {run.options.steps - 1}")
         case _:
             return fired[-1] if fired else time.time()
+
+
+def _is_over(run: Launched, fault: Fault, fired: Sequence[float]) -> bool:
+    """Whether the phase of a fault has ended: this run is quicker than that without faults was."""
+    match fault.phase:
+        case "start":
+            return run.at(fault.process, "begin") is not None
+        case "first step":
+            return run.at(fault.process, "step 0") is not None
+        case "step":
+            return run.at(fault.process, f"step {fault.step}") is not None
+        case "save":
+            owner = fault.process // len(run.kind.island(0))
+            return (run.directory / str(fault.step) / f"{owner}.json").exists()
+        case "restart" if fired:
+            facts = [f for p in range(run.kind.processes) for f in run.facts(p) if f.time > fired[-1]]
+            again = {f.pid for f in facts if f.what == "begin"}
+            return any(f.pid in again and f.words[0] == "step" for f in facts)
+        case _:
+            return False
 
 
 def _recovery(run: Launched, case: Case, fired: Sequence[float]) -> float | None:
@@ -282,9 +306,9 @@ def _unlike(run: Launched, case: Case, wanted: Reference) -> list[str]:
         wrong = {i: said for i, said in losses_of(run, p).items() if said != {wanted.losses[i]}}
         if wrong:
             found.append(f"process {p} has other losses: {wrong}")
-    shown = dict(line.split(" ", 1) for line in run.shown().splitlines())
-    if shown != {str(i): repr(float.fromhex(loss)) for i, loss in wanted.losses.items()}:
-        found.append(f"other losses are shown: {shown}")
+    lines = {f"{i} {float.fromhex(loss)!r}" for i, loss in wanted.losses.items()}
+    if other := lines.symmetric_difference(run.shown().splitlines()):
+        found.append(f"shown, but not without faults, or the other way round: {sorted(other)}")
     try:
         state = state_of(run.directory, run.options.steps - 1)
         if not all(np.array_equal(a, b) for a, b in zip(state, wanted.state, strict=True)):
@@ -327,7 +351,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         phases = Counter(o.case.faults[-1].phase for o in of)
         lines.append(
             f"{how:4} {kind:11} {len(of):3} runs, {sum(not o.problems for o in of):3} as without faults; "
-            f"next step after {again}; {sum(o.restarts for o in of)} restarts, {sum(o.missed for o in of)} missed; "
+            f"next step after {again}; {sum(o.restarts for o in of)} restarts, "
+            f"{sum(o.late for o in of)} late, {sum(o.missed for o in of)} missed; "
             + ", ".join(f"{n} {phase}" for phase, n in sorted(phases.items()))
         )
     return "\n".join(lines)
@@ -353,7 +378,8 @@ def main(words: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         caches = {kind: Path(folder) / kind.replace(" ", "-") for kind in KINDS}
-        for outcome in pool.map(lambda case: run_case(case, caches[case.kind]), cases):
+        running = [pool.submit(run_case, case, caches[case.kind]) for case in cases]
+        for outcome in (done.result() for done in as_completed(running)):
             outcomes.append(outcome)
             print(outcome, flush=True)
             if outcome.problems and options.show:

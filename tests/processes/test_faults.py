@@ -49,7 +49,7 @@ def test_three_stages_killed_in_a_step_and_while_they_start_again(programs):
 
 
 def test_three_stages_killed_while_they_start(programs):
-    ends_as_without(programs, "3 stages", "loop", Fault("kill", "start", 2, 0.8))
+    ends_as_without(programs, "3 stages", "loop", Fault("kill", "start", 2, 0.5))
 
 
 def test_cases_are_the_same_for_a_seed_and_of_all_kinds():
