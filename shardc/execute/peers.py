@@ -28,19 +28,24 @@ from shardc.versions import VERSION
 
 
 class Peers:
-    """The processes of a mesh, this one among them; `peers_of` gives them.
+    """The processes of a mesh, or of a run, this one among them; `peers_of` and `peers_of_run` give them.
 
     Attributes:
-      members: their numbers in JAX, rising.
+      members: their numbers in JAX, rising; of a run's processes those in the run.
+      is_over: whether processes of the run were started again since: these exchange nothing any more.
     """
 
-    def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
+    def __init__(self, members: Sequence[int], cluster: Cluster | None, first: int = 0) -> None:
         self.members = tuple(members)
+        self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._exchange: Exchange | None = None
         self._open: tuple[int, str] | None = None
         if cluster is not None:
-            first = cluster.seat.island(cluster.me)[0]
             self._exchange = Exchange(cluster, [first + p for p in members])
+
+    @property
+    def is_over(self) -> bool:
+        return self._cluster is not None and self._cluster.epoch != self._epoch
 
     def gather(self, what: str, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """The facts of all members, in order. Waits for them.
@@ -63,13 +68,20 @@ class Peers:
             texts = [text] * len(self.members)
         return self._facts(what, texts)
 
-    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+    def agree(self, what: str, facts: Mapping[str, str], where_known: bool = False) -> None:
         """Make sure that all members make the same call with the same facts. Waits for them.
+
+        Args:
+          where_known: whether a fact may be missing in some of them.
 
         Raises:
           DisagreementError: in all of them, with all facts that differ.
         """
-        refuse_unlike(what, self.members, self.gather(what, facts))
+        said = self.gather(what, facts)
+        if where_known:
+            known = set[str].intersection(*map(set, said))
+            said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
+        refuse_unlike(what, self.members, said)
 
     def compare(self, what: str, facts: Mapping[str, str]) -> None:
         """`agree` without waiting: if the facts differ, the next call of any method raises."""
@@ -88,6 +100,11 @@ class Peers:
             texts = self._exchange.finish(number, what)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
+
+    def look(self) -> None:
+        """`settle`, if that waits for nobody."""
+        if self._open is not None and self._exchange is not None and self._exchange.is_done(self._open[0]):
+            self.settle()
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]
@@ -110,9 +127,9 @@ def _gathered(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> Peers:
+def _made(members: tuple[int, ...], cluster: Cluster | None, first: int, epoch: int) -> Peers:
     del epoch
-    made = Peers(members, cluster)
+    made = Peers(members, cluster, first)
     _every.add(made)
     return made
 
@@ -133,13 +150,21 @@ def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
     cluster = clusters.current()
     if cluster is not None and cluster.seat.per_island != jax.process_count():
         cluster = None
-    return _made(members, cluster, 0 if cluster is None else cluster.epoch)
+    if cluster is None:
+        return _made(members, None, 0, 0)
+    return _made(members, cluster, cluster.seat.island(cluster.me)[0], cluster.epoch)
+
+
+def peers_of_run(cluster: Cluster) -> Peers:
+    """All processes of a run, whatever their JAX runtimes."""
+    return _made(tuple(range(cluster.processes)), cluster, 0, cluster.epoch)
 
 
 def settle_all() -> None:
     """Wait for what the last call was given in the other processes, as `Peers.settle`."""
     for peers in _every:
-        peers.settle()
+        if not peers.is_over:
+            peers.settle()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
