@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline demo-processes test quick sample oldest parity every everything harnesses without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test quick sample oldest parity every everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -33,7 +33,9 @@ help:
 	@echo "make every  the suite with every case of its slow tests, of which it else runs one of three"
 	@echo "make everything  lint, docs, make every on the newest and on the oldest Python, harnesses, without-rules: hours"
 	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
+	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the suite runs a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
+	@echo "make faults  100 kills and 20 stops of processes at random times, of which the suite runs a sample"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
@@ -92,6 +94,9 @@ everything: lint docs every harnesses without-rules
 harnesses: $(VENV)/.has-dev
 	$(BIN)/python -m tests.harnesses $(ARGS)
 
+processes: $(VENV)/.has-dev
+	$(BIN)/python -m tests.processes $(ARGS)
+
 without-rules: $(VENV)/.has-dev
 	$(BIN)/python -m tests.sbp.without_rule $(ARGS)
 
@@ -106,6 +111,9 @@ docs: $(VENV)/.has-docs
 
 bench: $(VENV)/.has-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+faults: $(VENV)/.has-dev
+	$(BIN)/python -m tests.processes.faults --jobs $(JOBS) $(ARGS)
 
 gpu:
 	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)

@@ -26,11 +26,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -57,11 +59,7 @@ class Values:
     """Values of one kind: how they become bytes and back."""
 
     def __init__(self, kind: str) -> None:
-        self._jax = None
-        if kind == "jax":
-            import jax
-
-            self._jax = jax
+        self._on_device = kind == "jax"
 
     def make(self, size: int) -> Any:
         x = np.frombuffer(allocate(size), np.float32)
@@ -73,12 +71,12 @@ class Values:
 
     def value(self, buffer: memoryview) -> Any:
         x = np.frombuffer(buffer, np.float32)
-        return x if self._jax is None else self._jax.block_until_ready(self._jax.device_put(x))
+        return jax.block_until_ready(jax.device_put(x)) if self._on_device else x
 
     # the codec of a network
 
     def is_ready(self, value: Any) -> bool:
-        return self._jax is None or value.is_ready()
+        return not self._on_device or value.is_ready()
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
         return b"x", [self.bytes_of(value)]
@@ -167,7 +165,10 @@ class Edge:
         )
         turns = Network(
             (
-                tuple(Step(("ping", j), ((1, j - 1),) if j else (), ((0, j),) if j < count else ()) for j in range(count + 1)),
+                tuple(
+                    Step(("ping", j), ((1, j - 1),) if j else (), ((0, j),) if j < count else ())
+                    for j in range(count + 1)
+                ),
                 tuple(Step(("pong", j), ((0, j),), ((1, j),)) for j in numbers),
             ),
             (there, Channel("back", 1, 0, 1)),
@@ -207,7 +208,7 @@ class Edge:
         pings = self._run(turns)
         return (
             [end - begin for begin, end in zip(mine, took, strict=True)],
-            [(end - begin) / 2 for begin, end in zip(pings, pings[1:], strict=False)],
+            [(end - begin) / 2 for begin, end in pairwise(pings)],
         )
 
     def close(self) -> None:
@@ -256,7 +257,6 @@ def connect(address: str, first: bool) -> list[socket.socket]:
         return [wire.dial(address, SECRET, {"number": i}, 30.0) for i in range(2)]
     arrived: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
     listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put((hello["number"], sock)))
-    print(listener.address, flush=True, file=sys.stderr)
     child = start(listener.address)
     try:
         return [sock for _, sock in sorted((arrived.get(timeout=60) for _ in range(2)), key=lambda pair: pair[0])]

@@ -102,12 +102,6 @@ class PipelinePlan(MpmdPlan):
         """The placement problem of each stage, to be solved again under other conditions."""
         return tuple(Counterfactual(s.plan) for s in self.stages)
 
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the tasks of all stages and of their schedule, the same in every process."""
-        tasks = [t for s in self.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())]
-        return digest_of([t.plan for t in tasks if t.plan is not None], str(self.schedule), str(self.homes))
-
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.
 

@@ -7,8 +7,7 @@ import warnings
 from typing import Final
 
 VERSION: Final = "0.1.0"
-"""Of shardc."""
-
+"""Of shardc itself."""
 OLDEST: Final = "0.10"
 NEWEST: Final = "0.12.0.1"
 """The newest release in locks/."""

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ClusterError
-from shardc.machine.devices import processes_of
+from shardc.machine.devices import is_here, processes_of
 from shardc.sbp.placement import Placement
 
 SMALL: Final = 1024
@@ -75,6 +75,10 @@ class FarArray(PlacedArray):
     def is_fully_addressable(self) -> bool:
         return self.arriving is not None
 
+    @property
+    def is_fully_replicated(self) -> bool:
+        return self.arriving is not None
+
     def is_ready(self) -> bool:
         return self.arriving is None or self.arriving.is_there()
 
@@ -127,3 +131,17 @@ def is_far(x: object) -> bool:
     if isinstance(x, StackedArray):
         return any(map(is_far, x.pieces))
     return isinstance(x, FarArray) and x.arriving is None
+
+
+def put_far(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
+    """What this process keeps of an array that the processes of `mesh` put there."""
+    if placement is None or (not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex)):
+        return x
+    if is_here(mesh.devices.flat):
+        raise ClusterError(
+            f"shardc.put: the mesh {dict(mesh.shape)} has devices of several JAX runtimes, on which no array can lie. "
+            "Put it on the mesh of one rank; a pipeline puts what it is given in place itself."
+        )
+    aval = leaf_aval(x)
+    value = Arrival(lambda: np.asarray(x)) if is_small(aval) else None
+    return FarArray(aval, placement.resolve(len(aval.shape)), mesh, value)

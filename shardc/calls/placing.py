@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
+from shardc.arrays.far import put_far
 from shardc.arrays.fetch import values
 from shardc.arrays.own_part import own_part
 from shardc.arrays.placed import is_placed
@@ -20,6 +21,7 @@ from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.execute.far_values import bring
 from shardc.execute.peers import peers_of, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
+from shardc.machine.devices import is_far
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.pins import Leaf, Pins, code_text
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
@@ -34,7 +36,8 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
 
     On a mesh of several processes all of them make the same call. Each gives the whole values, which have to be equal
     (a difference is an error of the next call), and takes the pieces of its devices: nothing is sent. With `here=True`
-    each gives its own rows.
+    each gives its own rows. On a mesh of another JAX runtime (`--islands`) the arrays are put by the processes of that
+    one; here they become `FarArray`s.
 
     Args:
       tree: pytree of arrays; leaves that are no arrays are left as they are.
@@ -56,6 +59,8 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
+    if isinstance(mesh, Mesh) and is_far(mesh.devices.flat):
+        return jax.tree.unflatten(structure, [put_far(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
     peers = peers_of(mesh) if isinstance(mesh, Mesh) else None
     if peers is None or not isinstance(mesh, Mesh):
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
@@ -121,8 +126,8 @@ def fetch(tree: Any) -> Any:
     """The values of a pytree's arrays on the host, wherever they live: on a mesh, or on the stages of a pipeline.
 
     Of an array with pieces in other processes this is a collective: all processes of its mesh have to call `fetch` with
-    the same tree, and each gets the whole value. What is whole in this process is read without asking others. With
-    several JAX runtimes (`run --islands`) all processes of the run call `fetch`: values of one come to all others.
+    the same tree, and each gets the whole value. What is whole in this process is read without asking others. In a run
+    of several JAX runtimes (`--islands`) all processes of the run call it, and what lives elsewhere comes over links.
 
     Args:
       tree: pytree of arrays; what is no array is left as it is.

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.errors import ClusterError, MeshError, PipelineError
-from shardc.execute.stage_codec import Crossing
+from shardc.execute.stage_codec import StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, processes_of
 from shardc.machine.mesh import AnyMesh, auto_mesh
@@ -89,11 +89,11 @@ class Move:
         givers, takers = processes_of(self.old.devices.flat), processes_of(self.new.devices.flat)
         if givers == takers == [me()]:
             return to.leave(jax.device_put(x.physical if is_placed(x) else x, to.sharding))
-        crossing = Crossing(StageArray(tuple(aval.shape), placement, self.old), to, aval)
-        pieces = self._exchange(x, crossing, givers, takers)
-        return to.leave(crossing.enter(pieces)) if me() in takers else FarArray(aval, to.placement, self.new)
+        edge = StageEdge(StageArray(tuple(aval.shape), placement, self.old), to, aval)
+        pieces = self._exchange(x, edge, givers, takers)
+        return to.leave(edge.enter(pieces)) if me() in takers else FarArray(aval, to.placement, self.new)
 
-    def _exchange(self, x: Any, crossing: Crossing, givers: Sequence[int], takers: Sequence[int]) -> dict[int, Any]:
+    def _exchange(self, x: Any, edge: StageEdge, givers: Sequence[int], takers: Sequence[int]) -> dict[int, Any]:
         """Send the pieces of an array to the processes that need them, and collect those for this one."""
         cluster = current()
         if cluster is None:
@@ -103,7 +103,7 @@ class Move:
         if me() in givers:
             assert not isinstance(x, FarArray)
             for peer in takers:
-                numbers, buffers = crossing.pack(x.physical if isinstance(x, PlacedArray) else x, peer)
+                numbers, buffers = edge.pack(x.physical if isinstance(x, PlacedArray) else x, peer)
                 if peer == me():
                     found |= dict(zip(numbers, buffers, strict=True))
                 else:

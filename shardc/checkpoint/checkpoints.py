@@ -17,16 +17,26 @@ from typing import Any, Final
 import jax
 
 from shardc.calls.placing import put
-from shardc.checkpoint.group import Group, Peers, group_of
-from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, named_leaves
+from shardc.checkpoint.group import Group, Members, group_of
+from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import module
 from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
-from shardc.checkpoint.steps import TOKEN, Checkpoint, folder_of, last_complete, prune, read_checkpoint, steps_in, tidy
+from shardc.checkpoint.steps import (
+    TOKEN,
+    Checkpoint,
+    folder_of,
+    is_written,
+    last_complete,
+    prune,
+    read_checkpoint,
+    steps_in,
+    tidy,
+)
 from shardc.checkpoint.targets import placed_like
 from shardc.checkpoint.writer import Writer
-from shardc.errors import ArgumentError, CheckpointError, PeerLostError
+from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
 from shardc.runtime import cluster
 from shardc.versions import VERSION
 
@@ -142,8 +152,8 @@ class Checkpoints:
           The state, and the number of the step to go on with: the one after the checkpoint's, or 0.
 
         Raises:
-          CheckpointError: the checkpoint is of another program (the error has all differences), or cannot be read. In
-            every process.
+          CheckpointError: the checkpoint is of another program (the error has all differences), or cannot be read: in
+            every process. Or there is none, and the arrays of `or_else` were donated.
         """
         if (mesh is None) != (placements is None):
             raise ArgumentError("saved.last: give both mesh= and placements=, or neither.")
@@ -151,6 +161,7 @@ class Checkpoints:
         self._newest, self._is_tidy = -1 if found is None else found.step, False
         if found is None:
             state = or_else() if _is_function(or_else) else or_else
+            self._check_alive(state)
             return (state if placements is None else put(state, mesh, placements)), 0
         like = jax.eval_shape(or_else) if _is_function(or_else) else or_else
         if placements is not None:
@@ -224,7 +235,7 @@ class Checkpoints:
     # -- several processes
 
     def _name(self, what: str) -> str:
-        return f"checkpoints in {self.directory}: {what}"
+        return f"checkpoints in {self.directory.name}: {what}"  # hosts may have it at other paths
 
     def _open_writer(self) -> Writer:
         if self._writer is None:
@@ -237,14 +248,14 @@ class Checkpoints:
         self._group: Group = group_of(peers)
         self._progress = Progress(peers)
         made = self._group.together(self._name("begin"), self._leave_token if self._group.me == 0 else str)
-        token = self._group.gather(self._name("token"), made)[0]
         try:
+            token = self._group.gather(self._name("token"), made)[0]
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
         finally:
             if made:
                 (self.directory / made).unlink(missing_ok=True)
-        steps = steps_in(self.directory)
-        self._newest, self._is_tidy, self._took_steps = max(steps, default=-1), False, False
+        written = (step for step in steps_in(self.directory) if is_written(folder_of(self.directory, step)))
+        self._newest, self._is_tidy, self._took_steps = next(written, -1), False, False
 
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
@@ -276,6 +287,18 @@ class Checkpoints:
         if said["step"] is None:
             return None
         return self._group.together(self._name("read the manifests"), lambda: self._read(said["step"]))
+
+    def _check_alive(self, state: Any) -> None:
+        """Raise CheckpointError if the first state was donated: it is needed again if a peer is lost early."""
+        gone = [
+            path for path, x in named_leaves(state) if isinstance(x, jax.Array) and not is_far(x) and x.is_deleted()
+        ]
+        if gone:
+            head = (
+                f"There is no checkpoint in {self.directory} yet, and these arrays of the first state were donated. "
+                "Give a function that makes the state:"
+            )
+            raise CheckpointError(all_offenders(head, gone))
 
     def _look(self) -> str:
         found, newer = last_complete(self.directory)
@@ -316,7 +339,7 @@ class Checkpoints:
         if peers is None:
             raise lost
         self._open_writer().dismiss(SECONDS)
-        _log.warning("%s The run goes on from the last common checkpoint.", lost)
+        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
         peers.rejoin()
 
     # -- writing
@@ -352,7 +375,7 @@ class Checkpoints:
             prune(self.directory, self.keep)
 
 
-def _peers() -> Peers | None:
+def _peers() -> Members | None:
     return cluster.current()
 
 

@@ -21,7 +21,7 @@ class Islands(Protocol):
     def islands(self) -> int: ...
 
 
-class Peers(Protocol):
+class Members(Protocol):
     """The part of a `Cluster` that checkpoints use."""
 
     @property
@@ -83,7 +83,7 @@ class Group:
         return result[0]
 
 
-def group_of(peers: Peers | None) -> Group:
+def group_of(peers: Members | None) -> Group:
     """The group of a cluster; without one, of the processes that share this JAX runtime."""
     if peers is not None:
         return Group(peers.me, peers.processes, peers.seat.islands, peers.gather)

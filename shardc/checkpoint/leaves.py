@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.far import FarArray
+from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
@@ -22,6 +22,16 @@ ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 def is_far(x: object) -> bool:
     """Whether a leaf is an array that lives in another island, which writes it."""
     return isinstance(x, FarArray)
+
+
+def arrives(x: Any) -> bool:
+    """Whether an array lives in another island, and its value, which is small, comes here too."""
+    return isinstance(x, FarArray) and x.arriving is not None
+
+
+def arrived(x: FarArray, value: NDArray[Any]) -> FarArray:
+    """An array that lives elsewhere, like `x`, whose value has come here."""
+    return FarArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
 
 
 def is_key(dtype: Any) -> bool:

@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.calls.leaves import leaf_of
-from shardc.checkpoint.leaves import ARRAYS, is_far, is_key, value_of
+from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_far, is_key, value_of
 from shardc.checkpoint.manifest import StoredLeaf
 from shardc.checkpoint.orbax import Index
 from shardc.errors import ArgumentError, PlacementError, all_offenders
@@ -69,6 +68,19 @@ class Filled:
     def make(self, pieces: Pieces) -> Any:
         del pieces
         return self.target.make({(): self.value})
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A small array that lives in another island, and whose value is known here too."""
+
+    like: Any
+
+    def needs(self) -> list[Index]:
+        return [whole(self.like.shape)]
+
+    def make(self, pieces: Pieces) -> Any:
+        return arrived(self.like, pieces[whole(self.like.shape)])
 
 
 @dataclass(frozen=True)
@@ -257,9 +269,7 @@ class Place:
 
 def target_of(x: Any, saved: StoredLeaf) -> Target:
     """What a saved leaf is restored as, for a leaf of the tree that is asked for."""
-    if isinstance(x, FarArray) and x.arriving is not None:  # a small one, whose value every process has
-        return Uncommitted(tuple(x.shape), x.dtype, saved.weak)
-    if saved.kind == "static" or is_far(x):
+    if saved.kind == "static":
         return Given(x)
     if saved.kind == "array":
         return _array_target(x, saved)
@@ -286,7 +296,7 @@ def _array_target(x: Any, saved: StoredLeaf) -> Target:
 
 def _placed(x: Any, weak: bool) -> Target:
     if is_far(x):
-        return Given(x)
+        return Arrived(x) if arrives(x) else Given(x)
     if not isinstance(x, StackedArray):
         return InPieces(x.shape, x.dtype, weak, x.placement, x.mesh)
     starts = tuple(sum(p.shape[0] for p in x.pieces[:i]) for i in range(len(x.pieces)))

@@ -7,27 +7,33 @@ later calls    checksums of values that are given whole go to the others, and ar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from shardc.arrays.placed import is_placed
-from shardc.execute.peers import Peers, environment, given_whole, peers_of, type_text, value_facts
-from shardc.plan.digest import digest_of
+from shardc.execute.peers import Peers, environment, given_whole, type_text, value_facts
+from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.plan import PlacedProgram
 
 
 class Agreement:
-    """The agreement of the processes of a mesh on a plan that they run.
+    """The agreement of processes on a plan that they run.
 
     Args:
       plan: the plan.
-      mesh: a mesh with devices of several processes.
+      peers: gives the processes.
+      digest: gives the plan's digest.
+      placed: whether placements of arguments are compared: not if each lives in one of the processes.
     """
 
-    def __init__(self, plan: PlacedProgram, mesh: Mesh) -> None:
-        self.plan, self.mesh = plan, mesh
+    def __init__(
+        self,
+        plan: PlacedProgram | MpmdPlan,
+        peers: Callable[[], Peers | None],
+        digest: Callable[[], str],
+        placed: bool = True,
+    ) -> None:
+        self.plan, self._peers, self._digest, self._placed = plan, peers, digest, placed
         self._agreed: Peers | None = None
         self._calls = 0
 
@@ -40,27 +46,46 @@ class Agreement:
         Raises:
           DisagreementError: the processes differ, in this first call, or in values of the call before this one.
         """
-        peers, paths, name = peers_of(self.mesh), self.plan.program.in_paths, self.plan.program.name
-        if peers is None:
-            return
+        peers, program = self._peers(), self.plan.program
+        paths, name = program.in_paths, program.name
+        wanted = zip(arrays, program.given_avals, strict=False)
+        if peers is None or any(getattr(x, "shape", ()) != aval.shape for x, aval in wanted):
+            return  # a cached call that does not fit is not made
         self._calls += 1
         if self._agreed is not peers:
-            peers.agree(f"{name}, first call", self._facts(arrays))
-            self._agreed = peers
-        elif facts := _value_facts(paths, arrays):
+            peers.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
+            self._agreed, self._calls = peers, 1
+            return
+        facts = _value_facts(paths, arrays)
+        if facts or not self._placed:  # a stage that waits for another process learns what that one calls
             peers.compare(f"{name}, call {self._calls}", facts)
+
+    def agree_on_plan(self) -> None:
+        """Agree on the plan alone: before it is compiled, which may be long before the first call.
+
+        Raises:
+          DisagreementError: the processes have other plans.
+        """
+        peers = self._peers()
+        if peers is not None:
+            peers.agree(f"{self.plan.program.name}, compiled", self._plan_facts())
 
     def _facts(self, arrays: Sequence[Any]) -> dict[str, str]:
         paths = self.plan.program.in_paths
-        types = {f"argument {p}": _argument_text(x) for p, x in zip(paths, arrays, strict=False)}
-        machine = hashlib.sha256(repr(self.plan.mesh).encode()).hexdigest()[:8]
+        text = _argument_text if self._placed else type_text
+        types = {f"argument {p}": text(x) for p, x in zip(paths, arrays, strict=False)}
+        captured = self.plan.program.captured
+        of_captured = value_facts([f"captured array {i}" for i, _ in enumerate(captured)], captured)
+        return {**types, **_value_facts(paths, arrays), **of_captured, **self._plan_facts()}
+
+    def _plan_facts(self) -> dict[str, str]:
+        mesh = self.plan.mesh
+        machine = hashlib.sha256(repr(mesh).encode()).hexdigest()[:8]
         return {
-            **types,
-            **_value_facts(paths, arrays),
             **environment(),
-            "the mesh": ", ".join(f"{a}={n}" for a, n in self.plan.mesh.axes),
-            "the machine (topology or calibration)": f"{self.plan.mesh.topology.kind}, digest {machine}",
-            "the plan": f"digest {digest_of([self.plan])}",
+            "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.axes),
+            "the machine (topology or calibration)": f"{mesh.topology.kind}, digest {machine}",
+            "the plan": f"digest {self._digest()}",
         }
 
 

@@ -27,6 +27,7 @@ from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
+from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 
@@ -116,7 +117,9 @@ class Executable:
     @cached_property
     def agreement(self) -> Agreement | None:
         """The agreement on this plan of the processes that run it; None if it runs in one."""
-        return None if peers_of(self.mesh) is None else Agreement(self.plan, self.mesh)
+        if peers_of(self.mesh) is None:
+            return None
+        return Agreement(self.plan, lambda: peers_of(self.mesh), lambda: digest_of([self.plan]))
 
     def _sharded(self) -> Any:
         plan, low = self.plan, self._low

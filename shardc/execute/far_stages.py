@@ -21,11 +21,11 @@ from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
-from shardc.execute.peers import environment, peers_of_run, value_facts
+from shardc.execute.peers import peers_of_run
 from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.stage_codec import Crossing, StageCodec
+from shardc.execute.stage_codec import StageCodec, StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
@@ -43,14 +43,12 @@ class FarStages:
 
     Args:
       plan: the plan, equal in all processes.
-      crossings: the values of each channel between processes.
+      edges: the values of each channel between processes.
       wide: whether numbers of 64 bits are on.
       places: which process runs which rank.
     """
 
-    def __init__(
-        self, plan: MpmdPlan, crossings: Sequence[Sequence[Crossing]], wide: bool, places: RankProcesses
-    ) -> None:
+    def __init__(self, plan: MpmdPlan, edges: Sequence[Sequence[StageEdge]], wide: bool, places: RankProcesses) -> None:
         cluster, digest = current(), plan.digest
         if cluster is None:
             who = ", ".join(map(str, places.all))
@@ -58,12 +56,8 @@ class FarStages:
                 f"{plan.program.name}: its stages are in processes {who}, which know nothing of each other; start them "
                 "with python -m shardc run --processes n script.py."
             )
-        codec = (
-            StageCodec(crossings, wide) if cluster.seat.edges == "bytes" else PullCodec(crossings, wide, cluster.host)
-        )
+        codec = StageCodec(edges, wide) if cluster.seat.edges == "bytes" else PullCodec(edges, wide, cluster.host)
         self.cluster: Cluster = cluster
-        self._peers, self._name, self._calls = peers_of_run(cluster), plan.program.name, 0
-        self._peers.agree(f"{self._name}, first call with arguments of these types", _facts(plan))
         self.places = places
         self.epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
@@ -74,7 +68,7 @@ class FarStages:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline, self._peers.look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline, _look)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.seat.deadline)
@@ -83,26 +77,6 @@ class FarStages:
 
     def close(self) -> None:
         self._finalizer()
-
-    def compare(self, paths: Sequence[str], args: Sequence[Any]) -> None:
-        """Compare a call's arguments with those that the other processes give: each stage reads them in its own. Before
-        the first call it waits for them; later the next call raises, or this one if it has to wait for them.
-
-        Args:
-          paths, args: of the call's arguments.
-
-        Raises:
-          DisagreementError: they differ, or those of the call before did.
-        """
-        self._calls += 1
-        if self._calls == 1:  # state that one process computes anew may be restored in another one
-            own = [(p, x) for p, x in zip(paths, args, strict=False) if not getattr(x, "committed", False)]
-            facts = value_facts([p for p, _ in own], [x for _, x in own])
-            self._peers.agree(f"{self._name}, first call with these values", facts, where_known=True)
-            return
-        given = [(p, x) for p, x in zip(paths, args, strict=False) if not isinstance(x, jax.Array)]
-        facts = value_facts([p for p, _ in given], [x for _, x in given])
-        self._peers.compare(f"{self._name}, call {self._calls}", facts)
 
     def whole(self, recording: Recording, net: Network) -> Recording:
         """The times of all processes, which call this together."""
@@ -135,18 +109,11 @@ class FarStages:
         return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
-def _facts(plan: MpmdPlan) -> dict[str, str]:
-    """What all processes of a pipeline have to agree on."""
-    program, mesh = plan.program, plan.mesh
-    types = zip(program.in_paths, program.given_avals, strict=False)
-    machine = hashlib.sha256(repr(mesh).encode()).hexdigest()[:8]
-    return {
-        **{f"argument {path}": aval.str_short() for path, aval in types},
-        **environment(),
-        "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.axes),
-        "the machine (topology or calibration)": f"{mesh.topology.kind}, digest {machine}",
-        "the plan": f"digest {plan.digest}",
-    }
+def _look() -> None:
+    """Raise if another process has made another call than this one, which waits for it."""
+    peers = peers_of_run()
+    if peers is not None:
+        peers.look()
 
 
 def _close(network: SpreadNetwork, cluster: Cluster) -> None:

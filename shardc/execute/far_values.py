@@ -13,6 +13,7 @@ from shardc.arrays.far import FarArray, is_far
 from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import ClusterError
+from shardc.execute.peers import peers_of_run
 from shardc.runtime.cluster import Cluster, current
 from shardc.sbp.signature import is_extended
 
@@ -28,22 +29,24 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
     brought = iter(_bring([p for ps in parts for p in ps], cluster))
-    found = [[next(brought) for _ in ps] for ps in parts]
-    return [
-        ps[0]
-        if not isinstance(x, StackedArray)
-        else x
-        if ps == list(x.pieces)
-        else np.concatenate(list(map(np.asarray, ps)))
-        for x, ps in zip(leaves, found, strict=True)
-    ]
+    return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
+
+
+def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
+    """A leaf whose parts were brought; the leaf itself if they were here."""
+    if all(a is b for a, b in zip(parts, brought, strict=True)):
+        return x
+    return np.concatenate(list(map(np.asarray, brought))) if isinstance(x, StackedArray) else brought[0]
 
 
 def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
-    said = cluster.gather("shardc.fetch", "".join("-" if is_far(x) else "+" for x in parts))
+    peers = peers_of_run()
+    assert peers is not None
+    marks = "".join("-" if is_far(x) else "+" for x in parts)
+    said = [facts["has"] for facts in peers.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
-        without = [p for p, marks in enumerate(said) if marks[i] == "-"]
+        without = [p for p, has in enumerate(said) if has[i] == "-"]
         if without:
             found[i] = _bring_one(x, without, cluster)
     return found

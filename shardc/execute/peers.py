@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
+from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.cluster import Cluster, refuse_unlike
@@ -28,20 +29,21 @@ from shardc.versions import VERSION
 
 
 class Peers:
-    """The processes of a mesh, or of a run, this one among them; `peers_of` and `peers_of_run` give them.
+    """The processes of a mesh, this one among them; `peers_of` gives them.
+
+    Args:
+      members: their numbers in JAX, rising; with a cluster those in the run.
+      cluster: the run, if there is one.
 
     Attributes:
-      members: their numbers in JAX, rising; of a run's processes those in the run.
       is_over: whether processes of the run were started again since: these exchange nothing any more.
     """
 
-    def __init__(self, members: Sequence[int], cluster: Cluster | None, first: int = 0) -> None:
+    def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
-        self._exchange: Exchange | None = None
+        self._exchange = None if cluster is None else Exchange(cluster, members)
         self._open: tuple[int, str] | None = None
-        if cluster is not None:
-            self._exchange = Exchange(cluster, [first + p for p in members])
 
     @property
     def is_over(self) -> bool:
@@ -127,9 +129,9 @@ def _gathered(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _made(members: tuple[int, ...], cluster: Cluster | None, first: int, epoch: int) -> Peers:
+def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> Peers:
     del epoch
-    made = Peers(members, cluster, first)
+    made = Peers(members, cluster)
     _every.add(made)
     return made
 
@@ -144,20 +146,24 @@ def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
     """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
+    if is_far(mesh.devices.flat):
+        return None
     members = _members(mesh)
     if len(members) == 1 or jax.process_index() not in members:
         return None
     cluster = clusters.current()
-    if cluster is not None and cluster.seat.per_island != jax.process_count():
-        cluster = None
-    if cluster is None:
-        return _made(members, None, 0, 0)
-    return _made(members, cluster, cluster.seat.island(cluster.me)[0], cluster.epoch)
+    if cluster is None or cluster.seat.per_island != jax.process_count():
+        return _made(members, None, 0)
+    first = cluster.seat.island(cluster.me)[0]
+    return _made(tuple(first + p for p in members), cluster, cluster.epoch)
 
 
-def peers_of_run(cluster: Cluster) -> Peers:
-    """All processes of a run, whatever their JAX runtimes."""
-    return _made(tuple(range(cluster.processes)), cluster, 0, cluster.epoch)
+def peers_of_run() -> Peers | None:
+    """All processes of the run; None for a process that runs alone."""
+    cluster = clusters.current()
+    if cluster is None or cluster.processes == 1:
+        return None
+    return _made(tuple(range(cluster.processes)), cluster, cluster.epoch)
 
 
 def settle_all() -> None:

@@ -19,11 +19,13 @@ from shardc import compat
 from shardc.arrays.far import Arrival, FarArray, is_far, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
+from shardc.execute.agreement import Agreement
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, lives_on
+from shardc.execute.peers import peers_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.stage_codec import Copy, Crossing, copies_of
+from shardc.execute.stage_codec import Copy, StageEdge, copies_of
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -161,6 +163,13 @@ class PipelineExecutable:
         moved = {id(t) for s in plan.stages if s.rank == rank for t in _tasks_of(s)}
         return PipelineExecutable(plan, meshes, {i: e for i, e in self._executables.items() if i not in moved})
 
+    @cached_property
+    def agreement(self) -> Agreement | None:
+        """The agreement on this plan of the processes that run it; None if it runs in one."""
+        if not self.places.are_several:
+            return None
+        return Agreement(self.plan, peers_of_run, lambda: self.plan.digest, placed=False)
+
     # -- compiled programs
 
     def _task_executables(self) -> list[Executable]:
@@ -179,8 +188,9 @@ class PipelineExecutable:
         plan = self.plan
         steps = step_values(plan.built, [s.tasks for s in plan.stages])
         far = None
-        if self.places.are_several:
-            far = FarStages(plan, self._crossings(), bool(settings()[0]), self.places)
+        if self.agreement is not None:
+            self.agreement.agree_on_plan()
+            far = FarStages(plan, self._edges(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         for e in executables:  # in this thread, because JAX's settings are per thread
             _ = e.lowered
@@ -220,18 +230,18 @@ class PipelineExecutable:
                     )
         return found
 
-    def _crossings(self) -> list[list[Crossing]]:
+    def _edges(self) -> list[list[StageEdge]]:
         """The values of each channel between processes."""
         plan = self.plan
 
-        def crossings(channel: Channel, carried: ChannelValues | None) -> list[Crossing]:
+        def edges(channel: Channel, carried: ChannelValues | None) -> list[StageEdge]:
             if carried is None or self.places.of_rank[channel.source] == self.places.of_rank[channel.target]:
                 return []
             source, target = plan.stages[carried.source], plan.stages[carried.target]
             pairs = zip(carried.given, carried.taken, strict=True)
-            return [Crossing(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
+            return [StageEdge(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
 
-        return [crossings(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
+        return [edges(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
@@ -365,8 +375,6 @@ class PipelineExecutable:
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         executor, far = self.compiled, self._far
         begin = perf_counter()
-        if far is not None:
-            far.compare(self.plan.program.in_paths, args)
         try:
             self._enter(self._entry.take_apart(whole), executor.runs + 1)
             try:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together
+from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together, words
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, process_of
 from shardc.runtime.link import Packed
@@ -25,7 +25,7 @@ from shardc.sbp.signature import is_extended
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageEdge:
     """The way of one value from a stage to another.
 
     Attributes:
@@ -88,34 +88,35 @@ class StageCodec:
     """The codec of a pipeline's network (`shardc.runtime.spread.Codec`).
 
     Args:
-      crossings: the values of each channel between processes; empty for other channels.
+      edges: the values of each channel between processes; empty for other channels.
       wide: whether numbers of 64 bits are on. The threads that decode lack this setting.
     """
 
-    def __init__(self, crossings: Sequence[Sequence[Crossing]], wide: bool) -> None:
-        self._crossings, self._wide = crossings, wide
+    def __init__(self, edges: Sequence[Sequence[StageEdge]], wide: bool) -> None:
+        self._edges, self._wide = edges, wide
 
     def is_ready(self, value: Any) -> bool:
-        return all(x.is_ready() for x in value)
+        arrays: list[Any] = list(map(words, value))
+        return all(x.is_ready() for x in arrays)
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
         numbers: list[list[int]] = []
         buffers: list[memoryview] = []
-        for crossing, x in zip(self._crossings[channel], value, strict=True):
-            held, found = crossing.pack(x, peer)
+        for edge, x in zip(self._edges[channel], value, strict=True):
+            held, found = edge.pack(x, peer)
             numbers.append(held)
             buffers += found
         return json.dumps(numbers).encode(), buffers
 
     def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
-        crossings = self._crossings[channel]
-        pieces: list[dict[int, Any]] = [{} for _ in crossings]
+        edges = self._edges[channel]
+        pieces: list[dict[int, Any]] = [{} for _ in edges]
         for about, buffers in parts.values():
             rest = iter(buffers)
             for found, numbers in zip(pieces, json.loads(about), strict=True):
                 found |= {n: next(rest) for n in numbers}
         with jax.enable_x64(self._wide):
-            return tuple(c.enter(found) for c, found in zip(crossings, pieces, strict=True))
+            return tuple(c.enter(found) for c, found in zip(edges, pieces, strict=True))
 
 
 Copy = Callable[[tuple[Any, ...]], tuple[Any, ...]]

@@ -28,6 +28,8 @@ _INTERRUPT_GRACE: Final = 2.0
 _CAUSE_SECONDS: Final = 3.0
 """So long a failure that says it follows from another one waits for that one."""
 _KILL_SECONDS: Final = 10.0
+_EARLIER: Final = 3.0
+"""So long before the deadline a process that does not join is lost: else those that wait for it would fail as well."""
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]
@@ -177,7 +179,9 @@ class Supervisor:
 
     def _lose(self, failure: Failure) -> None:
         """Decide about the failure of a process."""
-        if self._over_at is not None:
+        if self._leaving and self._restarts:
+            self._tell_late(failure)
+        elif self._over_at is not None:
             self._failures.append(failure)
         elif self._is_stale(failure):
             self._restart(failure, counts=False)
@@ -192,6 +196,12 @@ class Supervisor:
 
     def _tell_lost(self, failure: Failure) -> None:
         self._server.tell_all({"event": "lost", "process": failure.process, "why": failure.why})
+
+    def _tell_late(self, failure: Failure) -> None:
+        """A loss when all scripts have ended: nothing is left to mend. The others do not wait for it."""
+        self._screen.say(f"process {failure.process} is lost ({failure.why}); all scripts had ended")
+        if self._over_at is None:
+            self._over_at = monotonic() + GRACE
 
     def _is_stale(self, failure: Failure) -> bool:
         """Whether a process failed because of a loss that a restart has mended since."""
@@ -274,9 +284,10 @@ class Supervisor:
                 self._condemn(p, f"no sign of life for {seat.silence:g} s")
             else:
                 self._take(("host lost", -1 - p))
+        joining = max(seat.deadline / 2, seat.deadline - _EARLIER)
         for p, state in enumerate(self._states):
-            if state.running and not state.joined and now - state.began > seat.deadline:
-                self._condemn(p, f"it did not join the run within {seat.deadline:g} s")
+            if state.running and not state.joined and now - state.began > joining:
+                self._condemn(p, f"it did not join the run within {joining:g} s")
 
     def _condemn(self, p: int, why: str) -> None:
         state = self._states[p]

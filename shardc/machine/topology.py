@@ -228,7 +228,7 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
 )  # fmt: skip
 
 BETWEEN_PROCESSES: Final = Fabric("switch", 3e8, 3e-4, tier=1)
-"""[M] The fabric between the processes of a CPU mesh, which send through sockets: 2 processes of 4 devices, 2 cores."""
+"""[M] Sockets between the processes of a CPU mesh: 2 processes of 4 devices on 2 cores."""
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.plan.borders import match_donated
+from shardc.plan.digest import digest_of
 from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Staging, Unlimited
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.runtime.actor import Channel, Network
@@ -146,12 +146,11 @@ class MpmdPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A text that is equal for equal plans, in every process."""
+        """A digest of the tasks of all stages, their schedule and their channels, the same in every process."""
+        tasks = [t for s in self.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())]
         channels = [(c.name, c.source, c.target, c.registers, c.bytes) for c in self.network.channels]
-        ends = [(list(map(str, s.plan.inputs)), list(map(str, s.plan.outputs))) for s in self.stages]
-        moved = [(c.kind, c.axes, c.bytes, c.count) for c in self.collectives]
-        parts = str(self.schedule), channels, ends, moved
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        parts = str(self.schedule), str(self.homes), str(channels)
+        return digest_of([t.plan for t in tasks if t.plan is not None], *parts)
 
     @property
     def programs(self) -> tuple[SpmdPlan, ...]:

@@ -74,10 +74,12 @@ class Frame(NamedTuple):
     buffers: Sequence[memoryview] = ()
 
     def pieces(self) -> list[memoryview]:
-        head = _HEAD.pack(
-            self.kind, len(self.buffers), len(self.about), self.network, self.run, self.channel, self.key
-        ) + struct.pack(f"<{len(self.buffers)}Q", *(b.nbytes for b in self.buffers))
-        return [memoryview(head + self.about), *(b for b in self.buffers if b.nbytes)]
+        kind, network, run, channel, key, about, buffers = self
+        head = _HEAD.pack(kind, len(buffers), len(about), network, run, channel, key) + about
+        if not buffers:
+            return [memoryview(head)]
+        sizes = struct.pack(f"<{len(buffers)}Q", *(b.nbytes for b in buffers))
+        return [memoryview(head + sizes), *(b for b in buffers if b.nbytes)]
 
 
 class Receiver(Protocol):
@@ -232,8 +234,8 @@ class Link:
         known = _KINDS[kind]  # first of all: what is no frame has no size either
         if not number and not about:
             return Frame(known, network, run, channel, key)
-        sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
         said = bytes(stream.take(about))
+        sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
         buffers = [self._allocate(size) for size in sizes]
         for buffer in buffers:
             stream.fill(buffer)
@@ -250,8 +252,7 @@ class Link:
             case FrameKind.LETTER:
                 tag, _, about = frame.about.partition(b"\0")
                 with self._changed:
-                    box = self._letters.setdefault(tag.decode(), _Letterbox())
-                    box.letters.put((about, frame.buffers))  # under the lock: an empty box may be thrown away
+                    self._box(tag.decode()).letters.put((about, frame.buffers))  # in the lock: empty boxes are dropped
             case _:
                 with self._changed:
                     receiver = self._receivers.get(frame.network)
@@ -311,6 +312,12 @@ class Link:
         about, buffers = packed
         self.send(Frame(FrameKind.LETTER, about=tag.encode() + b"\0" + about, buffers=buffers))
 
+    def _box(self, tag: str) -> _Letterbox:
+        box = self._letters.get(tag)
+        if box is None:
+            box = self._letters[tag] = _Letterbox()
+        return box
+
     def collect(self, tag: str, seconds: float) -> Packed:
         """Wait for a letter.
 
@@ -319,7 +326,7 @@ class Link:
           ClusterError: it did not come in time.
         """
         with self._changed:
-            box = self._letters.setdefault(tag, _Letterbox())
+            box = self._box(tag)
             box.waiting += 1
             ended = self.lost is not None or self._closed
         try:

@@ -293,6 +293,18 @@ def test_another_program(tmp_path):
         assert saved.last(or_else={"w": jnp.zeros((2, 3)), "old": 1})[1] == 1
 
 
+def test_a_first_state_that_was_donated(tmp_path):
+    state = {"w": jnp.zeros(3), "b": {"c": jnp.ones(2)}, "n": 1}
+    state["b"]["c"].delete()
+    with shardc.checkpoints(tmp_path) as saved:
+        with pytest.raises(CheckpointError) as error:
+            saved.last(or_else=state)
+        assert str(error.value) == (
+            f"There is no checkpoint in {tmp_path} yet, and these arrays of the first state were donated. Give a "
+            "function that makes the state:\n  b/c"
+        )
+
+
 def test_arrays_that_cannot_be_saved(tmp_path):
     with shardc.checkpoints(tmp_path) as saved:
         with pytest.raises(CheckpointError, match="x: ndarray of object"):
@@ -359,8 +371,7 @@ def test_litter_of_a_killed_run_goes(tmp_path):
     (tmp_path / "3" / "0.json.tmp").touch()
     (tmp_path / ".token-0123").touch()
     with shardc.checkpoints(tmp_path, every=2) as saved:
-        saved.last(or_else={"x": 1})
-        saved.step(0, {"x": 1})
+        saved.step(0, {"x": 1})  # there is no complete one: this is the first run
         assert names(tmp_path) == []
         saved.step(1, {"x": 1})
     assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["0", "0.json"]

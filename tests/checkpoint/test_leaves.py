@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
+from shardc.arrays.far import FarArray
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint.leaves import (
     blocks_of,
@@ -32,7 +33,7 @@ DTYPES = [
 
 
 def far(shape, mesh):
-    return PlacedArray(jax.ShapeDtypeStruct(shape, np.float32), shape, Placement({}), mesh)
+    return FarArray(jax.ShapeDtypeStruct(shape, np.float32), Placement({}), mesh)
 
 
 def bits(x):

@@ -5,6 +5,7 @@ import secrets
 import socket
 import time
 from contextlib import ExitStack
+from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import shardc
 from shardc import Placement, S, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.runtime.store import StoreServer
-from tests.checkpoint.worker import Worker, value_at
+from tests.checkpoint.worker import DEADLINE, Worker, value_at
 
 W = np.arange(13 * 8, dtype=np.float32).reshape(13, 8)
 
@@ -55,14 +56,20 @@ class Launcher:
         self.directory, self.steps = directory, steps
         self.secret = secrets.token_bytes(32)
         self.epoch, self.workers, self.left = 0, {}, ExitStack()
-        self.store = StoreServer("127.0.0.1:0", self.secret)
+        self.ended = SimpleQueue()
+        self.store = StoreServer("127.0.0.1:0", self.secret, lambda p, left: self.ended.put((p, left)))
 
     def start(self, p):
         arguments = self.directory, self.store.address, self.secret.hex(), p, self.epoch, self.steps
         self.workers[p] = self.left.enter_context(Worker("island", *arguments, devices=2))
 
     def kill_and_start_again(self, p):
+        until = time.monotonic() + DEADLINE
+        while len(self.store.statuses()) < len(self.workers):  # one that is not connected would not hear of the loss
+            assert time.monotonic() < until
+            time.sleep(0.01)
         self.workers[p].kill()
+        assert self.ended.get(timeout=DEADLINE) == (p, False)
         self.store.tell_all({"event": "lost", "process": p, "why": "killed"})
         self.epoch += 1
         self.start(p)

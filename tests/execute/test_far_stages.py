@@ -107,18 +107,19 @@ def test_what_differs_between_processes_is_an_error_in_all(tmp_path, run):
     done = run(path, "--processes", 2, "--devices", 1, "--islands", 2, "--log", tmp_path)
     assert done.code == 0, done.err
     assert re.sub("[0-9a-f]{8,}", "#", done.out).splitlines() == [
-        "step, first call with these values: the processes of this run differ in",
+        "step, first call: the processes of this run differ in",
         "  the value of x: process 0: #; process 1: #",
-        "step, first call with arguments of these types: the processes of this run differ in",
+        "step, first call: the processes of this run differ in",
         "  argument x: process 0: float32[8,8]; process 1: float32[12,8]",
+        "  the value of x: process 0: #; process 1: #",
         "  the plan: process 0: digest #; process 1: digest #",
         "256.0",
         "256.0",  # stage 0 has used its own x; the next call tells
-        "step, call 3: the processes of this run differ in",
+        "step, call 2: the processes of this run differ in",
         "  the value of x: process 0: #; process 1: #",
         "256.0",
-        "step, call 6: the processes of this run differ in",  # one process has called what it had called before
-        "  the call: process 0: step, call 6; process 1: step, first call with arguments of these types",
+        "step, call 5: the processes of this run differ in",  # one process has called what it had called before
+        "  the call: process 0: step, call 5; process 1: step, first call",
     ]
     assert (tmp_path / "process-1.log").read_text().splitlines()[:-2] == done.out.splitlines()[:-2]
 

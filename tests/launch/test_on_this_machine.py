@@ -111,6 +111,15 @@ def test_an_error_in_one_process_of_a_jax_runtime_does_not_wait_in_a_barrier(tmp
     assert done.seconds < 20
 
 
+@pytest.mark.parametrize(("restarts", "code"), [(1, 0), (0, 137)])
+def test_a_loss_after_the_end_of_all_scripts_fails_no_run_that_can_mend_losses(tmp_path, run, restarts, code):
+    text = "import atexit\nif c.me == 1:\n    atexit.register(os.kill, os.getpid(), signal.SIGKILL)\nprint('done')"
+    done = run(script(tmp_path, text), "--processes", 2, "--islands", 2, "--restarts", restarts)
+    lost = "process 1 is lost (killed by SIGKILL); all scripts had ended\n"
+    assert (done.code, done.out) == (code, "done\n")
+    assert done.err == (lost if restarts else "process 1 is lost: killed by SIGKILL.\n")
+
+
 INTERRUPTED = """
 import atexit
 (open(f"{sys.argv[1]}/{c.me}", "w")).close()

@@ -37,6 +37,8 @@ def test_equal_plans_have_equal_digests():
     "other",
     [
         lambda: digest(lambda x, w: jnp.sinh(x @ w).sum(0), **BASE),
+        lambda: digest(lambda x, w: jnp.tanh(x @ w * 2).sum(0), **BASE),
+        lambda: digest(lambda x, w: jnp.tanh(x @ w * 3).sum(0), **BASE),
         lambda: digest(x=np.ones((8, 8), np.float32), **BASE),
         lambda: digest(in_placements={"x": {"data": S(0)}, "w": {"model": S(1)}}),
         lambda: digest(out_placements={"model": S(0)}, **BASE),
@@ -46,6 +48,10 @@ def test_equal_plans_have_equal_digests():
 )
 def test_what_is_run_otherwise_has_another_digest(other):
     assert other() != digest(**BASE)
+
+
+def test_literals_count():
+    assert digest(lambda x, w: step(x, w) * 2, **BASE) != digest(lambda x, w: step(x, w) * 3, **BASE)
 
 
 def test_donation_counts():

@@ -29,6 +29,16 @@ def test_a_program_that_differs():
         f(np.arange(8.0))
 
 
+def test_constants_that_differ():
+    factor, table = 2.0 + ME, np.full(8, ME)
+    f = shardc.function(lambda x: x * factor, mesh=MESH, in_placements=({"data": S(0)},))
+    with pytest.raises(shardc.DisagreementError, match="differ in\n  the plan: "):
+        f(np.arange(8.0))
+    g = shardc.function(lambda x: x * table, mesh=MESH, in_placements=({"data": S(0)},))
+    with pytest.raises(shardc.DisagreementError, match="differ in\n  the value of captured array 0: process 0"):
+        g(np.arange(8.0))
+
+
 def test_shapes_that_differ_are_named_first():
     with pytest.raises(shardc.DisagreementError) as error:
         double()(np.ones((8 + 8 * ME, 16), np.float32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from jax._src.array import ArrayImpl
 
 from shardc.arrays import placed
 from shardc.arrays.fetch import values
+from shardc.machine import mesh
 from shardc.runtime import cluster
 from shardc.runtime.cluster import Seat
 from tests.processes.exclusions import reason
@@ -47,7 +49,7 @@ def join() -> cluster.Cluster:
 class Reads:
     """Reads of arrays whose pieces lie in several processes: a gather while `gather` is set, which all must make."""
 
-    gather = False
+    gather = True
 
     @classmethod
     def install(cls) -> None:
@@ -65,6 +67,35 @@ class Reads:
         placed.has_every_piece = lambda x: cls.gather or has_every_piece(x)
 
 
+def allow_small_meshes() -> None:
+    """From now on a mesh of fewer places than processes is one of this process's own devices."""
+    known = mesh.choose_devices
+
+    def choose(devices, axes):
+        need = math.prod(axes.values())
+        return jax.local_devices()[:need] if need < jax.process_count() and Reads.gather else known(devices, axes)
+
+    mesh.choose_devices = choose
+
+
+def put_nan_too() -> None:
+    """From now on `jax.device_put` of tests takes NumPy arrays as `shardc.put` does: JAX's own compares them in all
+    processes, and NaN, which is in padding, differs from itself."""
+    known = jax.device_put
+
+    def device_put(x, device=None, **more):
+        if not isinstance(device, jax.sharding.NamedSharding) or device.is_fully_addressable:
+            return known(x, device, **more)
+        return jax.tree.map(
+            lambda leaf: (
+                placed.put_whole(leaf, device) if isinstance(leaf, np.ndarray) else known(leaf, device, **more)
+            ),
+            x,
+        )
+
+    jax.device_put = device_put
+
+
 def leave(code: int) -> None:
     """End the process without waiting for others."""
     sys.stdout.flush()
@@ -75,6 +106,8 @@ def leave(code: int) -> None:
 RUN = join() if "SEAT" in os.environ else None
 if RUN is not None:
     Reads.install()
+    allow_small_meshes()
+    put_nan_too()
 
 
 def pytest_addoption(parser):
@@ -96,6 +129,7 @@ class Results:
         done = folder / "done.json"
         self.done = set(json.loads(done.read_text())) if done.exists() else set()
         self.found = {}
+        self.status = 0
 
     def write(self, test, outcome, text=""):
         with (self.folder / f"results{RUN.me}.jsonl").open("a") as file:
@@ -137,10 +171,17 @@ class Results:
             text = str(report.longrepr) if report.outcome == "failed" else ""
             self.write(report.nodeid, self.found[report.nodeid], text)
 
+    def pytest_collectreport(self, report):
+        if report.failed and report.nodeid not in self.done:
+            self.write(report.nodeid, "error", str(report.longrepr))
+
+    def pytest_sessionfinish(self, exitstatus):
+        self.status = int(exitstatus)
+
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config):
         try:
             RUN.gather("the end", "")
         except Exception as error:  # noqa: BLE001
             print(f"process {RUN.me}, at the end: {error}", file=sys.stderr)
-        leave(0)
+        leave(self.status)

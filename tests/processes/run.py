@@ -162,7 +162,7 @@ def _round(arguments: list[str], folder: Path, report: Report, devices: int, unt
         old.unlink()
     command = [
         sys.executable, "-m", "pytest", "-p", "tests.processes.plugin", "-p", "no:cacheprovider", "-p", "no:xdist",
-        "-q", "--results", str(folder), *arguments,
+        "-q", "--continue-on-collection-errors", "--results", str(folder), *arguments,
     ]  # fmt: skip
     started = start(command, report.processes, devices, folder, server, secret)
     try:

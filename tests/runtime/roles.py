@@ -7,10 +7,12 @@ import random
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 
 from shardc.errors import PeerLostError, ShardcError
+from shardc.runtime import executor
 from shardc.runtime.actor import Channel, Network, Step
 from shardc.runtime.cluster import Cluster, Seat
 from shardc.runtime.executor import Executor, ProcessShare, Task
@@ -19,6 +21,7 @@ from shardc.runtime.spread import SpreadNetwork
 from shardc.runtime.store import Store, StoreServer
 from shardc.runtime.wire import dial
 from tests.runtime.codec import Codec, allocate
+from tests.runtime.fuzzing import FuzzSide, case_of
 
 _saying = threading.Lock()
 
@@ -168,14 +171,15 @@ def _member_runs(cluster, net, rng, options):
 
         return Task(go)
 
-    with Executor(net, task, share=ProcessShare(spread.mine, spread.ports, options.get("patience", 60.0))) as executor:
-        spread.open(executor.mailboxes, seat_deadline(cluster))
+    share = ProcessShare(spread.mine, spread.ports, options.get("patience", 60.0))
+    with Executor(net, task, share=share) as steps:
+        spread.open(steps.mailboxes, cluster.seat.deadline)
         say(open=True)
         try:
             while run[0] < options["runs"]:
                 run[0] += 1
                 try:
-                    executor.run()
+                    steps.run()
                 except PeerLostError:
                     raise
                 except ShardcError as error:
@@ -190,5 +194,55 @@ def _member_runs(cluster, net, rng, options):
     return run[0]
 
 
-def seat_deadline(cluster):
-    return cluster.seat.deadline
+# ---- random networks
+
+
+def fuzz(seat):
+    """A process of random networks: opens, runs and closes its side of those that it is told."""
+    seat = Seat(**{**seat, "secret": bytes.fromhex(seat["secret"])})
+    cluster = Cluster(seat, allocate)
+    links = {p: cluster.link(p) for p in cluster.others()}
+    say(ready=True)
+    side, running, number = None, None, 0
+    real = executor.find_deadlock
+    while True:
+        what, *args = hear()
+        if what == "open":
+            seed, checked = args
+            number += 1
+            executor.find_deadlock = real if checked else lambda net: None
+            error = None
+            try:
+                side = FuzzSide(case_of(seed, seat.processes), number, links, random.Random(seed * 10 + seat.me))
+                side.open()
+            except ShardcError as refused:
+                error = str(refused)
+            say(error=error)
+        elif what == "run":
+            error = None
+            try:
+                for _ in range(args[0]):
+                    side.executor.run()
+            except ShardcError as failed:
+                error = str(failed)
+            say(error=error, log=[(label, result.tolist()) for label, result in side.log])
+        elif what == "begin":
+            running = threading.Thread(target=_run_until_closed, args=(side.executor,), daemon=True)
+            running.start()
+            say(begun=True)
+        elif what == "labels":
+            say(labels=[label for label, _ in side.log])
+        elif what == "close":
+            side.close()
+            if running is not None:
+                running.join()
+            running = None
+            say(closed=True)
+        else:
+            cluster.close()
+            return
+
+
+def _run_until_closed(steps):
+    with suppress(ShardcError):
+        steps.run()

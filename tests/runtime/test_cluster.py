@@ -1,7 +1,6 @@
 """Processes of a run: links, agreements, losses, and the next epoch. Several clusters in one process, and real ones."""
 
 import json
-import logging
 import signal
 import threading
 import time
@@ -13,63 +12,13 @@ from shardc.runtime import cluster as cluster_module
 from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, Seat
 from shardc.runtime.link import Frame, FrameKind
-from shardc.runtime.store import StoreServer
 from tests.runtime.codec import allocate
+from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import together, until
 from tests.runtime.processes import children
 from tests.runtime.watchdog import within
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
-SECRET = wire.new_secret()
-
-
-class Run:
-    """A launcher without processes: a store, and clusters of this process."""
-
-    def __init__(self, folder, transport, processes):
-        self.folder, self.transport, self.processes = folder, transport, processes
-        self.server = StoreServer(f"unix:{folder / 'store'}" if transport == "unix" else "127.0.0.1:0", SECRET)
-        self.clusters = {}
-
-    def seat(self, me, **options):
-        links = f"unix:{self.folder / str(me)}" if self.transport == "unix" else "127.0.0.1:0"
-        known = {"islands": self.processes, "silence": 10.0, "deadline": 10.0}
-        return Seat(
-            me=me,
-            processes=self.processes,
-            store=self.server.address,
-            secret=SECRET,
-            links=links,
-            **{**known, **options},
-        )
-
-    def join(self, me, **options):
-        self.clusters[me] = Cluster(self.seat(me, **options), allocate)
-        self.clusters[me].on_orphaned = lambda: None
-        return self.clusters[me]
-
-    def all(self, **options):
-        return [self.join(p, **options) for p in range(self.processes)]
-
-    def lose(self, process, why="it was killed by signal 9"):
-        self.server.tell_all({"event": "lost", "process": process, "why": why})
-
-    def close(self):
-        together(*(c.close for c in self.clusters.values()))
-        self.server.close()
-
-
-@pytest.fixture
-def a_run(tmp_path):
-    runs = []
-
-    def start(processes=2, transport="unix"):
-        runs.append(Run(tmp_path, transport, processes))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
 
 
 def test_islands_of_a_seat():
@@ -373,21 +322,6 @@ def test_joining_and_leaving(a_run, monkeypatch):
 # ---- real processes
 
 
-def member(start, run, me, seed=0, **options):
-    known = {"seed": seed, "microbatches": 4, "runs": 10_000}
-    seat = {"silence": 2.0, "deadline": 20.0, **options.pop("seat", {})}
-    told = run.seat(me, **seat)
-    said = {**{f: getattr(told, f) for f in told.__dataclass_fields__}, "secret": SECRET.hex()}
-    return start("member", said, {**known, **options})
-
-
-def hear_until(child, key, seconds=20.0):
-    end = time.monotonic() + seconds
-    while key not in (said := child.hear(max(0.1, end - time.monotonic()))):
-        assert "error" not in said or "failed" in said, said
-    return said
-
-
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_processes_run_a_network_and_end(a_run, transport):
     run = a_run(3, transport)
@@ -460,9 +394,7 @@ def test_the_launcher_is_stopped_and_a_running_network_goes_on(tmp_path):
     with children() as start:
         launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
         address = launcher.hear()["address"]
-        run = Run.__new__(Run)
-        run.folder, run.transport, run.processes = tmp_path, "unix", 2
-        run.server = type("Far", (), {"address": address})
+        run = Run(tmp_path, address=address)
         members = [member(start, run, p, speak=True, seat={"silence": 1.0}) for p in range(2)]
         for m in members:
             hear_until(m, "run")
@@ -476,13 +408,11 @@ def test_the_launcher_is_stopped_and_a_running_network_goes_on(tmp_path):
 
 
 def test_orphans_end(tmp_path):
-    logging.getLogger("shardc").debug("processes of a run that nobody watches end too")
+    """Processes of a run that nobody watches end too."""
     with children() as start:
         launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
         address = launcher.hear()["address"]
-        run = Run.__new__(Run)
-        run.folder, run.transport, run.processes = tmp_path, "unix", 2
-        run.server = type("Far", (), {"address": address})
+        run = Run(tmp_path, address=address)
         members = [member(start, run, p) for p in range(2)]
         for m in members:
             hear_until(m, "run")

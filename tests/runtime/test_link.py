@@ -250,7 +250,7 @@ def test_a_peer_that_leaves():
         a.add(1, got)
         b.post("last", (b"", [filled(1 << 23, 4)]))
         within(5, b.close)
-        until(lambda: a.lost)
+        until(lambda: got.lost)
         assert a.left and got.lost == [a.lost] and str(a.lost) == "process 1 is lost: it has left the run."
         assert set(bytes(a.collect("last", 5.0)[1][0])) == {4}  # what came before is there
         with pytest.raises(PeerLostError, match=r"it has left the run\. Process 0 waited for its next\."):
@@ -412,8 +412,8 @@ def far(tmp_path, request):
             listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put(sock))
             child = start("peer", listener.address, SECRET.hex(), silence)
             child.hear()
-            listener.close()
             links.append(Link(arrived.get(timeout=5), 0, 1, silence, allocate))
+            listener.close()
             return child, links[-1]
 
         yield connect

@@ -174,3 +174,32 @@ def test_stopping_holds_for_the_runs_before(run):
     mailbox.stop(run, PipelineError("stop"))
     mailbox.stop(1, PipelineError("stop"))
     assert mailbox.stopped == run
+
+
+def test_stops_of_several_threads_at_once():
+    """The last run that anybody stops is stopped, with its reason."""
+    for _ in range(200):
+        mailbox = Mailbox()
+        begin = threading.Barrier(4)
+
+        def stop(run, mailbox=mailbox, begin=begin):
+            begin.wait()
+            mailbox.stop(run, PipelineError(str(run)))
+
+        threads = [threading.Thread(target=stop, args=(run,)) for run in (3, 9, 5, 7)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(5)
+        assert mailbox.stopped == 9 and str(mailbox.why) == "9"
+
+
+def test_the_end_of_an_actor_wakes_the_reader_and_stops_nothing():
+    mailbox, actor = Mailbox(), Actor(NET, 1, None)
+    mailbox.message(1, (0, "0"), "before")
+    mailbox.leave(0, PipelineError("it has left"))
+    mailbox.open(1, actor)
+    assert actor.ready() and mailbox.stopped == 0
+    mailbox.leave(0, PipelineError("it has left"))
+    within(5, mailbox.feed, 1, actor)
+    assert str(mailbox.gone[0]) == "it has left"

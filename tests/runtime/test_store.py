@@ -101,7 +101,8 @@ def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
 def test_events_reach_all(connect, server):
     events = [[], []]
     for p in (0, 1):
-        connect(p, events[p].append).get("x", 0.0)
+        connect(p, events[p].append)
+    until(lambda: len(server.statuses()) == 2)
     server.tell_all({"event": "lost", "process": 1, "why": "killed"})
     until(lambda: all(events))
     assert events == [[{"event": "lost", "process": 1, "why": "killed"}]] * 2

@@ -1,0 +1,288 @@
+"""Pipelines whose stages run in several processes, each with a JAX runtime of its own, against one device.
+
+    python -m shardc run --processes 2 --islands 2 --devices 2 -m tests.processes.pipelines NAME ...
+
+runs cases by name; without a name all that are for so many processes. Process 0 prints `ok NAME` for each.
+"""
+
+import re
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import shardc
+from shardc import S
+from shardc.arrays.far import FarArray, is_far
+from shardc.machine.devices import process_of
+from shardc.runtime.cluster import current
+
+jax.devices()  # starts the backend, before the tests' own module of settings asks for eight devices
+
+from tests.pipeline import test_parity as parity  # noqa: E402
+
+CASES = {}
+
+
+def case(*, processes=2, islands=None):
+    """Register a case for so many processes and JAX runtimes."""
+
+    def register(fn):
+        CASES[fn.__name__] = (processes, islands or processes, fn)
+        return fn
+
+    return register
+
+
+def weights(rng, *shapes):
+    return {f"w{i}": (rng.normal(size=s) / 8).astype(np.float32) for i, s in enumerate(shapes)}
+
+
+def model(params, x):
+    """A layer to each stage."""
+    for i in range(len(params)):
+        x = jnp.tanh(x @ params[f"w{i}"])
+        x = shardc.stage_boundary(x) if i + 1 < len(params) else x
+    return x
+
+
+def loss_of(params, batch):
+    return ((model(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def batch_of(rng, rows=24, width=20):
+    return {k: rng.normal(size=(rows, width)).astype(np.float32) for k in "xy"}
+
+
+def trained(step, state, batches):
+    """The losses of some steps, and the state after them."""
+    losses = []
+    for batch in batches:
+        *state, loss = step(*state, batch)
+        losses.append(loss)
+    return [float(x) for x in losses], state
+
+
+def with_adam(params, opt, batch, tx):
+    """Clipping and Adam: a norm over all stages, a step count that all stages read."""
+    loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+    updates, opt = tx.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt, loss
+
+
+def check_training(pipeline, mesh, stages, **options):
+    """Train on one device and as a pipeline: equal losses, equal states."""
+    rng = np.random.default_rng(0)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    params, batches = weights(rng, *[(20, 20)] * stages), [batch_of(rng) for _ in range(3)]
+    fn = partial(with_adam, tx=tx)
+    step = shardc.function(fn, mesh=mesh, pipeline=pipeline, donate_argnames=("params", "opt"), **options)
+    got, state = trained(step, (params, tx.init(params)), batches)
+    want, right = trained(jax.jit(fn), (params, tx.init(params)), batches)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+    return step, state
+
+
+def executable_of(step):
+    (found,) = step._executables.values()
+    return found
+
+
+@case()
+def an_argument_of_two_stages_and_results_elsewhere():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    step, (params, _) = check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
+    far, near = ("w1", "w0") if current().me == 0 else ("w0", "w1")
+    assert is_far(params[far]) and not is_far(params[near]) and isinstance(params[far], FarArray)
+    with pytest.raises(shardc.ClusterError, match=r"lives in process \d and cannot be read here; shardc.fetch"):
+        np.asarray(params[far])
+    made = executable_of(step)
+    tasks = {id(task): stage for stage, task in made.plan.built.tasks.values() if task.plan is not None}
+    assert sorted(made._executables) == sorted(i for i, stage in tasks.items() if stage == current().me)
+    assert made.audit().ok
+
+
+@case()
+def every_process_has_its_share_of_chunks():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    check_training(shardc.Pipeline(schedule="interleaved", chunks=2), mesh, 4)
+
+
+@case()
+def pieces_with_padding():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    pinned = {"params": {"data": S(1)}, "batch": {"data": S(0)}}
+    rng = np.random.default_rng(1)
+    params, batches = weights(rng, (20, 19), (19, 20)), [batch_of(rng, 20) for _ in range(2)]
+
+    def step(params, batch):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline(schedule="zb-h1"), in_placements=pinned)
+    got, state = trained(made, (params,), batches)
+    want, right = trained(jax.jit(step), (params,), batches)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+
+
+@case()
+def random_keys_cross_and_come_back():
+    mesh = shardc.make_mesh(pipe=2, data=1)
+    rng = np.random.default_rng(2)
+    params, batch = weights(rng, (20, 20), (20, 20)), batch_of(rng)
+
+    def noisy(params, key, batch):
+        first, second = jax.random.split(key)
+        x = jnp.tanh(batch["x"] @ params["w0"]) + jax.random.normal(first, (20,))
+        x = shardc.stage_boundary(x) @ params["w1"] + jax.random.normal(second, (20,))
+        return ((x - batch["y"]) ** 2).mean()
+
+    def step(params, key, batch):
+        key, now = jax.random.split(key)
+        run = shardc.accumulate(jax.value_and_grad(noisy), microbatches=4, in_axes=(None, None, 0))
+        loss, grads = run(params, now, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), key, loss
+
+    made = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline())
+    got, state = trained(made, (params, jax.random.key(3)), [batch] * 3)
+    want, right = trained(jax.jit(step), (params, jax.random.key(3)), [batch] * 3)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert jnp.array_equal(jax.random.key_data(shardc.fetch(state[1])), jax.random.key_data(right[1]))
+
+
+@case()
+def layers_of_a_scan_lie_on_their_stages():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    rng = np.random.default_rng(4)
+    params, batch = {"w": (rng.normal(size=(4, 20, 20)) / 8).astype(np.float32)}, batch_of(rng)
+
+    def loss_of(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["w"])
+        return ((x - batch["y"]) ** 2).mean()
+
+    def step(params, batch):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(
+        step, mesh=mesh, pipeline=shardc.Pipeline(stages="auto"), in_placements={"batch": {"data": S(0)}},
+        donate_argnames="params",
+    )  # fmt: skip
+    got, (state,) = trained(made, (params,), [batch] * 3)
+    want, (right,) = trained(jax.jit(step), (params,), [batch] * 3)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(shardc.fetch(state["w"]), right["w"], rtol=0, atol=1e-5)
+
+
+@case()
+def a_call_is_shown_with_the_times_of_all_processes():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    rng = np.random.default_rng(5)
+    params, batch = weights(rng, (20, 20), (20, 20)), batch_of(rng)
+
+    def step(params, batch):
+        return shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+
+    made = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline()).compile(params, batch)
+    made(params, batch)
+    text = made.timeline()
+    assert re.search(r"rank 0, process 0 planned.*\n +measured.*L", text)
+    assert re.search(r"rank 1, process 1 planned.*\n +measured.*L", text)
+    assert "Rank 0 runs in process 0; rank 1 runs in process 1." in made.plan.explain()
+    folder = Path(tempfile.mkdtemp())
+    made.trace(folder / "trace.json")
+    assert (folder / "trace.json").exists() == (current().me == 0)
+
+
+@case()
+def other_data_in_one_process_is_an_error_in_both():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    rng = np.random.default_rng(6)
+    params, me = weights(rng, (20, 20), (20, 20)), current().me
+
+    def step(params, batch):
+        return shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+
+    made = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline())
+    with pytest.raises(
+        shardc.DisagreementError, match=r"argument batch/x: process 0: float32\[24,20\]; process 1: .*8"
+    ):
+        made(params, batch_of(rng, 24 if me == 0 else 8))
+    batch = batch_of(np.random.default_rng(me))
+    with pytest.raises(shardc.DisagreementError, match="the value of batch/x"):
+        made(params, batch)
+
+
+@case(processes=3)
+def a_rank_moves_to_a_process_of_its_own():
+    at = [Mesh(np.array([d for d in shardc.devices() if process_of(d) == p]), ("data",)) for p in range(3)]
+    rng = np.random.default_rng(7)
+    params, batch, tx = weights(rng, (20, 20), (20, 20)), batch_of(rng), optax.adam(1e-2)
+    fn = partial(with_adam, tx=tx)
+    step = shardc.function(fn, pipeline=shardc.Pipeline(meshes=at[:2]), donate_argnames=("params", "opt"))
+    got, state = trained(step, (params, tx.init(params)), [batch] * 2)
+    before = dict(executable_of(step)._executables)
+    move = step.remap(1, at[2])
+    with pytest.raises(shardc.ArgumentError, match="where a rank was before it was mapped onto other devices"):
+        step(*state, batch)
+    state = move(tuple(state))
+    more, state = trained(step, state, [batch] * 2)
+    want, right = trained(jax.jit(fn), (params, tx.init(params)), [batch] * 4)
+    np.testing.assert_allclose(got + more, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+    after = executable_of(step)._executables
+    kept = [e for e in after.values() if any(e is other for other in before.values())]
+    assert (len(kept), len(after) - len(kept) > 0) == [(len(before), False), (0, False), (0, True)][current().me]
+
+
+@case(processes=4, islands=2)
+def a_stage_of_two_hosts_is_an_island():
+    mesh = shardc.make_mesh(pipe=2, data=4)
+    check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
+
+
+@case(processes=2, islands=1)
+def stages_of_one_runtime_in_two_processes():
+    mesh = shardc.make_mesh(pipe=2, data=2)
+    check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
+
+
+def run_parity(chosen):
+    """A case of the parity of pipelines with one device; results that live elsewhere are fetched."""
+    known = parity.assert_close
+
+    def close(got, want, where):
+        known(shardc.fetch(got), want, where)
+
+    parity.assert_close = close
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        parity.test_every_schedule_gives_what_one_device_gives(chosen)
+    jax.config.update("jax_disable_most_optimizations", False)
+    parity.assert_close = known
+
+
+for number, chosen in enumerate(parity.SAMPLE):
+    CASES[f"parity-{number}"] = (chosen.ranks, chosen.ranks, partial(run_parity, chosen))
+
+
+def main(names):
+    here = (current().processes, current().seat.islands)
+    names = names or [n for n, (p, i, _) in CASES.items() if (p, i) == here]
+    for name in names:
+        CASES[name][2]()
+        current().gather("done", name)
+        print("ok", name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

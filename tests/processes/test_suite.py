@@ -1,0 +1,15 @@
+"""A sample of the suite in 2 processes of 4 devices; `make processes` runs all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes.run import run_tests
+from tests.processes.suite import SAMPLE
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_suite():
+    report = run_tests([*SAMPLE, "--sample"], seconds=600)
+    assert not report.bad, report.text()
+    assert sum(row[0] == "passed" for row in report.outcomes.values()) > 25
