@@ -69,7 +69,7 @@ class Ended:
     def __post_init__(self) -> None:
         lines = [re.findall(r'^{"step": .*}$', text, re.MULTILINE) for text in self.texts]
         object.__setattr__(self, "losses", [[json.loads(line)["loss"] for line in some] for some in lines])
-        object.__setattr__(self, "audits", re.findall(r"^audit: (.*)$", "\n".join(self.texts), re.MULTILINE))
+        object.__setattr__(self, "audits", re.findall(r"^audit[^:]*: (.*)$", "\n".join(self.texts), re.MULTILINE))
 
     @property
     def ok(self) -> bool:

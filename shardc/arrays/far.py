@@ -136,6 +136,9 @@ class FarArray(PlacedArray):
         who = ", ".join(map(str, processes_of(self.mesh.devices.flat)))
         return f"FarArray({self.dtype}[{dims}], {self.placement}, process {who})"
 
+    def __str__(self) -> str:
+        return repr(self) if self.arriving is None else super().__str__()
+
 
 compat.register_array(FarArray, FarArray.read)
 

@@ -46,14 +46,18 @@ class Agreement:
         Raises:
           DisagreementError: the processes differ, in this first call, or in values of the call before this one.
         """
-        peers, paths, name = self._peers(), self.plan.program.in_paths, self.plan.program.name
-        if peers is None:
-            return
+        peers, program = self._peers(), self.plan.program
+        paths, name = program.in_paths, program.name
+        wanted = zip(arrays, program.given_avals, strict=False)
+        if peers is None or any(getattr(x, "shape", ()) != aval.shape for x, aval in wanted):
+            return  # a cached call that does not fit is not made
         self._calls += 1
         if self._agreed is not peers:
-            peers.agree(f"{name}, first call", self._facts(arrays))
+            peers.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
             self._agreed, self._calls = peers, 1
-        elif facts := _value_facts(paths, arrays):
+            return
+        facts = _value_facts(paths, arrays)
+        if facts or not self._placed:  # a stage that waits for another process learns what that one calls
             peers.compare(f"{name}, call {self._calls}", facts)
 
     def agree_on_plan(self) -> None:

@@ -21,6 +21,7 @@ from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
+from shardc.execute.peers import peers_of_run
 from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
@@ -67,7 +68,7 @@ class FarStages:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline, _look)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.seat.deadline)
@@ -106,6 +107,13 @@ class FarStages:
             return _value(expected.get(seconds), aval)
 
         return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
+
+
+def _look() -> None:
+    """Raise if another process has made another call than this one, which waits for it."""
+    peers = peers_of_run()
+    if peers is not None:
+        peers.look()
 
 
 def _close(network: SpreadNetwork, cluster: Cluster) -> None:

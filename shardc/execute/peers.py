@@ -34,12 +34,20 @@ class Peers:
     Args:
       members: their numbers in JAX, rising; with a cluster those in the run.
       cluster: the run, if there is one.
+
+    Attributes:
+      is_over: whether processes of the run were started again since: these exchange nothing any more.
     """
 
     def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
         self.members = tuple(members)
+        self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._exchange = None if cluster is None else Exchange(cluster, members)
         self._open: tuple[int, str] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._cluster is not None and self._cluster.epoch != self._epoch
 
     def gather(self, what: str, facts: Mapping[str, str]) -> list[dict[str, str]]:
         """The facts of all members, in order. Waits for them.
@@ -62,13 +70,20 @@ class Peers:
             texts = [text] * len(self.members)
         return self._facts(what, texts)
 
-    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+    def agree(self, what: str, facts: Mapping[str, str], where_known: bool = False) -> None:
         """Make sure that all members make the same call with the same facts. Waits for them.
+
+        Args:
+          where_known: whether a fact may be missing in some of them.
 
         Raises:
           DisagreementError: in all of them, with all facts that differ.
         """
-        refuse_unlike(what, self.members, self.gather(what, facts))
+        said = self.gather(what, facts)
+        if where_known:
+            known = set[str].intersection(*map(set, said))
+            said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
+        refuse_unlike(what, self.members, said)
 
     def compare(self, what: str, facts: Mapping[str, str]) -> None:
         """`agree` without waiting: if the facts differ, the next call of any method raises."""
@@ -87,6 +102,11 @@ class Peers:
             texts = self._exchange.finish(number, what)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
+
+    def look(self) -> None:
+        """`settle`, if that waits for nobody."""
+        if self._open is not None and self._exchange is not None and self._exchange.is_done(self._open[0]):
+            self.settle()
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]
@@ -149,7 +169,8 @@ def peers_of_run() -> Peers | None:
 def settle_all() -> None:
     """Wait for what the last call was given in the other processes, as `Peers.settle`."""
     for peers in _every:
-        peers.settle()
+        if not peers.is_over:
+            peers.settle()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

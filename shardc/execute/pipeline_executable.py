@@ -369,12 +369,12 @@ class PipelineExecutable:
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on the arguments of the flat call."""
-        executor, far = self.compiled, self._far
-        begin = perf_counter()
         whole = [*args, *self._captured]
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
+        executor, far = self.compiled, self._far
+        begin = perf_counter()
         try:
             self._enter(self._entry.take_apart(whole), executor.runs + 1)
             try:
@@ -399,6 +399,7 @@ class PipelineExecutable:
             for i, to in self._shared.items():
                 if lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
                     far.send(run, len(self._exits) + i, parts[i], to)
+        near: dict[int, Any] = {}  # what another process sends, it sends once, also to two ranks of this one
         entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
         for stage, state in zip(plan.stages, self._states, strict=True):
             if not self.places.is_here(stage.rank):
@@ -407,7 +408,9 @@ class PipelineExecutable:
             for v, i, stage_array in zip(names, stage.program.arguments, state.stage_arrays, strict=True):
                 key = i, stage_array.sharding
                 if key not in entered:
-                    entered[key] = stage_array.enter(self._near(parts[i], i, run))
+                    if i not in near:
+                        near[i] = self._near(parts[i], i, run)
+                    entered[key] = stage_array.enter(near[i])
                 state.residents[v] = entered[key]
 
     @cached_property
@@ -537,8 +540,9 @@ class PipelineExecutable:
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
-        """Compare the collectives in the compiled HLO of every task with the plan's."""
-        return audit_all([e.audit() for e in self._task_executables()])
+        """Compare the collectives in the compiled HLO of every task of this process with the plan's."""
+        whole = audit_all([e.audit() for e in self._task_executables()])
+        return replace(whole, where=f"process {self.places.me}") if self.places.are_several else whole
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:

@@ -96,6 +96,11 @@ class Exchange:
             del self._rounds[number]
         return [found.known[p] for p in self.members]
 
+    def is_done(self, number: int) -> bool:
+        """Whether the texts of all members have come, so that `finish` does not wait."""
+        with self._changed:
+            return self._rounds[number].done >= len(self._to)
+
     def _missing(self, found: _Round) -> list[int]:
         return [p for p in self.members if p not in found.known]
 

@@ -39,11 +39,13 @@ class ProcessShare:
       mine: numbers of these actors.
       ports: the port of each actor that runs in another process. Its replies go to `Executor.mailboxes`.
       patience: seconds that a run may wait for other processes without running a step.
+      look: called about once a second while a run waits. What it raises ends the run, here and elsewhere.
     """
 
     mine: Collection[int]
     ports: Mapping[int, Port] = field(default_factory=dict[int, Port])
     patience: float = math.inf
+    look: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Executor:
         moves = [None if transports is None else transports(c) for c in net.channels]
         self._workers = [Worker(net, s, self._ports, moves, self._reports) for s in shares]
         self._net = net
-        self._patience = share.patience
+        self._patience, self._look = share.patience, share.look
         self.runs = 0
         """The number of the last run."""
         self._running = threading.Lock()
@@ -193,10 +195,13 @@ class Executor:
     def _wait_patiently(self, run: int) -> None:
         """Wait until all threads have ended a run. If for too long nothing comes from other processes, stop it."""
         fired, since = -1, monotonic()
+        pause = None if self._patience == math.inf and self._look is None else min(1.0, self._patience)
         while any(w.done < run for w in self._workers):
             try:
-                self._reports.get(timeout=None if self._patience == math.inf else min(1.0, self._patience))
+                self._reports.get(timeout=pause)
             except Empty:
+                if self._look is not None:
+                    self._look()
                 now = sum(w.fired for w in self._workers)
                 if now != fired or not all(w.idle or w.done >= run for w in self._workers):
                     fired, since = now, monotonic()

@@ -72,7 +72,11 @@ class Expected:
           ClusterError: it did not come in time.
         """
         if not self._there.wait(seconds):
-            raise ClusterError(f"a value of another process did not come for {seconds:g} s.")
+            who = "another process" if self.peer is None else f"process {self.peer}"
+            raise ClusterError(
+                f"a value of {who} did not come for {seconds:g} s, though it is alive. Each process has to make the "
+                "same calls in the same order; if it only takes longer, give `--deadline` more seconds."
+            )
         if isinstance(self._error, PeerLostError):
             raise PeerLostError(str(self._error), self._error.process)
         if self._error is not None:

@@ -21,7 +21,7 @@ def log(first=2.0, audit=CLEAN):
 
 
 def test_what_a_run_has_printed():
-    ended = Ended(0, [log(), log()], 3.0)
+    ended = Ended(0, [log(), log().replace("audit:", "audit of process 1:")], 3.0)
     assert (ended.losses, ended.audits, ended.ok) == ([[2.0, 1.5], [2.0, 1.5]], [CLEAN, CLEAN], True)
 
 

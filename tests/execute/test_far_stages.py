@@ -9,8 +9,9 @@ import termios
 from shardc.execute.far_stages import waits_text
 from shardc.execute.rank_processes import RankProcesses
 from shardc.runtime.stalls import Stall
-from tests.launch.launching import environment, started
+from tests.launch.launching import environment, run, started
 
+__all__ = ["run"]
 PLACES = RankProcesses(((0,), (0,), (1, 2), (1, 2)), 0)
 
 
@@ -42,9 +43,13 @@ mesh = shardc.make_mesh(pipe=2, data=1)
 f = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline())
 params = {"up": np.ones((8, 16), np.float32), "down": np.ones((16, 4), np.float32)}
 x = np.ones((4, 8), np.float32)
+me = current().me
+"""
+WAITS = """
 params, loss = f(params, x)
 print("loss", float(loss), flush=True)
-if current().me == 1:
+assert str(f.compile(params, x).audit()).startswith(f"audit of process {me}: planned = found")
+if me == 1:
     time.sleep(5)
 params, loss = f(params, x)
 print("loss", float(loss))
@@ -56,7 +61,7 @@ assert current().waits == {}
 
 def test_the_live_line_says_who_waits_for_whom(tmp_path):
     path = tmp_path / "pipeline.py"
-    path.write_text(PIPELINE)
+    path.write_text(PIPELINE + WAITS)
     words = [sys.executable, "-m", "shardc", "run", "--processes", "2", "--devices", "1", "--islands", "2", str(path)]
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (30, 130))
@@ -76,3 +81,83 @@ def test_the_live_line_says_who_waits_for_whom(tmp_path):
     lines = re.findall(r"process \d waits for [^\r\x1b]*", seen.decode())
     assert lines
     assert set(lines) <= {f"process 0 waits for process 1 (rank 0 before 0B0, {n} s)" for n in range(1, 10)}
+
+
+DIFFERS = """
+def call(x):
+    try:
+        return float(f(params, x)[1])
+    except shardc.DisagreementError as error:
+        return str(error)
+
+print(call(x + me))
+print(call(x.repeat(2 + me, 0)))
+print(call(x))
+print(call(x + me))
+print(call(x))
+print(call(x))
+print(call(x[: 4 - 2 * me]))
+"""
+
+
+def test_what_differs_between_processes_is_an_error_in_all(tmp_path, run):
+    """Each stage reads its own arguments, so that other values in another process would be wrong without a word."""
+    path = tmp_path / "pipeline.py"
+    path.write_text(PIPELINE + DIFFERS)
+    done = run(path, "--processes", 2, "--devices", 1, "--islands", 2, "--log", tmp_path)
+    assert done.code == 0, done.err
+    assert re.sub("[0-9a-f]{8,}", "#", done.out).splitlines() == [
+        "step, first call: the processes of this run differ in",
+        "  the value of x: process 0: #; process 1: #",
+        "step, first call: the processes of this run differ in",
+        "  argument x: process 0: float32[8,8]; process 1: float32[12,8]",
+        "  the value of x: process 0: #; process 1: #",
+        "  the plan: process 0: digest #; process 1: digest #",
+        "256.0",
+        "256.0",  # stage 0 has used its own x; the next call tells
+        "step, call 2: the processes of this run differ in",
+        "  the value of x: process 0: #; process 1: #",
+        "256.0",
+        "step, call 5: the processes of this run differ in",  # one process has called what it had called before
+        "  the call: process 0: step, call 5; process 1: step, first call",
+    ]
+    assert (tmp_path / "process-1.log").read_text().splitlines()[:-2] == done.out.splitlines()[:-2]
+
+
+TIED = """
+import jax, jax.numpy as jnp, numpy as np
+import shardc
+
+
+def loss_of(params, x):
+    for i in range(4):
+        x = jnp.tanh(x @ params["tied"] if i != 1 else x @ params["own"])
+        x = shardc.stage_boundary(x) if i < 3 else x
+    return jnp.mean(x**2)
+
+
+def step(params, x):
+    loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=2)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+f = shardc.function(step, mesh=shardc.make_mesh(pipe=4, data=1), pipeline=shardc.Pipeline())
+rng = np.random.default_rng(0)
+params = {name: rng.normal(size=(32, 32)).astype(np.float32) / 6 for name in ("tied", "own")}
+x = rng.normal(size=(4, 32)).astype(np.float32)
+wanted, one = params, jax.jit(step)
+for _ in range(3):
+    params, loss = f(params, x)
+    wanted, there = one(wanted, x)
+    np.testing.assert_allclose(float(loss), float(there), rtol=1e-5)
+print({name: str(p)[:8] for name, p in params.items()})
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), shardc.fetch(params), wanted)
+"""
+
+
+def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
+    path = tmp_path / "tied.py"
+    path.write_text(TIED)
+    done = run(path, "--processes", 2, "--devices", 2, "--islands", 2, "--deadline", 20, "--log", tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "process-1.log").read_text() == "{'own': 'FarArray', 'tied': 'FarArray'}\n"

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardc.ir.collective import Collective
@@ -57,6 +58,7 @@ class Audit:
       compiler_added: on TPU and GPU, collectives that the backend's own rewrites of planned ones add.
       missing: planned collectives that XLA merged or dropped.
       iterated: executions in iterations of a `while` beyond the planned one.
+      where: the process whose programs these are, if others run other ones: `process 1`.
     """
 
     planned: tuple[Collective, ...]
@@ -65,6 +67,7 @@ class Audit:
     compiler_added: tuple[FoundCollective, ...]
     missing: tuple[Collective, ...]
     iterated: tuple[FoundCollective, ...] = ()
+    where: str = ""
 
     @property
     def ok(self) -> bool:
@@ -74,11 +77,12 @@ class Audit:
         added = f", {_summary(self.compiler_added)} added by the compiler" if self.compiler_added else ""
         if self.iterated:
             added += f", {_summary(self.iterated)} more in further iterations of `while`"
+        name = f"audit of {self.where}" if self.where else "audit"
         if self.ok and not self.missing:
-            return f"audit: planned = found ({_summary(self.planned)}){added}"
+            return f"{name}: planned = found ({_summary(self.planned)}){added}"
         if self.ok:
-            return f"audit: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
-        head = f"audit: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
+            return f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
+        head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
         return "\n".join([head, *_table(self)])
 
 
@@ -325,7 +329,11 @@ def _size(n: int) -> str:
 
 def audit_all(audits: Sequence[Audit]) -> Audit:
     """The audits of several programs as one."""
+    return reduce(_both, audits, Audit((), (), (), (), ()))
+
+
+def _both(a: Audit, b: Audit) -> Audit:
     return Audit(
-        *(tuple(x for a in audits for x in getattr(a, name)) for name in
-          ("planned", "found", "surprises", "compiler_added", "missing", "iterated"))
+        a.planned + b.planned, a.found + b.found, a.surprises + b.surprises,
+        a.compiler_added + b.compiler_added, a.missing + b.missing, a.iterated + b.iterated,
     )  # fmt: skip
