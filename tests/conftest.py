@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 
 CASES = 3
 """Of so many slow cases of a test that follow each other, one runs without `--every-case`."""
-SAMPLE = 12
+SAMPLE = 24
 """Of so many tests of a file that follow each other, `--sample` runs one."""
 RELEASE = "test_find_signatures.py", "test_compat.py", "test_primitives.py", "test_versions.py"
 """Files of which it runs all that is not slow: what depends on the release."""
