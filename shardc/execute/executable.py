@@ -23,6 +23,7 @@ from shardc.execute.peers import peers_of
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
+from shardc.machine.devices import is_far, processes_of
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
@@ -40,6 +41,16 @@ def looks_for_nans() -> bool:
 def _looked_for() -> tuple[bool, bool]:
     """Whether JAX looks for NaN, and whether it looks for infinity."""
     return bool(getattr(jax.config, "jax_debug_nans", False)), bool(getattr(jax.config, "jax_debug_infs", False))
+
+
+def other_runtimes_text(mesh: Mesh) -> str:
+    """The end of an error about a mesh with devices of other JAX runtimes."""
+    who = ", ".join(map(str, processes_of(mesh.devices.flat)))
+    return (
+        f"has devices of processes {who}, whose JAX runtimes know nothing of each other, and a program runs in one of "
+        "them. Start the run without --islands; or give each rank of a pipeline a mesh of one runtime: make the "
+        "pipeline's axis the first one of the mesh, and a multiple of the islands."
+    )
 
 
 class OtherCallError(ArgumentError):
@@ -77,6 +88,8 @@ class Executable:
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
                 "`topology=` to run it."
             )
+        if is_far(mesh.devices.flat):
+            raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
         self._sizes = plan.mesh.sizes
         shapes_in = [tuple(a.shape) for a in plan.program.in_avals]

@@ -10,7 +10,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardc.errors import MeshError, all_offenders
-from shardc.machine.devices import me, processes_of
+from shardc.execute.executable import other_runtimes_text
+from shardc.machine.devices import me, processes_of, runtimes_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,12 @@ class RankProcesses:
         """The processes of the ranks on these meshes.
 
         Raises:
-          MeshError: two ranks share some processes and not all, or their devices lie differently in these.
+          MeshError: a rank's mesh has devices of several JAX runtimes; or two ranks share some processes and not all,
+            or their devices lie differently in these.
         """
+        for rank, mesh in enumerate(meshes):
+            if len(runtimes_of(mesh.devices.flat)) > 1:
+                raise MeshError(f"{where}: the mesh of rank {rank} {other_runtimes_text(mesh)}")
         found = tuple(tuple(processes_of(m.devices.flat)) for m in meshes)
         wrong = [
             f"rank {a} is in processes {_text(found[a])}, rank {b} in {_text(found[b])}"

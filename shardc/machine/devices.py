@@ -103,6 +103,12 @@ def processes_of(devices: Iterable[Any]) -> list[int]:
     return sorted(set(map(process_of, devices)))
 
 
+def runtimes_of(devices: Iterable[Any]) -> list[int]:
+    """The JAX runtimes that have these devices, each by its first process."""
+    cluster, processes = current(), processes_of(devices)
+    return processes[:1] if cluster is None else sorted({cluster.seat.island(p)[0] for p in processes})
+
+
 def is_here(devices: Iterable[Any]) -> bool:
     """Whether this process has at least one of these devices."""
     return me() in set(map(process_of, devices))

@@ -222,6 +222,20 @@ def other_data_in_one_process_is_an_error_in_both():
         made(params, batch)
 
 
+@case()
+def one_program_wants_one_runtime():
+    mesh = shardc.make_mesh(data=4)
+    with pytest.raises(shardc.MeshError, match=r"devices of processes 0, 1, whose JAX runtimes know nothing of each"):
+        shardc.function(lambda x: x + 1, mesh=mesh)(np.ones(8, np.float32))
+    with pytest.raises(shardc.MeshError, match=r"the mesh of rank 0 has devices of processes 0, 1"):
+        step = shardc.function(loss_and_grad, mesh=shardc.make_mesh(data=2, pipe=2), pipeline=shardc.Pipeline())
+        step(weights(np.random.default_rng(0), (20, 20), (20, 20)), batch_of(np.random.default_rng(0)))
+
+
+def loss_and_grad(params, batch):
+    return shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+
+
 @case(processes=3)
 def a_rank_moves_to_a_process_of_its_own():
     at = [Mesh(np.array([d for d in shardc.devices() if process_of(d) == p]), ("data",)) for p in range(3)]

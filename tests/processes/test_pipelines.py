@@ -50,6 +50,7 @@ IN_TWO = [
     "pieces_with_padding",
     "random_keys_cross_and_come_back",
     "layers_of_a_scan_lie_on_their_stages",
+    "one_program_wants_one_runtime",
     "a_call_is_shown_with_the_times_of_all_processes",
     "other_data_in_one_process_is_an_error_in_both",
 ]
