@@ -271,15 +271,18 @@ class Worker:
             begin = perf_counter()
             end = self._launch(state, route, run)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
-            failure = _task_error(error, state.number, label, source)
-            self.failures.append((perf_counter(), failure))
-            stop_all(self._ports.values(), run, PipelineError(str(failure)))
+            self._fail(run, _task_error(error, state.number, label, source))
             return False
         state.prepared = False
         self.fired += 1
         if record:
             self.spans.append(Span(state.number, label, begin, end))
         return True
+
+    def _fail(self, run: int, failure: PipelineTaskError) -> None:
+        """Record a failure and stop all actors. They get its text: the failure itself keeps the frames of its task."""
+        self.failures.append((perf_counter(), failure))
+        stop_all(self._ports.values(), run, PipelineError(str(failure)))
 
     def _drain(self, state: _ActorState) -> None:
         """Wait for the launched steps of a failed run. One of them may be the first cause."""
