@@ -185,8 +185,7 @@ class PipelineExecutable:
         return self._executor
 
     def _opened(self) -> Executor:
-        plan = self.plan
-        steps = step_values(plan.built, [s.tasks for s in plan.stages])
+        plan, steps = self.plan, self._steps
         far = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
@@ -198,11 +197,10 @@ class PipelineExecutable:
             list(pool.map(lambda e: e.compiled, executables))
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         window = max(1, IN_FLIGHT // plan.schedule.ranks)
-        held = self._held(steps)
         executor = Executor(
             plan.network,
             lambda label: self._task(label, steps.get(label), tokens[label]),
-            transports=lambda channel: self._transport(channel, held),
+            transports=self._transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
             threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
             share=None if far is None else far.share,
@@ -216,12 +214,17 @@ class PipelineExecutable:
         self._far = far
         return executor
 
-    def _held(self, steps: Mapping[Any, StepValues]) -> dict[int, set[int]]:
+    @cached_property
+    def _steps(self) -> Mapping[Any, StepValues]:
+        return step_values(self.plan.built, [s.tasks for s in self.plan.stages])
+
+    @cached_property
+    def _held(self) -> dict[int, set[int]]:
         """For each channel the places of the values that a later step may overwrite: its sender keeps them too."""
         found: dict[int, set[int]] = {}
         for row in self.plan.network.actors:
             for step in row:
-                values = steps.get(step.label)
+                values = self._steps.get(step.label)
                 for (channel, _), give in zip(step.gives, () if values is None else values.gives, strict=False):
                     assert values is not None
                     kept = {i for _, i, _ in values.kept if i is not None}
@@ -291,11 +294,11 @@ class PipelineExecutable:
 
         return run
 
-    def _transport(self, channel: Channel, held: Mapping[int, set[int]]) -> Callable[[Any], Any]:
+    def _transport(self, channel: Channel) -> Callable[[Any], Any]:
         number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
         carried = self.plan.built.channel_values[number]
         if not (self.places.is_here(channel.source) and self.places.is_here(channel.target)):
-            return _copies(held.get(number, ()))
+            return _copies(self._held.get(number, ()))
         if carried is None or not carried.given:
             return _stay
         source, target = self.plan.stages[carried.source], self.plan.stages[carried.target]

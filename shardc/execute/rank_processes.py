@@ -41,7 +41,9 @@ class RankProcesses:
         wrong = [
             f"rank {a} is in processes {_text(found[a])}, rank {b} in {_text(found[b])}"
             for a, b in combinations(range(len(found)), 2)
-            if set(found[a]) & set(found[b]) and _layout(meshes[a]) != _layout(meshes[b])
+            if set(found[a]) & set(found[b])
+            and max(len(found[a]), len(found[b])) > 1
+            and _layout(meshes[a]) != _layout(meshes[b])
         ]
         if wrong:
             head = (
