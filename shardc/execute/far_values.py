@@ -25,7 +25,7 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
       ClusterError: no process has the value of a leaf.
     """
     cluster = current()
-    if cluster is None or cluster.seat.islands == 1:
+    if cluster is None or cluster.processes == 1:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
     brought = iter(_bring([p for ps in parts for p in ps], cluster))
