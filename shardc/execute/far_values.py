@@ -14,6 +14,7 @@ from shardc.arrays.pieces import array_of, letter_of, words
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import ClusterError
 from shardc.execute.peers import peers_of_run
+from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.sbp.signature import is_extended
 
@@ -28,8 +29,19 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
     if cluster is None or cluster.processes == 1:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
+    if cluster.seat.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
+        return list(leaves)  # one program gathers them
     brought = iter(_bring([p for ps in parts for p in ps], cluster))
     return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
+
+
+def _is_of_some(x: Any, processes: int) -> bool:
+    """Whether an array lives on the devices of some processes only: on a rank of a pipeline."""
+    if isinstance(x, FarArray):
+        return True
+    if not isinstance(x, jax.Array) or not x.committed:
+        return False
+    return len(processes_of(x.sharding.device_set)) < processes
 
 
 def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
