@@ -142,7 +142,7 @@ def test_kills_at_random_times(tmp_path, capfd, processes, islands, rejoins):
         folder = tmp_path / f"{turn}"
         folder.mkdir()
         kills = 4
-        run = Run(folder, work(rejoins), processes, islands, kills)
+        run = Run(folder, work(rejoins), processes, islands, 2 * kills)  # what a kill brings down may count too
 
         def kill(run=run, kills=kills):
             for _ in range(kills):

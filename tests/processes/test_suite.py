@@ -12,4 +12,4 @@ from tests.processes.suite import SAMPLE
 def test_a_sample_of_the_suite():
     report = run_tests([*SAMPLE, "--sample"], seconds=600)
     assert not report.bad, report.text()
-    assert sum(row[0] == "passed" for row in report.outcomes.values()) > 25
+    assert sum(row[0] == "passed" for row in report.outcomes.values()) > 15
