@@ -662,7 +662,7 @@ class DetectedProcess:
 
 
 def detect_process(seconds: float) -> DetectedProcess | None:
-    """What JAX finds out about the cluster that has started this process. None: no cluster has.
+    """The cluster that has started this process, as JAX detects it. None: no cluster has.
 
     Args:
       seconds: wait so long for the name of the coordinator's host to be known.

@@ -27,16 +27,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SAMPLE = 24
+"""Of so many tests of a file that follow each other, `--sample` runs one."""
+
+
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
     parser.addoption("--every-case", action="store_true", help="all cases of parity and of slow tests, not a sample")
     parser.addoption("--sample", action="store_true", help="a part of the tests of every file, for one more release")
+    parser.addoption("--stride", type=int, default=SAMPLE, help="of so many tests of a file --sample runs one")
 
 
 CASES = 3
 """Of so many slow cases of a test that follow each other, one runs without `--every-case`."""
-SAMPLE = 24
-"""Of so many tests of a file that follow each other, `--sample` runs one."""
 RELEASE = "test_find_signatures.py", "test_compat.py", "test_primitives.py", "test_versions.py"
 """Files of which it runs all that is not slow: what depends on the release."""
 MODELS = "test_parity.py", "test_zoo_parity.py"
@@ -60,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
             id(i) for cases in slow.values() for i in cases[::CASES]
         ))  # fmt: skip
     if config.getoption("--sample"):
-        _keep(config, items, _sample(items))
+        _keep(config, items, _sample(items, config.getoption("--stride")))
 
 
 def _keep(config, items, kept):
@@ -68,7 +71,7 @@ def _keep(config, items, kept):
     items[:] = [i for i in items if id(i) in kept]
 
 
-def _sample(items):
+def _sample(items, stride):
     by_file = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
@@ -78,7 +81,7 @@ def _sample(items):
         if path.name in MODELS:
             some = list({_model_of(i): i for i in reversed([*fast, *mine])}.values())
         else:
-            some = fast if path.name in RELEASE else (fast or mine)[::SAMPLE]
+            some = fast if path.name in RELEASE else (fast or mine)[::stride]
         kept.update(map(id, some))
     return kept
 

@@ -151,7 +151,7 @@ def is_far(x: object) -> bool:
 
 
 def put_far(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
-    """What this process keeps of an array that the processes of `mesh` put there."""
+    """The FarArray of an array that other processes put on `mesh`; a leaf without a placement stays as it is."""
     if placement is None or (not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex)):
         return x
     if is_here(mesh.devices.flat):

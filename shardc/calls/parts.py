@@ -46,7 +46,7 @@ class GivenPart:
         return narrow(np.asarray(self.value))
 
     def said(self) -> str:
-        """What the other processes are told of the part."""
+        """A description of the part for the other processes."""
         if not given_whole(self.value):
             return json.dumps("is an array of several processes already; put it without here=True")
         kind = str(self.value.dtype) if self.is_key else str(self.words.dtype)

@@ -47,7 +47,7 @@ SECONDS: Final = 600.0
 GRACE: Final = 30.0
 """Seconds that the end of a failed loop waits for what is being written."""
 HURRY: Final = 3.0
-"""The same when the run is interrupted, as by Ctrl-C."""
+"""Seconds of that wait when the run is interrupted, as by Ctrl-C."""
 APPEARS: Final = 10.0
 """Seconds in which what one host writes appears on the others."""
 

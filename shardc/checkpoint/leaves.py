@@ -51,7 +51,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def described(path: str, x: Any, blocks: Sequence[RowBlock] = ()) -> StoredLeaf:
-    """What the manifest says of a leaf."""
+    """The entry of a leaf in the manifest."""
     if isinstance(x, ARRAYS) or is_placed(x):
         weak = bool(getattr(x, "weak_type", False))
         return StoredLeaf(path, "array", dtype_text(x.dtype), tuple(x.shape), weak, "", tuple(blocks))

@@ -1,4 +1,4 @@
-"""What a training loop tells the status line of its run: step, loss, tokens per second."""
+"""The facts of a training loop for the status line of its run: step, loss, tokens per second."""
 
 from __future__ import annotations
 

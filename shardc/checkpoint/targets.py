@@ -30,7 +30,7 @@ Pieces: TypeAlias = Mapping[Index, NDArray[Any]]
 
 
 class Target(Protocol):
-    """What a leaf is restored as."""
+    """The kind of array that a leaf is restored as."""
 
     def needs(self) -> list[Index]:
         """The pieces of the logical array that this process needs."""
@@ -268,7 +268,7 @@ class Place:
 
 
 def target_of(x: Any, saved: StoredLeaf) -> Target:
-    """What a saved leaf is restored as, for a leaf of the tree that is asked for."""
+    """The target of a saved leaf, given the leaf `x` of the tree that is asked for."""
     if saved.kind == "static":
         return Given(x)
     if saved.kind == "array":

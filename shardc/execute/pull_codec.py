@@ -4,8 +4,7 @@ A frame says only where the pieces are offered and under which number. The recei
 while they are on their way. The server asks for no secret: a piece is safe as its number is, which is random and goes
 over the link. JAX's own time limits on a pull do not fire (0.12.0.1), so only what a live link has announced is pulled.
 
-Tested on CPU only. There it costs twice as much as bytes over the link for one message, and less for several large ones
-in flight.
+Tested on CPU only.
 """
 
 from __future__ import annotations

@@ -10,6 +10,6 @@ from tests.processes.suite import SAMPLE
 
 @pytest.mark.slow
 def test_a_sample_of_the_suite():
-    report = run_tests([*SAMPLE, "--sample"], seconds=600)
+    report = run_tests([*SAMPLE, "--sample", "--stride", "12"], seconds=600)
     assert not report.bad, report.text()
-    assert sum(row[0] == "passed" for row in report.outcomes.values()) > 15
+    assert sum(row[0] == "passed" for row in report.outcomes.values()) > 25
