@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.arrays.fetch import values
-from shardc.arrays.placed import PlacedArray, is_placed, put_leaf, put_whole
+from shardc.arrays.placed import PlacedArray, is_placed, narrow, put_leaf, put_whole
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.name_nan import name_first
@@ -265,6 +265,7 @@ class Executable:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The physical results of physical arguments, including captured ones."""
+        args = [narrow(x) if isinstance(x, np.ndarray | np.generic) else x for x in args]
         ordered = [args[i] for i in self._in_order] if self._reordered else args
         if looks_for_nans():
             out = self._looking_for_nans(ordered)

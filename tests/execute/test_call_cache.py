@@ -95,6 +95,15 @@ def test_settings_are_looked_at(mesh):
     assert f(x).dtype == np.float32
 
 
+def test_arguments_are_narrowed_after_a_call_with_wide_ones(mesh):
+    f = shardc.function(mesh=mesh)(lambda x: x / 3)
+    for _ in range(200):  # JAX forgets it in 3 calls of 100
+        x = np.arange(8.0)
+        with jax.enable_x64(True):
+            f(x)
+        np.testing.assert_allclose(f(x), x.astype(np.float32) / 3, rtol=1e-6)
+
+
 def test_inside_a_trace_it_is_the_plain_function(mesh):
     f = shardc.function(mesh=mesh)(lambda x: (x * x).sum())
     x = np.arange(8.0, dtype=np.float32)
