@@ -24,6 +24,8 @@ from shardc.runtime.store import Event, Store
 from shardc.runtime.wire import Hello, Listener, dial, is_unix, listen
 
 _log: Final = logging.getLogger("shardc")
+_UNKNOWN: Final = 5.0
+"""After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,6 @@ class Cluster:
     def host(self) -> str:
         """The host that others reach this process at."""
         return "127.0.0.1" if is_unix(self._listener.address) else self._listener.address.rpartition(":")[0]
-
-    def others(self) -> list[int]:
-        return [p for p in range(self.processes) if p != self.me]
 
     # -- what the launcher says
 
@@ -279,19 +278,6 @@ class Cluster:
         self.store.set(self._key(f"{key}/{self.me}"), text)
         return [self._text(f"{key}/{p}", p, f"at {name}") for p in members]
 
-    def agree(self, name: str, facts: Mapping[str, str]) -> None:
-        """Make sure that all processes have the same facts.
-
-        Args:
-          name: what is agreed on, for errors: the function.
-          facts: by name, as in errors.
-
-        Raises:
-          DisagreementError: in every process, with all facts that differ.
-        """
-        said: list[dict[str, str]] = [json.loads(t) for t in self.gather(name, json.dumps(facts))]
-        refuse_unlike(name, range(self.processes), said)
-
     # -- losses
 
     def _stopped(self) -> bool:
@@ -316,24 +302,36 @@ class Cluster:
         Raises:
           PeerLostError: they are not started again.
         """
-        lost = self._lost
+        self._drop_links()
         with self._changed:
-            links, self._links = self._links, {}
-        for link in links.values():
-            link.close()
-        with self._changed:
+            known = self.seat.silence + _UNKNOWN
+            if not self._changed.wait_for(self._stopped, known):
+                raise PeerLostError(
+                    f"process {self.me} has lost the link to a process that is alive: the launcher knows of no loss "
+                    f"after {known:g} s.",
+                    -1,
+                )
             self._changed.wait_for(lambda: self._next is not None or bool(self._over), self.seat.deadline)
             if self._next is None:
-                why = self._over or f"nobody started it again within {self.seat.deadline:g} s"
+                lost, why = self._lost, self._over or f"nobody started it again within {self.seat.deadline:g} s"
                 raise PeerLostError(
                     f"{lost or 'a process is lost.'} It stays lost: {why}.", lost.process if lost else -1
                 )
             self.seat = replace(self.seat, epoch=self._next)
             self._next = self._lost = None
             self._counts.clear()
+            late, self._links = self._links, {}  # opened since, in the epoch that is over
             self._changed.notify_all()
+        for link in late.values():
+            link.close()
         for name, text in list(self._published.items()):
             self.publish(name, text)
+
+    def _drop_links(self) -> None:
+        with self._changed:
+            links, self._links = self._links, {}
+        for link in links.values():
+            link.close()
 
     def adopt(self) -> None:
         """Before the first agreement: begin in the newest epoch, if it has risen since this process was started."""
@@ -351,10 +349,7 @@ class Cluster:
             self._closed = True
         self.store.leave()
         self._listener.close()
-        with self._changed:
-            links, self._links = self._links, {}
-        for link in links.values():
-            link.close()
+        self._drop_links()
         self.store.close()
 
 

@@ -106,9 +106,6 @@ class Link:
         self.lost: PeerLostError | None = None
         self.left = False
         """Whether the peer has said that it ends. All that it sent before has come."""
-        self.status = ""
-        """The text of the peer's last sign of life."""
-        self.say_status: Callable[[], str] = str
         self.sent = 0
         """Bytes of values sent."""
         self.control = 0
@@ -196,7 +193,7 @@ class Link:
                     return
                 pieces = list(self._unsent)
             if not due:
-                self.send(Frame(FrameKind.ALIVE, about=self._status_text().encode()))
+                self.send(Frame(FrameKind.ALIVE))
                 continue
             number = len(pieces)
             try:
@@ -208,12 +205,6 @@ class Link:
                 for _ in range(min(number, len(self._unsent))):  # fewer if the peer was lost meanwhile
                     self._unsent.popleft()
                 self._sending.notify_all()
-
-    def _status_text(self) -> str:
-        try:
-            return self.say_status()
-        except Exception as error:  # noqa: BLE001 - a process that cannot say its status is alive all the same
-            return f"{type(error).__name__}: {error}"
 
     # -- receiving
 
@@ -244,7 +235,7 @@ class Link:
     def _take(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.ALIVE:
-                self.status = frame.about.decode()
+                pass
             case FrameKind.LEAVE:
                 self.left = True
             case FrameKind.CLOCK:

@@ -93,7 +93,11 @@ def test_exit_code_and_first_error_come_through(tmp_path, how, code, last, run):
 
 
 def test_an_error_of_all_is_shown_once(tmp_path, run):
-    path = script(tmp_path, "c.agree('the step', {'mesh': str(c.me)})")
+    body = """
+    from shardc.runtime.cluster import refuse_unlike
+    refuse_unlike('the step', [0, 1], [{'mesh': t} for t in c.gather('the step', str(c.me))])
+    """
+    path = script(tmp_path, body)
     done = run(path, "--processes", 2, "--islands", 2, "--restarts", 1)
     assert done.code == 1
     assert done.err.count("Traceback") == 1

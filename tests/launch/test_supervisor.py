@@ -18,6 +18,7 @@ from shardc.launch.output import Screen
 from shardc.launch.supervisor import Supervisor
 from shardc.runtime.cluster import Cluster, Seat
 from shardc.runtime.store import StoreServer
+from tests.runtime.peers import others
 from tests.runtime.watchdog import within
 
 SECRET = b"s" * 32
@@ -119,9 +120,9 @@ def work(rejoins, steps=12):
             try:
                 for i in range(steps):
                     assert cluster.gather("step", f"{i}") == [f"{i}"] * cluster.processes
-                    for p in cluster.others():
+                    for p in others(cluster):
                         cluster.link(p).post(f"{i}")
-                    for p in cluster.others():
+                    for p in others(cluster):
                         cluster.link(p).collect(f"{i}", 20.0)
                     time.sleep(0.003)
                 return
@@ -142,7 +143,8 @@ def test_kills_at_random_times(tmp_path, capfd, processes, islands, rejoins):
         folder = tmp_path / f"{turn}"
         folder.mkdir()
         kills = 4
-        run = Run(folder, work(rejoins), processes, islands, 2 * kills)  # what a kill brings down may count too
+        steps = 12 if turn else 200  # the first run outlives the kills
+        run = Run(folder, work(rejoins, steps), processes, islands, 2 * kills)  # what a kill brings down may count too
 
         def kill(run=run, kills=kills):
             for _ in range(kills):

@@ -14,6 +14,7 @@ from shardc import S
 from shardc.execute.peers import peers_of
 from shardc.runtime import cluster
 from shardc.tune.calibrate import calibrate
+from tests.runtime.peers import others
 
 ME, ALL = jax.process_index(), jax.process_count()
 MESH = shardc.make_mesh(data=ALL * jax.local_device_count())
@@ -116,7 +117,7 @@ def test_placed_arguments_need_no_messages():
     f = double(donate_argnames=("x",))
     x = shardc.put(np.ones(8, np.float32), MESH, {"data": S(0)})
     x = f(f(x))
-    links = [cluster.current().link(p) for p in cluster.current().others()]
+    links = [cluster.current().link(p) for p in others(cluster.current())]
     before = [link.control for link in links]
     start = time.monotonic()
     for _ in range(20):

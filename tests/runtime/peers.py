@@ -25,6 +25,11 @@ def until(what, seconds=5.0):
         time.sleep(0.002)
 
 
+def others(cluster):
+    """The numbers of the other processes of a run."""
+    return [p for p in range(cluster.processes) if p != cluster.me]
+
+
 def our_threads():
     return [t for t in threading.enumerate() if t.name.startswith("shardc ")]
 

@@ -22,6 +22,7 @@ from shardc.runtime.store import Store, StoreServer
 from shardc.runtime.wire import dial
 from tests.runtime.codec import Codec, allocate
 from tests.runtime.fuzzing import FuzzSide, case_of
+from tests.runtime.peers import others
 
 _saying = threading.Lock()
 
@@ -149,7 +150,7 @@ def member(seat, options):
 
 def _member_runs(cluster, net, rng, options):
     me, size = cluster.me, options.get("size", 256)
-    neighbours = [p for p in cluster.others() if not options.get("neighbours") or abs(p - me) == 1]
+    neighbours = [p for p in others(cluster) if not options.get("neighbours") or abs(p - me) == 1]
     links = {p: cluster.link(p) for p in neighbours}
     places = [[p] for p in range(cluster.processes)]
     spread = SpreadNetwork(net, cluster.epoch + 1, places, links, Codec(ready=rng.random() < 0.5))
@@ -201,7 +202,7 @@ def fuzz(seat):
     """A process of random networks: opens, runs and closes its side of those that it is told."""
     seat = Seat(**{**seat, "secret": bytes.fromhex(seat["secret"])})
     cluster = Cluster(seat, allocate)
-    links = {p: cluster.link(p) for p in cluster.others()}
+    links = {p: cluster.link(p) for p in others(cluster)}
     say(ready=True)
     side, running, number = None, None, 0
     real = executor.find_deadlock

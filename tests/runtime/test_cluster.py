@@ -10,11 +10,11 @@ import pytest
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
 from shardc.runtime import wire
-from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.cluster import Cluster, Seat, refuse_unlike
 from shardc.runtime.link import Frame, FrameKind
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
-from tests.runtime.peers import together, until
+from tests.runtime.peers import others, together, until
 from tests.runtime.processes import children
 from tests.runtime.watchdog import within
 
@@ -32,13 +32,13 @@ def test_islands_of_a_seat():
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_links_between_all(a_run, transport):
     clusters = a_run(3, transport).all()
-    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
     for c in clusters:
-        for p in c.others():
+        for p in others(c):
             assert c.link(p) is c.link(p) and (c.link(p).me, c.link(p).peer) == (c.me, p)
             c.link(p).post("hello", (str(c.me).encode(), ()))
     for c in clusters:
-        for p in c.others():
+        for p in others(c):
             assert c.link(p).collect("hello", 5.0)[0] == str(p).encode()
 
 
@@ -151,49 +151,37 @@ def test_gather(a_run):
     }
 
 
-def test_agreeing(a_run):
-    clusters = a_run(3).all()
-    together(*(lambda c=c: c.agree("step", {"plan": "1f", "jax": "0.12"}) for c in clusters))
-
-
-def test_all_that_differs_is_an_error_in_all(a_run):
-    clusters = a_run(3).all()
+def test_all_that_differs_is_in_one_error():
+    refuse_unlike("step", range(2), [{"plan": "1f", "jax": "0.12"}] * 2)
     facts = [
         {"plan": "1f", "jax": "0.12", "batch": "float32[8]"},
         {"plan": "1f", "jax": "0.11", "batch": "float32[8]", "x64": "on"},
         {"plan": "2e", "jax": "0.12", "batch": "float32[8]"},
     ]
-    errors = {}
-
-    def go(c):
-        with pytest.raises(DisagreementError) as error:
-            c.agree("train_step", facts[c.me])
-        errors[c.me] = str(error.value)
-
-    together(*(lambda c=c: go(c) for c in clusters))
-    assert set(errors.values()) == {
+    with pytest.raises(DisagreementError) as error:
+        refuse_unlike("train_step", range(3), facts)
+    assert str(error.value) == (
         "train_step: the processes of this run differ in\n"
         "  plan: processes 0, 1: 1f; process 2: 2e\n"
         "  jax: processes 0, 2: 0.12; process 1: 0.11\n"
         "  x64: processes 0, 2: nothing; process 1: on"
-    }
-    assert len(errors) == 3
+    )
 
 
-def test_one_that_does_not_agree(a_run):
+def test_one_that_does_not_come(a_run):
     clusters = a_run(3).all(deadline=0.5)
     errors = []
 
     def go(c):
         with pytest.raises(ClusterError) as error:
-            c.agree("train_step", {})
+            c.gather("train_step", "")
         errors.append(str(error.value).partition(".  ")[0][:55])
 
     together(*(lambda c=c: go(c) for c in clusters[:2]))
     assert sorted(errors) == [f"process {p} waited 0.5 s for process 2 at train_step. Each"[:55] for p in (0, 1)]
 
 
-def test_one_that_dies_before_it_agrees(a_run):
+def test_one_that_dies_before_it_comes(a_run):
     run = a_run(3)
     clusters = run.all(deadline=60.0)
     threading.Timer(0.2, run.lose, [2]).start()
@@ -202,7 +190,7 @@ def test_one_that_dies_before_it_agrees(a_run):
 
     def go(c):
         with pytest.raises(PeerLostError) as error:
-            c.agree("step", {})
+            c.gather("step", "")
         raised.append(error.value.process)
 
     together(*(lambda c=c: go(c) for c in clusters[:2]))
@@ -236,8 +224,8 @@ def test_rejoining(a_run):
     """One of three is replaced: links of the next epoch work, and what was sent on those of the last one is gone."""
     run = a_run(3)
     clusters = run.all()
-    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
-    old = {(c.me, p): c.link(p) for c in clusters for p in c.others()}
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
+    old = {(c.me, p): c.link(p) for c in clusters for p in others(c)}
     together(*(lambda c=c: c.gather("steps", "old") for c in clusters))
     clusters[0].link(1).post("state", (b"old", ()))
     clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
@@ -253,7 +241,7 @@ def test_rejoining(a_run):
     together(clusters[0].rejoin, clusters[1].rejoin)
     new = run.join(2, epoch=1)
     clusters = [*clusters[:2], new]
-    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in c.others()))
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
     assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].seat.restarts == 0
     assert all(link._sock.fileno() == -1 for (me, _), link in old.items() if me < 2)
     found = {}
@@ -265,6 +253,40 @@ def test_rejoining(a_run):
     clusters[0].link(2).collect("x", 5.0)
     for c in clusters:
         c.check()
+
+
+def test_a_link_that_comes_while_a_loss_is_mended(a_run):
+    """It is of the epoch that is over: the link of the next epoch takes its place."""
+    run = a_run(3)
+    a, b, _ = run.all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    run.lose(2)
+    waiting = threading.Thread(target=a.rejoin)
+    waiting.start()
+    until(lambda: not a._links)
+    hello = {"process": 1, "epoch": 0}
+    late = wire.dial(a._listener.address, SECRET, hello, 5.0)
+    until(lambda: 1 in a._links)
+    stale = a._links[1]
+    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    within(5, b.rejoin)
+    waiting.join(5)
+    assert a.epoch == 1
+    together(lambda: a.link(1), lambda: b.link(0))
+    assert a.link(1) is not stale and stale._sock.fileno() == -1
+    b.link(0).post("x", (b"new", ()))
+    assert a.link(1).collect("x", 5.0)[0] == b"new"
+    late.close()
+
+
+def test_a_link_breaks_and_nobody_is_lost(a_run, monkeypatch):
+    monkeypatch.setattr(cluster_module, "_UNKNOWN", 0.3)
+    run = a_run()
+    a, b = run.all(silence=0.5, deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    b.link(0).close()
+    with pytest.raises(PeerLostError, match=r"the launcher knows of no loss after 0\.8 s"):
+        within(5, a.rejoin)
 
 
 def test_nobody_starts_it_again(a_run):
