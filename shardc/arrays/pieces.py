@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,21 +18,23 @@ from jax.sharding import NamedSharding
 from shardc.machine.devices import process_of
 from shardc.runtime.link import Packed
 
-Index = tuple[tuple[int, int], ...]
-"""The rows of a piece: start and end in each dimension."""
+Index: TypeAlias = tuple[tuple[int, int], ...]
+"""A piece: in each dimension the first element and the one behind the last."""
 
 
 @lru_cache(maxsize=4096)
 def piece_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[tuple[Index, ...], tuple[int, ...]]:
     """The pieces of an array in order, and the number of the piece that each device of the mesh holds."""
     at = sharding.devices_indices_map(shape)
-    held = [_index(at[d], shape) for d in _devices(sharding)]
+    held = [index_of(at[d], shape) for d in _devices(sharding)]
     pieces = tuple(dict.fromkeys(held))
     return pieces, tuple(map(pieces.index, held))
 
 
-def _index(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
+def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    """The index that JAX writes as slices."""
+    pairs = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in pairs)
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +84,7 @@ def put_together(pieces: Mapping[int, Any], sharding: NamedSharding, shape: tupl
     numbers = {at: i for i, at in enumerate(index)}
 
     def piece(slices: Any) -> np.ndarray[Any, Any]:
-        at = _index(slices, shape)
+        at = index_of(slices, shape)
         return from_bytes(pieces[numbers[at]], [b - a for a, b in at], dtype)
 
     return jax.make_array_from_callback(shape, sharding, piece)

@@ -10,15 +10,13 @@ import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.arrays.pieces import Index
 from shardc.errors import CheckpointError
-
-Index: TypeAlias = tuple[tuple[int, int], ...]
-"""For each dimension the first element and the one behind the last."""
 
 
 def module(name: str) -> Any:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.arrays.pieces import Index
 from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import decode, described, named_leaves
 from shardc.checkpoint.manifest import StoredLeaf
-from shardc.checkpoint.orbax import Index
 from shardc.checkpoint.steps import Checkpoint
 from shardc.checkpoint.targets import Pieces, Place, target_of, zeros
 from shardc.errors import CheckpointError, all_offenders, did_you_mean

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from shardc import compat
+from shardc.arrays.pieces import Index, index_of
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.calls.leaves import leaf_of
 from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_far, is_key, value_of
 from shardc.checkpoint.manifest import StoredLeaf
-from shardc.checkpoint.orbax import Index
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.pins import Pins
@@ -124,7 +124,7 @@ class Sharded:
 
     def needs(self) -> list[Index]:
         found = self.sharding.addressable_devices_indices_map(self.shape).values()
-        return list(dict.fromkeys(bounds(at or (), self.shape) for at in found))
+        return list(dict.fromkeys(index_of(at or (), self.shape) for at in found))
 
     def make(self, pieces: Pieces) -> Any:
         made = by_shards(self.shape, self.dtype, self.sharding, lambda at: pieces[at])
@@ -151,7 +151,7 @@ class InPieces:
 
     def needs(self) -> list[Index]:
         found = self._sharding.addressable_devices_indices_map(self._physical_shape).values()
-        needed = (self._logical(bounds(at or (), self._physical_shape)) for at in found)
+        needed = (self._logical(index_of(at or (), self._physical_shape)) for at in found)
         return list(dict.fromkeys(at for at in needed if at is not None))
 
     def _logical(self, at: Index) -> Index | None:
@@ -210,18 +210,12 @@ def whole(shape: Sequence[int]) -> Index:
     return tuple((0, n) for n in shape)
 
 
-def bounds(at: Sequence[slice], shape: Sequence[int]) -> Index:
-    """The index that JAX writes as slices."""
-    pairs = [s.indices(n)[:2] for s, n in zip(at, shape, strict=False)]
-    return tuple((start, max(start, stop)) for start, stop in pairs)
-
-
 def by_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, piece: Callable[[Index], NDArray[Any]]) -> jax.Array:
     """A jax.Array of its shards; for random keys that of their words."""
     cache: dict[Index, NDArray[Any]] = {}
 
     def shard(at: Any) -> NDArray[Any]:
-        index = bounds(at, shape)
+        index = index_of(at[: len(shape)], shape)
         if index not in cache:
             cache[index] = piece(index)
         return cache[index]
