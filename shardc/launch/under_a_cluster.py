@@ -158,7 +158,16 @@ def _follow(
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface; any other name is returned as it is."""
+    """The IPv4 address of a network interface; any other name is returned as it is.
+
+    Raises:
+      ClusterError: the interface has no address, or the name stands for all addresses of a host: nobody reaches that.
+    """
+    if name in ("0.0.0.0", "::", "[::]", "*"):
+        raise ClusterError(
+            f"--bind {name}: others cannot reach this address. Give the address by which other hosts reach this one, "
+            "or the name of its network interface."
+        )
     if name not in {interface for _, interface in socket.if_nameindex()}:
         return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

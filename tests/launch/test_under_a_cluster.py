@@ -206,3 +206,5 @@ def test_secrets(tmp_path, monkeypatch):
 def test_an_interface_is_an_address():
     assert interface_address("lo") == "127.0.0.1"
     assert interface_address("node1") == "node1"
+    with pytest.raises(ClusterError, match=r"--bind 0\.0\.0\.0: others cannot reach this address"):
+        interface_address("0.0.0.0")

@@ -7,7 +7,7 @@ microbatches can stand together do so in some case of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import combinations, product
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import shardc
-from examples import gpt2, llama, mlp, t5
+from examples import gpt2, llama, mlp, moe, t5
 from examples.zoo import MODELS
 from shardc.pipeline.schedule.methods import METHODS
 
@@ -43,7 +43,10 @@ CONFIGS = {
     "t5": lambda stages: t5.Config(
         **SMALL, layers=(stages + 1) // 2, d_head=4, hidden=6, seq=12, spans=2, span=2, buckets=4, farthest=8
     ),
+    "moe": lambda stages: moe.Config(**SMALL, layers=stages, experts=2, hidden=6, seq=4),
 }
+HERE = ("mlp", "gpt2", "llama", "t5")
+"""The models of this module's tests."""
 
 
 class Case(NamedTuple):
@@ -80,8 +83,8 @@ class Case(NamedTuple):
         return {frozenset(pair) for s in self.schedules for pair in combinations([("schedule", s), *others], 2)}
 
 
-def cases() -> Iterator[Case]:
-    for case in map(Case._make, product(SCHEDULES, CONFIGS, RANKS, INNER, MICROBATCHES)):
+def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
+    for case in map(Case._make, product(SCHEDULES, models, ranks, INNER, MICROBATCHES)):
         if not (case.microbatches == "p-1" and case.m == 1):  # which is "1"
             yield case
 
@@ -96,8 +99,10 @@ def sample(cases: list[Case]) -> list[Case]:
     return found
 
 
-EVERY = list(cases())
+EVERY = list(cases(HERE, RANKS))
 SAMPLE = sample(EVERY)
+OVER_PROCESSES = sample(list(cases(("mlp", "gpt2", "t5", "moe"), (2, 3))))
+"""Those that `tests.processes` runs, each rank in a process of its own."""
 QUICK = [min((c for c in SAMPLE if c.tasks == tasks), key=lambda c: c.cost) for tasks in SCHEDULES]
 
 
@@ -116,7 +121,7 @@ def loss_of(case: Case, cut=lambda x: x):
     between = lambda i, x: cut(x) if i in last else x  # noqa: E731
     if case.model == "mlp":
         return partial(mlp.loss, between=between)
-    return partial({"gpt2": gpt2, "llama": llama, "t5": t5}[case.model].loss, cfg=cfg, between=between)
+    return partial({"gpt2": gpt2, "llama": llama, "t5": t5, "moe": moe}[case.model].loss, cfg=cfg, between=between)
 
 
 def update(params, momentum, grads, xp=jnp):
@@ -182,10 +187,10 @@ def placements(case: Case):
 
 
 def test_the_cases_are_all_there_and_the_sample_has_every_pair():
-    assert len(EVERY) == len(SCHEDULES) * len(CONFIGS) * len(INNER) * (3 + 4 + 4)
+    assert len(EVERY) == len(SCHEDULES) * len(HERE) * len(INNER) * (3 + 4 + 4)
     assert {s for group in SCHEDULES.values() for s in group} == set(METHODS)
     pairs = set().union(*(c.pairs() for c in SAMPLE))
-    for axis, values in {"model": CONFIGS, "ranks": RANKS, "inner": INNER}.items():
+    for axis, values in {"model": HERE, "ranks": RANKS, "inner": INNER}.items():
         for schedule, value in product(METHODS, values):
             assert frozenset((("schedule", schedule), (axis, value))) in pairs
     assert len(SAMPLE) < 40

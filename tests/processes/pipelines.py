@@ -285,7 +285,7 @@ def run_parity(chosen):
     parity.assert_close = known
 
 
-for number, chosen in enumerate(parity.SAMPLE):
+for number, chosen in enumerate(parity.OVER_PROCESSES):
     CASES[f"parity-{number}"] = (chosen.ranks, chosen.ranks, partial(run_parity, chosen))
 
 
