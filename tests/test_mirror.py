@@ -28,6 +28,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/rank_processes.py": "processes/test_pipelines.py",
     "execute/recording.py": "processes/test_pipelines.py",
     "execute/stage_codec.py": "processes/test_pipelines.py",
+    "execute/stage_edges.py": "pipeline/test_results.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
     "runtime/worker.py": "runtime/test_executor.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from shardc.execute.far_stages import FarStages, lives_on
 from shardc.execute.peers import peers_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.stage_codec import Copy, StageEdge, copies_of
+from shardc.execute.stage_edges import StageEdges
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
@@ -40,13 +40,12 @@ from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.points.split_scans import Piece
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.stage_network import ChannelValues, Once
+from shardc.pipeline.stage_network import Once
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.report.chart import measured_chart
 from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
-from shardc.runtime.actor import Channel
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.sbp.placement import Placement
 
@@ -189,7 +188,7 @@ class PipelineExecutable:
         far = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
-            far = FarStages(plan, self._edges(), bool(settings()[0]), self.places)
+            far = FarStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         for e in executables:  # in this thread, because JAX's settings are per thread
             _ = e.lowered
@@ -200,7 +199,7 @@ class PipelineExecutable:
         executor = Executor(
             plan.network,
             lambda label: self._task(label, steps.get(label), tokens[label]),
-            transports=self._transport,
+            transports=self._edges.transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
             threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
             share=None if far is None else far.share,
@@ -219,32 +218,8 @@ class PipelineExecutable:
         return step_values(self.plan.built, [s.tasks for s in self.plan.stages])
 
     @cached_property
-    def _held(self) -> dict[int, set[int]]:
-        """For each channel the places of the values that a later step may overwrite: its sender keeps them too."""
-        found: dict[int, set[int]] = {}
-        for row in self.plan.network.actors:
-            for step in row:
-                values = self._steps.get(step.label)
-                for (channel, _), give in zip(step.gives, () if values is None else values.gives, strict=False):
-                    assert values is not None
-                    kept = {i for _, i, _ in values.kept if i is not None}
-                    found.setdefault(channel, set()).update(
-                        k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.place is None)
-                    )
-        return found
-
-    def _edges(self) -> list[list[StageEdge]]:
-        """The values of each channel between processes."""
-        plan = self.plan
-
-        def edges(channel: Channel, carried: ChannelValues | None) -> list[StageEdge]:
-            if carried is None or self.places.of_rank[channel.source] == self.places.of_rank[channel.target]:
-                return []
-            source, target = plan.stages[carried.source], plan.stages[carried.target]
-            pairs = zip(carried.given, carried.taken, strict=True)
-            return [StageEdge(self._stage_array(source, g), self._stage_array(target, t), t.aval) for g, t in pairs]
-
-        return [edges(*pair) for pair in zip(plan.network.channels, plan.built.channel_values, strict=True)]
+    def _edges(self) -> StageEdges:
+        return StageEdges(self.plan, self.meshes, self.places, self._steps)
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
@@ -293,38 +268,6 @@ class PipelineExecutable:
             return [*sent, *token]
 
         return run
-
-    def _transport(self, channel: Channel) -> Callable[[Any], Any]:
-        number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
-        carried = self.plan.built.channel_values[number]
-        if not (self.places.is_here(channel.source) and self.places.is_here(channel.target)):
-            return _copies(self._held.get(number, ()))
-        if carried is None or not carried.given:
-            return _stay
-        source, target = self.plan.stages[carried.source], self.plan.stages[carried.target]
-        given = [self._stage_array(source, v) for v in carried.given]
-        taken = [self._stage_array(target, v) for v in carried.taken]
-        if all(g.sharding == t.sharding and g.plain == t.plain for g, t in zip(given, taken, strict=True)):
-            return _stay
-        alike = [
-            dict(g.mesh.shape) == dict(t.mesh.shape) and g.placement == t.placement
-            for g, t in zip(given, taken, strict=True)
-        ]
-        if all(alike):
-            return compat.copies_to([t.sharding for t in taken])
-        same = [a or (g.plain and t.plain) for a, g, t in zip(alike, given, taken, strict=True)]
-        wide = bool(settings()[0])  # the actor's thread lacks this setting, and values pass through the host
-
-        def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            ends = zip(values, given, taken, same, strict=True)
-            with jax.enable_x64(wide):
-                return tuple(jax.device_put(x, t.sharding) if ok else t.enter(g.value(x)) for x, g, t, ok in ends)
-
-        return move
-
-    def _stage_array(self, stage: Stage, v: Var) -> StageArray:
-        placement = _placement_of(stage, v)
-        return StageArray(tuple(v.aval.shape), placement, self.meshes[stage.number])
 
     # -- calling it
 
@@ -567,19 +510,3 @@ def _lines_of(task: StageTask) -> str:
 
 def _is_ready(x: Any) -> bool:
     return x.is_ready()
-
-
-def _stay(values: Any) -> Any:
-    return values
-
-
-def _copies(places: Iterable[int]) -> Copy:
-    chosen = sorted(places)
-    return copies_of(chosen) if chosen else _stay
-
-
-def _placement_of(stage: Stage, v: Var) -> Placement:
-    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values(), stage.tasks.load):
-        if task.plan is not None and v in task.plan.boxed.placements:
-            return task.plan.boxed.placements[v]
-    return stage.plan.boxed.placements[v]

@@ -42,8 +42,17 @@ class Watched(PipelineExecutable):
         self.most, self.looking = Counter(), threading.Lock()
         self.slow = set()
         """Stages that wait before each launch."""
-        self._watch.run = self._launch
+        self._watch.run, known = self._launch, self._edges.transport
+        self._edges.transport = lambda channel: self._watched(known(channel))
         _ = self.compiled
+
+    def _watched(self, move):
+        def watched(values):
+            out = move(values)
+            self.look()
+            return out
+
+        return watched
 
     def look(self):
         with self.looking:
@@ -56,16 +65,6 @@ class Watched(PipelineExecutable):
         made = executable.run(given)
         self.look()
         return made
-
-    def _transport(self, channel):
-        move = super()._transport(channel)
-
-        def watched(values):
-            out = move(values)
-            self.look()
-            return out
-
-        return watched
 
     def placed(self, leaves):
         """The arguments where the plan has them."""
