@@ -119,7 +119,7 @@ def test_two_runtimes_one_of_which_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_two_runtimes_of_which_one_after_the_other_is_killed(tmp_path, seed):
     k = random.Random(seed)
     steps = sorted(k.sample(range(1, 20), 3))

@@ -37,9 +37,9 @@ def our_threads():
 @pytest.fixture
 def no_leftovers():
     """No thread of a link, a store, a listener or an executor outlives a test."""
-    before = set(our_threads())
+    before = {*our_threads(), *actor_threads()}
     yield
-    until(lambda: not set(our_threads()) - before and not actor_threads())
+    until(lambda: {*our_threads(), *actor_threads()} <= before)
 
 
 @pytest.fixture
