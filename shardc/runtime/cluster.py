@@ -317,15 +317,7 @@ class Cluster:
                 raise PeerLostError(
                     f"{lost or 'a process is lost.'} It stays lost: {why}.", lost.process if lost else -1
                 )
-            self.seat = replace(self.seat, epoch=self._next)
-            self._next = self._lost = None
-            self._counts.clear()
-            late, self._links = self._links, {}  # opened since, in the epoch that is over
-            self._changed.notify_all()
-        for link in late.values():
-            link.close()
-        for name, text in list(self._published.items()):
-            self.publish(name, text)
+        self._begin_next()
 
     def _drop_links(self) -> None:
         with self._changed:
@@ -335,11 +327,20 @@ class Cluster:
 
     def adopt(self) -> None:
         """Before the first agreement: begin in the newest epoch, if it has risen since this process was started."""
+        if self._next is not None:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin the epoch that the launcher has told. Links that others opened since, in the one before, are void."""
         with self._changed:
-            if self._next is None:
-                return
+            assert self._next is not None
             self.seat = replace(self.seat, epoch=self._next)
             self._next = self._lost = None
+            self._counts.clear()
+            links, self._links = self._links, {}
+            self._changed.notify_all()
+        for link in links.values():
+            link.close()
         for name, text in list(self._published.items()):
             self.publish(name, text)
 

@@ -317,6 +317,18 @@ def test_a_new_start_that_this_process_has_not_noticed(a_run):
         within(5, cluster.link, 1)
 
 
+def test_a_link_that_comes_before_the_newest_start_is_adopted(a_run):
+    run = a_run()
+    cluster = run.join(0)
+    late = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
+    until(lambda: 1 in cluster._links)
+    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 2})
+    until(lambda: cluster._next)
+    cluster.adopt()
+    assert (cluster.epoch, cluster._links) == (1, {})
+    late.close()
+
+
 def test_closing_leaves_nothing(a_run, tmp_path):
     run = a_run()
     clusters = run.all()
