@@ -91,5 +91,5 @@ def _value(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     if is_placed(x):
-        return np.asarray(x)
+        return x.read() if _is_key(x) else np.asarray(x)
     return _keys(on_host(jax.random.key_data(x)), x) if _is_key(x) else on_host(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -308,6 +308,15 @@ def narrow(x: Any) -> Any:
     return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray | np.generic) else x
 
 
+def handed_over(x: Any, mesh: Mesh) -> Any:
+    """A NumPy array as JAX may keep it, in JAX's dtype; anything else as it is. For CPU devices it is a copy: JAX takes
+    the caller's memory as it is, and reads it when the call has returned, and the caller may have written to it."""
+    if not isinstance(x, np.ndarray | np.generic):
+        return x
+    copy = mesh.devices.flat[0].platform == "cpu"
+    return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype)) if copy else narrow(x)
+
+
 def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
     """Put one array at `placement`: a jax.Array if JAX can express that, else a PlacedArray."""
     sizes = dict(mesh.shape)
@@ -330,7 +339,7 @@ def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
     """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
     takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
     if sharding.is_fully_addressable:
-        return jax.device_put(narrow(x), sharding)
+        return jax.device_put(handed_over(x, cast(Mesh, sharding.mesh)), sharding)
     if lies_here(x) is False:
         return _moved(x, Placement(), sharding)
     aval = compat.aval_of(x)

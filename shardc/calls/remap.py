@@ -87,8 +87,10 @@ class Move:
         aval = x.aval
         to = StageArray(tuple(aval.shape), placement, self.new)
         givers, takers = processes_of(self.old.devices.flat), processes_of(self.new.devices.flat)
-        if givers == takers == [me()]:
-            return to.leave(jax.device_put(x.physical if is_placed(x) else x, to.sharding))
+        if givers == takers and len(givers) == 1:  # nobody sends
+            here = givers == [me()]
+            x = jax.device_put(x.physical if is_placed(x) else x, to.sharding) if here else x
+            return to.leave(x) if here else FarArray(aval, to.placement, self.new)
         edge = StageEdge(StageArray(tuple(aval.shape), placement, self.old), to, aval)
         pieces = self._exchange(x, edge, givers, takers)
         return to.leave(edge.enter(pieces)) if me() in takers else FarArray(aval, to.placement, self.new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from typing import Any, Final
 
 import jax
 
+from shardc import compat
 from shardc.calls.placing import put
 from shardc.checkpoint.group import ClusterPeers, Group, group_of
-from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, is_far, named_leaves
+from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import module
 from shardc.checkpoint.progress import Progress
@@ -27,8 +29,10 @@ from shardc.checkpoint.steps import (
     TOKEN,
     Checkpoint,
     folder_of,
+    foreign,
     is_written,
     last_complete,
+    make,
     prune,
     read_checkpoint,
     steps_in,
@@ -163,7 +167,7 @@ class Checkpoints:
             state = or_else() if _is_function(or_else) else or_else
             self._check_alive(state)
             return (state if placements is None else put(state, mesh, placements)), 0
-        like = jax.eval_shape(or_else) if _is_function(or_else) else or_else
+        like = described_by(or_else) if _is_function(or_else) else or_else
         if placements is not None:
             like = placed_like(like, mesh, placements)
         self._group.together(self._name("fits"), lambda: check_fits(found, like))
@@ -183,7 +187,7 @@ class Checkpoints:
           CheckpointError: this state, or one before, cannot be written.
           ArgumentError: the number is not larger than the last one.
         """
-        writer = self._open_writer()
+        writer, step = self._open_writer(), operator.index(step)
         writer.check()
         if step <= self._newest:
             raise ArgumentError(
@@ -262,8 +266,15 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / name).touch()
+            others = foreign(self.directory)
         except OSError as error:
             raise CheckpointError(f"shardc.checkpoints: {self.directory} cannot be written: {error}") from error
+        if others:
+            (self.directory / name).unlink()
+            raise CheckpointError(
+                f"shardc.checkpoints: {self.directory} has folders named like steps that are no checkpoints of shardc: "
+                f"{', '.join(others)}. Give a directory of its own."
+            )
         return name
 
     def _see_token(self, token: str) -> None:
@@ -315,7 +326,7 @@ class Checkpoints:
             self._group.together(self._name("end"), writer.check)
             self._took_steps = False
             if self._group.me == 0:
-                prune(self.directory, self.keep)
+                self._prune()
         writer.check()
 
     def _read(self, step: int) -> Checkpoint:
@@ -347,6 +358,7 @@ class Checkpoints:
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         pairs = named_leaves(state)
         check_savable(pairs)
+        check_owned(pairs, self._group.island)
         leaves: list[StoredLeaf] = []
         arrays: dict[str, Any] = {}
         for number, (path, x) in enumerate(pairs):
@@ -356,7 +368,7 @@ class Checkpoints:
         folder = folder_of(self.directory, step)
         if self._group.speaks:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make(folder)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
@@ -372,7 +384,14 @@ class Checkpoints:
             made = Manifest(step, group.owner, group.owners, tuple(leaves), files_of(own), self.plan, *versions)
             write_manifest(made, folder)
         if group.me == 0:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Remove what is superfluous. The run does not end if that fails."""
+        try:
             prune(self.directory, self.keep)
+        except OSError as error:
+            _log.warning("an old checkpoint in %s could not be removed: %s", self.directory, error)
 
 
 def _peers() -> ClusterPeers | None:
@@ -382,6 +401,24 @@ def _peers() -> ClusterPeers | None:
 def _is_function(x: Any) -> bool:
     """Whether it is a function that makes a state; a module that can be called is a pytree."""
     return callable(x) and jax.tree_util.all_leaves([x])
+
+
+def described_by(make: Callable[[], Any]) -> Any:
+    """The tree that a function makes, its jax.Arrays only described, as far as JAX can trace it; else the tree."""
+    leaves: list[Any] = []
+    found: list[Any] = []
+
+    def traced() -> list[Any]:
+        made, structure = jax.tree.flatten(make())
+        leaves[:], found[:] = made, [structure]
+        return [x for x in made if isinstance(x, compat.Tracer)]
+
+    try:
+        described = iter(jax.eval_shape(traced))
+    except Exception:  # noqa: BLE001 - what cannot be traced is called, and raises its error if it is at fault itself
+        return make()
+    whole = [next(described) if isinstance(x, compat.Tracer) else x for x in leaves]
+    return jax.tree.unflatten(found[0], whole)
 
 
 def _state_and_loss(result: Any, before: Any) -> tuple[Any, Any]:

@@ -56,9 +56,15 @@ class Group:
         return self.me // (self.processes // self.owners)
 
     @property
+    def island(self) -> range:
+        """The processes of that island."""
+        number = self.processes // self.owners
+        return range(self.owner * number, (self.owner + 1) * number)
+
+    @property
     def speaks(self) -> bool:
         """Whether this process is the first of its island."""
-        return self.me % (self.processes // self.owners) == 0
+        return self.me == self.island[0]
 
     def together(self, name: str, work: Callable[[], T]) -> T:
         """The result of `work`, which every process does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import jax
@@ -13,7 +13,9 @@ from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
+from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
+from shardc.runtime.cluster import processes_text
 from shardc.sbp.layout import bits_of
 
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -77,6 +79,25 @@ def check_savable(pairs: Sequence[tuple[str, Any]]) -> None:
         raise CheckpointError(
             all_offenders("Arrays of these types cannot be saved; keep them as numbers, or out of the state:", wrong)
         )
+
+
+def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> None:
+    """Raise CheckpointError for arrays that live in other processes of this island: no manifest would have them.
+
+    Args:
+      pairs: the leaves with their paths.
+      island: the processes that share this one's JAX runtime.
+    """
+    found = [(path, part) for path, x in pairs for part in (x.pieces if isinstance(x, StackedArray) else [x])]
+    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, FarArray)}
+    wrong = [f"{path}: in {processes_text(home)}" for path, home in homes.items() if set(home) & set(island)]
+    if wrong:
+        head = (
+            f"Processes {', '.join(map(str, island))} share one JAX runtime and write a checkpoint together, but these "
+            "arrays live in some of them only. Start the run with --islands, so that each stage of the pipeline has a "
+            "runtime of its own:"
+        )
+        raise CheckpointError(all_offenders(head, wrong))
 
 
 def _known(x: Any) -> bool:

@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, manifest_path, read_manifest
 
-TOKEN = ".token-"
+TOKEN: Final = ".token-"
 """How the name of a file begins that is written to see whether all processes share the directory."""
+MARK: Final = ".shardc"
+"""The file in each step's folder that says whose it is."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,20 @@ class Checkpoint:
 
 def steps_in(directory: Path) -> list[int]:
     """The steps that have a folder, the newest first."""
-    return sorted((int(p.name) for p in directory.iterdir() if p.name.isdecimal() and p.is_dir()), reverse=True)
+    named = (p for p in directory.iterdir() if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir())
+    return sorted((int(p.name) for p in named), reverse=True)
+
+
+def make(folder: Path) -> None:
+    """Make the folder of a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def foreign(directory: Path) -> list[str]:
+    """The folders that are named like steps, and that somebody else has made."""
+    folders = [folder_of(directory, step) for step in steps_in(directory)]
+    return [f.name for f in folders if not is_written(f) and not (f / MARK).exists() and any(f.iterdir())]
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -186,7 +202,12 @@ def is_written(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: its manifests first, so that it is at no time complete in part."""
+    """Remove a checkpoint: its manifests first, so that it is at no time complete in part, and its mark last."""
     for path in folder.glob("*.json"):
         path.unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
     shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.arrays.pieces import Index, index_of
-from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval
 from shardc.calls.leaves import leaf_of
 from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_far, is_key, value_of
 from shardc.checkpoint.manifest import StoredLeaf
@@ -308,6 +308,6 @@ def placed_like(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
         raise PlacementError(all_offenders(f"placements, mesh {view(mesh)}:", pins.offenders))
 
     def place(x: Any, pin: Any) -> Any:
-        return x if pin is None else Place(tuple(x.shape), x.dtype, mesh, pin.placement)
+        return x if pin is None else Place(tuple(np.shape(x)), leaf_aval(x).dtype, mesh, pin.placement)
 
     return jax.tree.unflatten(structure, [place(x, pin) for (_, x), pin in zip(pairs, pins.pins, strict=True)])

@@ -4,8 +4,8 @@
     f(*args)  --next times-->  flatten, pick in the executable's order, run
 
 JAX's compiled program compares shapes, dtypes and shardings with those that it was compiled for, and refuses others
-before anything runs. Weak types and JAX's settings, which it does not check, are compared here. Any other call is made
-without the cache.
+before anything runs. Weak types and JAX's settings, which it does not check, are compared here; so is where arrays live
+if they go to a pipeline, which would move them. Any other call is made without the cache.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Runnable(Protocol):
 
     plan: Any
     settings: tuple[Any, ...]
+    moves_arguments: bool
 
     def is_plain_input(self, i: int) -> bool: ...
     def enter(self, i: int, x: Any) -> Any: ...
@@ -71,7 +72,8 @@ class CachedCall:
                 traced.add(slot.index)
                 self._order.append(slot.index)
         pool = [*leaves, *self._defaults]
-        self.kinds = [_kind(pool[i]) for i in self._order]
+        self._kind = _kind_and_home if executable.moves_arguments else _kind
+        self.kinds = [self._kind(pool[i]) for i in self._order]
         self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
@@ -81,7 +83,7 @@ class CachedCall:
                 return None
         pool = [*leaves, *self._defaults]
         args = [pool[i] for i in self._order]
-        if [_kind(x) for x in args] != self.kinds or settings() != self.executable.settings or looks_for_nans():
+        if [self._kind(x) for x in args] != self.kinds or settings() != self.executable.settings or looks_for_nans():
             return None
         if any(getattr(args[k], "committed", False) and not is_placed(args[k]) for k in self._unlike):
             return None
@@ -131,3 +133,10 @@ def _kind(x: Any) -> tuple[bool, bool]:
     if isinstance(x, jax.Array):
         return getattr(x, "weak_type", False), is_placed(x)
     return isinstance(x, int | float | complex), False
+
+
+def _kind_and_home(x: Any) -> tuple[Any, ...]:
+    """The kind of a leaf, and where it lives; None if it may be put anywhere."""
+    if is_placed(x):
+        return *_kind(x), x.placement, x.mesh
+    return *_kind(x), x.sharding if getattr(x, "committed", False) else None

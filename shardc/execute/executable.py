@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.arrays.fetch import values
-from shardc.arrays.placed import PlacedArray, is_placed, narrow, put_leaf, put_whole
+from shardc.arrays.placed import PlacedArray, handed_over, is_placed, put_leaf, put_whole
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.name_nan import name_first
@@ -72,7 +72,13 @@ def gone_text(program: Program, args: Sequence[Any]) -> str:
 
 
 class Executable:
-    """A compiled plan. A call takes the flat arguments that are arrays, and returns the flat results."""
+    """A compiled plan. A call takes the flat arguments that are arrays, and returns the flat results.
+
+    Attributes:
+      moves_arguments: False: arrays that live elsewhere than planned are refused.
+    """
+
+    moves_arguments = False
 
     def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
         """Compile a plan.
@@ -265,7 +271,7 @@ class Executable:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The physical results of physical arguments, including captured ones."""
-        args = [narrow(x) if isinstance(x, np.ndarray | np.generic) else x for x in args]
+        args = [handed_over(x, self.mesh) if isinstance(x, np.ndarray | np.generic) else x for x in args]
         ordered = [args[i] for i in self._in_order] if self._reordered else args
         if looks_for_nans():
             out = self._looking_for_nans(ordered)

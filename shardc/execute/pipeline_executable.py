@@ -89,7 +89,13 @@ class _Watch:
 
 
 class PipelineExecutable:
-    """A compiled pipeline. A call takes the flat arguments that are arrays, and returns the flat results."""
+    """A compiled pipeline. A call takes the flat arguments that are arrays, and returns the flat results.
+
+    Attributes:
+      moves_arguments: True: its stages take an array from wherever it is.
+    """
+
+    moves_arguments = True
 
     def __init__(
         self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None

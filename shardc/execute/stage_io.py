@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, narrow
+from shardc.arrays.placed import PlacedArray, StackedArray, handed_over, is_placed, narrow
 from shardc.machine.devices import processes_of
 from shardc.pipeline.points.split_scans import Piece
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
@@ -35,7 +35,7 @@ class StageArray:
         if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
             return x
         if self.plain:
-            return jax.device_put(narrow(x), self.sharding)
+            return jax.device_put(handed_over(x, self.mesh), self.sharding)
         return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
 
     def value(self, x: jax.Array) -> np.ndarray:

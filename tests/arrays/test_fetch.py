@@ -40,3 +40,12 @@ def test_keys_come_on_one_device():
     got = shardc.fetch(placed)
     assert len(got.devices()) == 1
     np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(keys))
+
+
+def test_keys_with_padding():
+    mesh = shardc.make_mesh(data=8)
+    keys = jax.random.split(jax.random.key(1), 11)
+    placed = shardc.put(keys, mesh, {"data": shardc.S(0)})
+    assert isinstance(placed, shardc.PlacedArray)
+    found = shardc.fetch(placed)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))

@@ -294,3 +294,39 @@ def test_orbax_saves_and_restores_the_logical_array(tmp_path):
     again = shardc.put(found, MESH, {"data": S(0)})
     assert isinstance(again["uneven"], PlacedArray)
     same(jax.tree.map(lambda x: x + 0, again), want)
+
+
+def aligned(shape):
+    """A NumPy array that XLA:CPU can read in place."""
+    size = int(np.prod(shape)) * 4
+    memory = np.zeros(size + 64, np.uint8)
+    at = -memory.ctypes.data % 64
+    return memory[at : at + size].view(np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("placement", [{}, {"data": S(0)}, {"data": P}])
+def test_the_caller_may_write_to_what_was_put(placement):
+    x = aligned((64, 64))
+    x[:] = 1
+    placed = shardc.put(x, shardc.make_mesh(data=8), placement)
+    x[:] = 2
+    np.testing.assert_array_equal(np.asarray(placed), np.ones((64, 64)))
+
+
+@pytest.mark.parametrize("pipeline", [None, shardc.Pipeline()])
+def test_the_caller_may_write_to_what_a_call_was_given(pipeline):
+    def loss(w, x):
+        y = x.sum()
+        for _ in range(30):
+            w = jnp.tanh(w @ w)
+        return y + 0 * shardc.stage_boundary(w).sum() + w.mean()
+
+    mesh = shardc.make_mesh(data=8) if pipeline is None else shardc.make_mesh(pipe=2, data=2)
+    fn = loss if pipeline is None else shardc.accumulate(loss, microbatches=2, in_axes=(None, 0))
+    f = shardc.function(fn, mesh=mesh, pipeline=pipeline)
+    w, x = np.zeros((256, 256), np.float32), aligned((64, 64))
+    for _ in range(10):
+        x[:] = 1
+        got = f(w, x)
+        x[:] = 2
+        assert float(got) == (64 * 64 if pipeline is None else 64 * 32)

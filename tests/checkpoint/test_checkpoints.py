@@ -24,7 +24,7 @@ from shardc.checkpoint import checkpoints as face
 from shardc.checkpoint import steps
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError
 from tests.checkpoint.peers import Fake, Run, all_processes, as_process, use_fakes
-from tests.checkpoint.test_leaves import far
+from tests.checkpoint.test_leaves import elsewhere, far
 from tests.checkpoint.test_targets import words
 from tests.runtime.watchdog import within
 
@@ -368,13 +368,14 @@ def test_none_is_complete(tmp_path):
 def test_litter_of_a_killed_run_goes(tmp_path):
     for name in ("7/0.orbax-checkpoint-tmp/d", "3/1.orbax-checkpoint-tmp"):
         (tmp_path / name).mkdir(parents=True)
+        steps.make(tmp_path / name[0])
     (tmp_path / "3" / "0.json.tmp").touch()
     (tmp_path / ".token-0123").touch()
     with shardc.checkpoints(tmp_path, every=2) as saved:
         saved.step(0, {"x": 1})  # there is no complete one: this is the first run
         assert names(tmp_path) == []
         saved.step(1, {"x": 1})
-    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["0", "0.json"]
+    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == [steps.MARK, "0", "0.json"]
 
 
 class FakePlan:
@@ -491,7 +492,7 @@ def test_a_slow_writer_does_not_hold_the_run(tmp_path, monkeypatch):
 def stage_of(cluster, mesh, w, n):
     """The state of a pipeline of two stages as one of its islands sees it."""
     here = put_leaf(w[cluster.me], mesh, Placement({"a": S(0)}))
-    return {"stages": [here if s == cluster.me else far((5, 2), mesh) for s in (0, 1)], "n": np.int32(n)}
+    return {"stages": [here if s == cluster.me else far((5, 2), elsewhere(s)) for s in (0, 1)], "n": np.int32(n)}
 
 
 def meshes():
@@ -516,7 +517,7 @@ def write_two(directory, steps=3, **options):
 def test_each_island_writes_what_it_has(tmp_path):
     assert write_two(tmp_path) == [0, 0]
     assert names(tmp_path) == ["1", "2"]
-    assert names(tmp_path / "2") == ["0", "0.json", "1", "1.json"]
+    assert names(tmp_path / "2") == [steps.MARK, "0", "0.json", "1", "1.json"]
     manifests = [json.loads((tmp_path / "2" / f"{o}.json").read_text()) for o in (0, 1)]
     assert [[bool(x["blocks"]) for x in m["leaves"]] for m in manifests] == [[True, True, False], [True, False, True]]
     assert [m["owners"] for m in manifests] == [2, 2]

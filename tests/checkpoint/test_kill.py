@@ -23,7 +23,7 @@ def check_kills(directory, seeds, steps=10**6):
         worker.end()
     assert starts == sorted(starts) and starts[-1] == complete[0] + 1
     left = sorted(p.relative_to(directory).as_posix() for p in directory.glob("*/*"))
-    assert left == sorted(f"{s}/{name}" for s in (starts[-1], starts[-1] + 1) for name in ("0", "0.json"))
+    assert left == sorted(f"{s}/{name}" for s in (starts[-1], starts[-1] + 1) for name in ("0", "0.json", ".shardc"))
     assert not list(directory.rglob("*tmp*"))
     return starts
 

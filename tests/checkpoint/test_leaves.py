@@ -6,12 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import Mesh
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.far import FarArray
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint.leaves import (
     blocks_of,
+    check_owned,
     check_savable,
     decode,
     described,
@@ -24,12 +26,18 @@ from shardc.checkpoint.leaves import (
 )
 from shardc.checkpoint.manifest import RowBlock, StoredLeaf
 from shardc.errors import CheckpointError
+from shardc.machine.devices import FarDevice
 
 DTYPES = [
     *(np.dtype(t) for t in ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", ">f4")),
     *map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, ml_dtypes.float4_e2m1fn)),
     *map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)),
 ]
+
+
+def elsewhere(process):
+    """A mesh of another JAX runtime."""
+    return Mesh(np.array([FarDevice(process, i, "cpu", "cpu") for i in range(4)]), ("a",))
 
 
 def far(shape, mesh):
@@ -137,3 +145,10 @@ def test_arrays_that_cannot_be_saved_are_all_named():
         "Arrays of these types cannot be saved; keep them as numbers, or out of the state:\n"
         "  a: ndarray of <U1\n  c/d: ndarray of object\n  e: ndarray of datetime64[s]\n  f: ndarray of float128"
     )
+
+
+def test_leaves_that_no_manifest_would_have():
+    x = far((2, 2), elsewhere(1))
+    check_owned([("w", x), ("n", 3)], [0])
+    with pytest.raises(CheckpointError, match=r"(?s)Processes 0, 1 share .* --islands.*w: in process 1"):
+        check_owned([("w", x), ("v", np.zeros(2))], [0, 1])

@@ -1,13 +1,18 @@
 """The checkpoints in a directory: complete ones, half-written ones, damaged ones; what goes and what stays."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
 from shardc.checkpoint.manifest import Manifest, RowBlock, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.steps import (
+    MARK,
     StoredRows,
+    foreign,
     last_complete,
+    make,
     parts_by_path,
     prune,
     read_checkpoint,
@@ -148,3 +153,29 @@ def test_a_removal_that_is_interrupted_leaves_no_complete_one(tmp_path, monkeypa
         remove(folder)
     assert sorted(os.listdir(folder)) == ["0", "1"]
     assert last_complete(tmp_path)[0] is None
+
+
+def test_what_others_have_made_stays(tmp_path):
+    """Folders of others may be named like steps; of ours at least the mark is there, until the last."""
+    (tmp_path / "100").mkdir()
+    (tmp_path / "100" / "array").touch()
+    (tmp_path / "0005").mkdir()
+    make(tmp_path / "3")
+    (tmp_path / "4").mkdir()  # of a process that was killed before it made the mark
+    write(tmp_path, 2)
+    assert steps_in(tmp_path) == [100, 4, 3, 2]
+    assert foreign(tmp_path) == ["100"]
+    left = []
+    real = shutil.rmtree
+
+    def watched(path, **more):
+        left.append(sorted(p.name for p in Path(path).iterdir()) if Path(path).parent == tmp_path else None)
+        real(path, **more)
+
+    (tmp_path / "3" / "0.orbax-tmp").mkdir()
+    shutil.rmtree = watched
+    try:
+        remove(tmp_path / "3")
+    finally:
+        shutil.rmtree = real
+    assert left == [None, [MARK]] and not (tmp_path / "3").exists()

@@ -128,7 +128,7 @@ def island(directory, store, secret, me, epoch, steps):
     import shardc
     from shardc import PlacedArray, Placement
     from shardc.runtime import cluster
-    from tests.checkpoint.test_leaves import far
+    from tests.checkpoint.test_leaves import elsewhere, far
 
     me = int(me)
     seat = cluster.Seat(me, 2, 2, store, bytes.fromhex(secret), "127.0.0.1:0", int(epoch), deadline=60.0)
@@ -137,7 +137,7 @@ def island(directory, store, secret, me, epoch, steps):
 
     def state_of(w, n):
         here = PlacedArray(jax.device_put(w, jax.NamedSharding(mesh, jax.P("a"))), w.shape, Placement({}), mesh)
-        return {"stages": [here if s == me else far((512, 256), mesh) for s in (0, 1)], "n": n}
+        return {"stages": [here if s == me else far((512, 256), elsewhere(s)) for s in (0, 1)], "n": n}
 
     def one_step(i, state):
         run.gather("a step of a pipeline", "")  # nobody is ahead
