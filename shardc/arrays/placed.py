@@ -195,6 +195,11 @@ class PlacedArray(jax.Array):
             return jax.device_put(self._on_host(parts), sharding)
         return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
 
+    def __str__(self) -> str:
+        """The value as text, as of any jax.Array; where it is if pieces of it are in other processes alone."""
+        here = all(part.is_fully_addressable or has_every_piece(part) for part in self._alive())
+        return repr(self) if not here else str(self.read() if self.is_fully_addressable else np.asarray(self))
+
     def __repr__(self) -> str:
         dims = ",".join(map(str, self.shape))
         return f"PlacedArray({self.dtype}[{dims}], {self.placement}, {dict(self.mesh.shape)})"
@@ -255,7 +260,7 @@ def _reader(shape: tuple[int, ...], placement: Placement, mesh: Mesh, sharding: 
 
 
 _ON_HOST: Final = frozenset(
-    ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__", "__str__", "item", "tolist")
+    ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__format__", "item", "tolist")
 )
 """Attributes that read the value on the host. Of an array with pieces in other processes they raise its own error."""
 

@@ -89,6 +89,18 @@ def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement |
     for m in meshes:
         if isinstance(m, Mesh) and (devices == set(m.devices.flat) or (isinstance(x, PlacedArray) and x.mesh == m)):
             return _arrival(x, m)
+    if isinstance(x, jax.Array) and not isinstance(x, PlacedArray) and not x.is_fully_addressable:
+        return _arrival_on_all(x, mesh, meshes[0])
     if isinstance(x, jax.Array) and getattr(x, "committed", False) and isinstance(mesh, Mesh):
         return None if devices <= set(mesh.devices.flat) else _arrival(x, mesh)
     return _arrival(x, meshes[0]) if not isinstance(x, jax.Array) else None
+
+
+def _arrival_on_all(x: jax.Array, mesh: AnyMesh, rank: AnyMesh) -> Placement | str:
+    """The placement of an array of several processes on the mesh of all ranks: each rank has it on its own devices."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or not _is_same(sharding.mesh, mesh):
+        return ELSEWHERE
+    idle = [a for a, n in mesh.shape.items() if n == 1]
+    placement = Placement.from_sharding(sharding).without(idle)
+    return placement if all(a in rank.axis_names for a in placement) else ELSEWHERE

@@ -25,7 +25,8 @@ def checked_rank(rank: Any, mesh: Any, ranks: Sequence[AnyMesh] | None, where: s
 
     Raises:
       PipelineError: this is no pipeline, or has no such rank.
-      MeshError: the new mesh has other axes, no devices, or devices of another rank.
+      MeshError: the new mesh has other axes, no devices, or devices of another rank; or one process of several would
+        have all ranks.
     """
     if ranks is None:
         raise PipelineError(
@@ -50,6 +51,13 @@ def checked_rank(rank: Any, mesh: Any, ranks: Sequence[AnyMesh] | None, where: s
             raise MeshError(f"{where}.remap: {names} belong to rank {other}; give rank {rank} devices of its own.")
     new = auto_mesh(mesh)
     assert isinstance(new, Mesh)
+    others = {p for r, m in enumerate(ranks) if isinstance(m, Mesh) and r != rank for p in processes_of(m.devices.flat)}
+    before, after = others.union(processes_of(old.devices.flat)), others.union(processes_of(new.devices.flat))
+    if len(after) == 1 < len(before):
+        raise MeshError(
+            f"{where}.remap: all ranks would run in process {min(after)}, and the other processes would have nothing "
+            "to do; give ranks to two processes or more."
+        )
     return old, new
 
 

@@ -41,6 +41,7 @@ from shardc.checkpoint.steps import (
 from shardc.checkpoint.targets import placed_like
 from shardc.checkpoint.writer import Writer
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
+from shardc.execute.peers import settle_all
 from shardc.runtime import cluster
 from shardc.versions import VERSION
 
@@ -356,6 +357,7 @@ class Checkpoints:
     # -- writing
 
     def _write(self, writer: Writer, step: int, state: Any) -> None:
+        settle_all()  # no state is written that comes of values in which the processes differ
         pairs = named_leaves(state)
         check_savable(pairs)
         check_owned(pairs, self._group.island)

@@ -10,10 +10,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from shardc.arrays.placed import is_placed
 from shardc.execute.peers import Peers, environment, given_whole, type_text, value_facts
+from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.plan import PlacedProgram
+from shardc.runtime.cluster import processes_text
 
 
 class Agreement:
@@ -83,10 +87,21 @@ class Agreement:
         machine = hashlib.sha256(repr(mesh).encode()).hexdigest()[:8]
         return {
             **environment(),
+            **_rank_facts(self.plan),
             "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.axes),
             "the machine (topology or calibration)": f"{mesh.topology.kind}, digest {machine}",
             "the plan": f"digest {self._digest()}",
         }
+
+
+def _rank_facts(plan: PlacedProgram | MpmdPlan) -> dict[str, str]:
+    """Which processes run each rank of a pipeline: a process that was started again knows of no `Function.remap`."""
+    meshes = plan.request.meshes if isinstance(plan, MpmdPlan) else ()
+    return {
+        f"where rank {rank} runs": processes_text(processes_of(mesh.devices.flat))
+        for rank, mesh in enumerate(meshes)
+        if isinstance(mesh, Mesh)
+    }
 
 
 def check_call(executable: object, arrays: Sequence[Any]) -> None:

@@ -412,8 +412,9 @@ class PipelineExecutable:
             value = Arrival(lambda: np.asarray(v.val))
             return exit.enter(v.val) if here else FarArray(aval, exit.placement, exit.mesh, value)
         if here:
-            if far is not None and is_small(aval) and self.places.speaks_for(stage.rank):
-                far.send(run, i, exit.leave(state.residents[v]), self._without(stage.rank))
+            if far is not None and is_small(aval):  # in all processes of the rank: to make it whole may take them all
+                to = self._without(stage.rank) if self.places.speaks_for(stage.rank) else []
+                far.send(run, i, exit.leave(state.residents[v]), to)
             return state.residents[v]
         assert far is not None
         return far.arriving(run, i, aval, exit) if is_small(aval) else FarArray(aval, exit.placement, exit.mesh)

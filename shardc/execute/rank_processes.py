@@ -32,7 +32,7 @@ class RankProcesses:
 
         Raises:
           MeshError: a rank's mesh has devices of several JAX runtimes; or two ranks share some processes and not all,
-            or their devices lie differently in these.
+            or their devices lie differently in these; or one other process has all ranks.
         """
         for rank, mesh in enumerate(meshes):
             if len(runtimes_of(mesh.devices.flat)) > 1:
@@ -52,7 +52,13 @@ class RankProcesses:
                 "number of processes or is divided by it:"
             )
             raise MeshError(all_offenders(head, wrong))
-        return cls(found, me())
+        made = cls(found, me())
+        if not made.are_several and made.me not in made.all:
+            raise MeshError(
+                f"{where}: all ranks run in process {made.all[0]}, and process {made.me} would have nothing to do; "
+                "give ranks to two processes or more, or start the run with one."
+            )
+        return made
 
     @property
     def are_several(self) -> bool:

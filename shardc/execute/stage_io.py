@@ -34,9 +34,22 @@ class StageArray:
             x = np.asarray(x)
         if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
             return x
+        if self.plain and (there := self._there(x)) is not None:
+            return there
         if self.plain:
             return jax.device_put(handed_over(x, self.mesh), self.sharding)
         return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
+
+    def _there(self, x: Any) -> jax.Array | None:
+        """The part of an array of a larger mesh on this stage's devices, if each of them holds its piece already."""
+        if not isinstance(x, jax.Array) or not x.committed or x.is_fully_addressable:
+            return None
+        theirs, ours = x.sharding.devices_indices_map(x.shape), self.sharding.devices_indices_map(x.shape)
+        if any(theirs.get(d) != at for d, at in ours.items()):
+            return None
+        held = {shard.device: shard.data for shard in x.addressable_shards}
+        pieces = [held[d] for d in self.sharding.addressable_devices_indices_map(x.shape)]
+        return jax.make_array_from_single_device_arrays(x.shape, self.sharding, pieces)
 
     def value(self, x: jax.Array) -> np.ndarray:
         """The logical value of a physical array, on the host."""

@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn
 
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.execute.peers import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
@@ -55,6 +56,7 @@ def main() -> None:
         cluster.adopt()
         prepare_jax(cluster, job)
         run_script(sys.argv[2:])
+        settle_all()  # the values of the last call
     except BaseException as error:  # noqa: BLE001 - told to the launcher; Python's own end would wait in a barrier
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             fail(cluster, job, error)

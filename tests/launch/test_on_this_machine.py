@@ -272,3 +272,22 @@ def test_a_terminal_stays_a_terminal(tmp_path):
     assert line in text
     assert "\r\x1b[2Kend\r\n" in text
     assert text.endswith(("end\r\n", "\x1b[2K"))
+
+
+@pytest.mark.slow
+def test_values_that_differ_in_the_last_call_are_an_error_and_in_no_checkpoint(tmp_path, run):
+    body = """
+    import jax, numpy as np, shardc
+    f = shardc.function(lambda x: 2 * x, mesh=shardc.make_mesh(data=2))
+    with shardc.checkpoints(sys.argv[1], every=int(sys.argv[2])) as saved:
+        for i in range(3):
+            y = f(np.full(8, float(i == 2 and c.me)))
+            saved.step(i, y)
+    """
+    path = script(tmp_path, body)
+    for every, left in ((2, ["1"]), (3, [])):
+        saved = tmp_path / f"{every}"
+        done = run(path, "--processes", 2, "--devices", 1, arguments=[saved, every])
+        assert done.code == 1
+        assert "call 3: the processes of this run differ in" in done.err and "the value of x: process 0: " in done.err
+        assert sorted(p.name for p in saved.iterdir()) == left

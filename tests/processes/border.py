@@ -47,6 +47,11 @@ def own(x, placement):
     return x[np.ix_(*at)] if wanted else x[shardc.rows_here(x.shape, MESH, placement)]
 
 
+def test_the_text_of_an_array_whose_pieces_are_elsewhere():
+    x = shardc.put(value((13, 3)), MESH, {"data": S(0)})
+    assert str(x) == repr(x) and repr(x).startswith("PlacedArray(float32[13,3], {data: S(0)}")
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(shardc.Placement(p)))
 def test_put_and_fetch(shape, placement):

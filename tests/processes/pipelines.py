@@ -258,16 +258,112 @@ def a_rank_moves_to_a_process_of_its_own():
     assert (len(kept), len(after) - len(kept) > 0) == [(len(before), False), (0, False), (0, True)][current().me]
 
 
+@case(processes=3)
+def a_rank_moves_within_its_process_and_then_to_another():
+    """The values of the second move are told apart from those of the first by all processes alike."""
+    at = [Mesh(np.array([d for d in shardc.devices() if process_of(d) == p]), ("data",)) for p in range(3)]
+    one = [Mesh(m.devices[:1], ("data",)) for m in at]
+    rng = np.random.default_rng(8)
+    params, batch = weights(rng, (20, 20), (20, 20)), batch_of(rng)
+
+    def step(params, batch):
+        loss, grads = loss_and_grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(step, pipeline=shardc.Pipeline(meshes=one[:2]))
+    got, state = trained(made, (params,), [batch] * 2)
+    for to in (Mesh(at[1].devices[1:], ("data",)), one[2]):
+        state = made.remap(1, to)(tuple(state))
+        more, state = trained(made, state, [batch])
+        got += more
+    want, right = trained(jax.jit(step), (params,), [batch] * 4)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+
+
+@case()
+def a_rank_cannot_move_to_where_all_others_are():
+    at = [Mesh(np.array([d]), ("data",)) for d in shardc.devices()]
+    made = shardc.function(loss_and_grad, pipeline=shardc.Pipeline(meshes=[at[0], at[2]]))
+    with pytest.raises(shardc.MeshError, match="all ranks would run in process 0, and the other processes would have"):
+        made.remap(1, at[1])
+
+
+@case()
+def results_at_other_placements_than_they_were_given_at():
+    """The second call is another program; both processes see that."""
+    rng = np.random.default_rng(9)
+    params, batch = {"w": (rng.normal(size=(5, 6, 6)) / 3).astype(np.float32)}, np.ones((8, 6), np.float32)
+
+    def loss_of(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return (x**2).mean()
+
+    def step(params, x):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=2)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(step, mesh=shardc.make_mesh(pipe=2, data=2), pipeline=shardc.Pipeline(stages="auto"))
+    got, _ = trained(made, (params,), [batch] * 3)
+    want, _ = trained(jax.jit(step), (params,), [batch] * 3)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 @case(processes=4, islands=2)
 def a_stage_of_two_hosts_is_an_island():
     mesh = shardc.make_mesh(pipe=2, data=4)
     check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
 
 
+@case(processes=4, islands=2)
+def small_results_in_pieces_are_made_whole_by_all_that_hold_them():
+    rng = np.random.default_rng(10)
+    params, batch = weights(rng, (8, 8), (8, 8)), batch_of(rng, 8, 8)
+
+    def step(params, batch):
+        loss, grads = loss_and_grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    mesh = shardc.make_mesh(pipe=2, data=4)
+    pinned = {"params": {"data": S(0)}, "batch": {"data": S(0)}}
+    made = shardc.function(
+        step, mesh=mesh, pipeline=shardc.Pipeline(), in_placements=pinned, out_placements=[{"data": S(0)}, {}]
+    )
+    got, state = trained(made, (params,), [batch] * 3)
+    want, right = trained(jax.jit(step), (params,), [batch] * 3)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+
+
 @case(processes=2, islands=1)
 def stages_of_one_runtime_in_two_processes():
     mesh = shardc.make_mesh(pipe=2, data=2)
     check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
+
+
+@case(processes=2, islands=1)
+def rows_of_each_process_go_to_the_stages_without_a_copy():
+    mesh, rng = shardc.make_mesh(pipe=2, data=2), np.random.default_rng(11)
+    params, batch = weights(rng, (20, 20), (20, 20)), batch_of(rng)
+    rows = {"data": S(0)}
+    mine = {k: x[shardc.rows_here(x.shape, mesh, rows)] for k, x in batch.items()}
+    made = shardc.function(loss_and_grad, mesh=mesh, pipeline=shardc.Pipeline())
+    loss, _ = made(params, shardc.put(mine, mesh, rows, here=True))
+    np.testing.assert_allclose(float(loss), float(jax.jit(loss_of)(params, batch)), rtol=1e-6)
+
+
+@case(processes=2, islands=1)
+def stages_of_one_runtime_have_no_checkpoints():
+    rng = np.random.default_rng(12)
+    made = shardc.function(loss_and_grad, mesh=shardc.make_mesh(pipe=2, data=2), pipeline=shardc.Pipeline())
+    _, grads = made(weights(rng, (20, 20), (20, 20)), batch_of(rng))
+    folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
+    with (
+        shardc.checkpoints(folder) as saved,
+        pytest.raises(shardc.CheckpointError, match=r"Start the run with --islands"),
+    ):
+        saved.step(0, grads)
+    assert not list(Path(folder).glob("*/*"))
 
 
 def run_parity(chosen):

@@ -57,6 +57,8 @@ IN_TWO = [
     "random_keys_cross_and_come_back",
     "layers_of_a_scan_lie_on_their_stages",
     "one_program_wants_one_runtime",
+    "results_at_other_placements_than_they_were_given_at",
+    "a_rank_cannot_move_to_where_all_others_are",
     "a_call_is_shown_with_the_times_of_all_processes",
     "other_data_in_one_process_is_an_error_in_both",
 ]
@@ -71,15 +73,21 @@ def test_values_that_are_pulled():
 
 
 def test_a_rank_moves_to_another_process():
-    run(["a_rank_moves_to_a_process_of_its_own"], processes=3)
+    run(["a_rank_moves_to_a_process_of_its_own", "a_rank_moves_within_its_process_and_then_to_another"], processes=3)
 
 
 def test_a_stage_of_two_processes():
-    run(["a_stage_of_two_hosts_is_an_island"], processes=4, islands=2)
+    names = ["a_stage_of_two_hosts_is_an_island", "small_results_in_pieces_are_made_whole_by_all_that_hold_them"]
+    run(names, processes=4, islands=2)
 
 
 def test_one_runtime():
-    run(["stages_of_one_runtime_in_two_processes"], islands=1)
+    names = [
+        "stages_of_one_runtime_in_two_processes",
+        "rows_of_each_process_go_to_the_stages_without_a_copy",
+        "stages_of_one_runtime_have_no_checkpoints",
+    ]
+    run(names, islands=1)
 
 
 def pytest_generate_tests(metafunc):
