@@ -162,7 +162,10 @@ def test_state_goes_from_one_pipeline_to_another():
     step, args = momentum_step(loss, 4), (*start(6), batch(16))
     two = shardc.function(step, mesh=make_mesh(pipe=2), pipeline=automatic())
     three = shardc.function(step, mesh=make_mesh(pipe=3), pipeline=automatic("zb-h1"))
-    state = two(*three(*two(*args)[:2], args[2])[:2], args[2])[:2]
+    state = three(*two(*args)[:2], args[2])[:2]
+    with pytest.raises(shardc.ArgumentError, match="8 arrays live on other devices, or on another mesh"):
+        two(*state, args[2])  # of three devices it has two
+    state = two(*shardc.fetch(state), args[2])[:2]
     want = args[:2]
     for _ in range(3):
         want = jax.jit(step)(*want, args[2])[:2]
