@@ -173,7 +173,8 @@ class PipelineExecutable:
         """The agreement on this plan of the processes that run it; None if it runs in one."""
         if not self.places.are_several:
             return None
-        return Agreement(self.plan, peers_of_run, lambda: self.plan.digest, placed=False)
+        plan = self.plan
+        return Agreement(plan, peers_of_run, lambda: plan.digest, placed=False)  # it does not hold this object
 
     # -- compiled programs
 
