@@ -115,8 +115,8 @@ class Link:
         self._stream = _Stream(sock, silence, self._beat)
         self._allocate = allocate
         self._changed = threading.RLock()
-        """Guards what is received: letters, receivers, and the loss of the peer. The finalizer of a network may run in a
-        thread that holds it, at any line, and removes the network."""
+        """Guards what is received: letters, receivers, and the loss of the peer. A thread that holds it may collect
+        garbage at any line, and so run the finalizer of a network, which removes the network."""
         self._receivers: dict[int, Receiver] = {}
         self._early: dict[int, list[Frame]] = {}
         """Frames of networks that this process has not opened yet."""

@@ -18,8 +18,7 @@ from weakref import WeakValueDictionary
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.link import Frame, FrameKind, Link, Packed
-from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.worker import ALL_RUNS
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 
 
 class Codec(Protocol):
@@ -122,7 +121,8 @@ class SpreadNetwork:
         self._left: dict[int, PeerLostError] = {}
         self._stopped: dict[int, Exception] = {}
         """Why runs were stopped."""
-        self._told = 0
+        self._told: set[int] = set()
+        """The runs whose stop the other processes have been told. None is ever forgotten: each is told once."""
         self._parts: dict[tuple[int, int, int], dict[int, Packed]] = {}
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
         self._values: dict[tuple[int, int], Expected] = {}
@@ -263,7 +263,7 @@ class SpreadNetwork:
         self.stop(run, PipelineError(f"{type(error).__name__}: {error}"))
 
     def stop(self, run: int, why: Exception) -> None:
-        """Abandon a run, and all runs before it, here and in all other processes, which are told once."""
+        """Abandon a run, and no other, here and in all other processes, which are told once."""
         if isinstance(why, PeerLostError):
             self._give_up(why)
             return
@@ -281,9 +281,9 @@ class SpreadNetwork:
     def _stop_all(self, run: int, why: Exception, text: str) -> None:
         self._abandon(run, why)
         with self._changed:
-            if run <= self._told:
+            if not self._told.isdisjoint((run, ALL_RUNS)):
                 return
-            self._told = run
+            self._told.add(run)
         for link in self.links.values():  # each process tells all that it knows: some have no link to the first one
             link.send(self._stop_frame(run, text))
 

@@ -283,6 +283,46 @@ def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
             assert [s.error for s in sides] == [None] * 3
 
 
+def test_a_process_that_is_behind_finishes_the_run_before_the_one_that_failed():
+    """Its updates of that run are made in all processes or in none."""
+    steps = (Step("give", (), ((0, 0),)),), (Step("take", ((0, 0),)), Step("update"))
+    net, failed, calls = Network(steps, (Channel("c", 0, 1, None),)), threading.Event(), []
+
+    def tasks(process):
+        def give(_):
+            calls.append("give")
+            if calls.count("give") == 2:
+                raise ValueError("a bad batch")
+            return [np.ones(2)]
+
+        def take(_):
+            assert failed.wait(10)
+            until(lambda: sides[1].spread._told)
+            return []
+
+        def update(_):
+            calls.append("update")
+            return []
+
+        return {"give": Task(give), "take": Task(take), "update": Task(update)}
+
+    with sides_of(net, [[0], [1]], tasks) as sides:
+
+        def ahead():
+            sides[0].run()
+            assert sides[0].error is None
+            sides[0].run()
+            failed.set()
+
+        together(ahead, sides[1].run)
+        assert sides[1].error is None and calls.count("update") == 1
+        assert "a bad batch" in str(sides[0].error)
+        together(sides[1].run)
+        assert "process 0: actor 0 failed in give: ValueError: a bad batch" in str(sides[1].error)
+        together(*(s.run for s in sides))
+        assert [s.error for s in sides] == [None, None] and calls.count("update") == 2
+
+
 def test_an_error_reaches_a_process_without_a_link():
     net, failing = chain(4, 2), [True]
 
@@ -544,7 +584,7 @@ def test_nothing_is_sent_twice_about_one_failure():
         before = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         for _ in range(5):
             sides[0].spread.fail(1, ValueError("broken"))
-        until(lambda: all(s.spread._told == 1 for s in sides))
+        until(lambda: all(s.spread._told == {1} for s in sides))
         time.sleep(0.1)
         after = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         assert all(60 < y - x < 150 for x, y in zip(before, after, strict=True))
