@@ -140,6 +140,24 @@ class Executor:
         finally:
             self._running.release()
 
+    def abandon(self, run: int, error: BaseException) -> None:
+        """Count a run, also one that did not begin here, as failed, and stop it in all processes. All so have the same
+        number for the next one. Does nothing while a run is going on.
+
+        Args:
+          run: the next run, or the last one.
+          error: what happened before or after it, which the others are told.
+        """
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            self.runs = max(self.runs, run)
+            interrupted = not isinstance(error, Exception)
+            text = f"the run was interrupted: {error!r}." if interrupted else f"{type(error).__name__}: {error}"
+            stop_all(self._ports.values(), run, PipelineError(text))
+        finally:
+            self._running.release()
+
     def _run(self, run: int, record: bool) -> list[Span]:
         interrupt = self._wait_for_workers(run, record)
         spans, failed, stopped = self._collect(run)

@@ -251,6 +251,7 @@ class SpreadNetwork:
             if self._lost is not None:
                 return
             self._lost = error
+            self._told.add(ALL_RUNS)
             self._changed.notify_all()
         self._abandon(ALL_RUNS, error)
         about = json.dumps({"lost": error.process, "text": str(error)}).encode()

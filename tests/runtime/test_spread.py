@@ -323,6 +323,22 @@ def test_a_process_that_is_behind_finishes_the_run_before_the_one_that_failed():
         assert [s.error for s in sides] == [None, None] and calls.count("update") == 2
 
 
+@pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()])
+def test_a_run_that_a_process_cannot_begin(error):
+    """The others are told, also before they begin, and all count it: the next run works."""
+    net = one_way(3)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None)) as sides:
+        for a, b in (sides, sides[::-1]):
+            begun = threading.Thread(target=b.run, daemon=True)
+            a.executor.abandon(a.executor.runs + 1, error)
+            begun.start()
+            begun.join(10)
+            assert not begun.is_alive() and repr(error).split("(")[0] in str(b.error)
+            assert a.executor.runs == b.executor.runs
+            together(*(s.run for s in sides))
+            assert [s.error for s in sides] == [None, None]
+
+
 def test_an_error_reaches_a_process_without_a_link():
     net, failing = chain(4, 2), [True]
 
