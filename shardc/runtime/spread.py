@@ -170,12 +170,10 @@ class SpreadNetwork:
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Take a frame. Runs in the link's thread."""
-        if self._closed:
-            if frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
-                value.put((frame.about, frame.buffers))
-                self._remove_if_done()
-            return
         try:
+            if self._closed:
+                self._receive_late(frame)
+                return
             match frame.kind:
                 case FrameKind.MESSAGE:
                     self._message(peer, frame)
@@ -191,6 +189,16 @@ class SpreadNetwork:
                     self._stop(frame)
         except Exception as error:  # noqa: BLE001 - the thread must survive, and the run must not
             self.fail(frame.run, error)
+
+    def _receive_late(self, frame: Frame) -> None:
+        """Take a frame of a closed network: a value that somebody waits for, or the news that it does not come."""
+        if frame.kind is FrameKind.STOP:
+            self._stop(frame)
+        elif frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
+            value.put((frame.about, frame.buffers))
+        else:
+            return
+        self._remove_if_done()
 
     def _message(self, peer: int, frame: Frame) -> None:
         channel = self.net.channels[frame.channel]

@@ -592,6 +592,21 @@ def test_values_of_a_closed_network(two):
     b.close()
     a.send_value(*value_args(1, 0, 1, b"late"))
     assert within(5, value.get, 60.0)[0] == b"late"
+    until(lambda: not b.links[0]._receivers)
+
+
+def test_values_of_a_closed_network_that_do_not_come(two):
+    a, b = two
+    values = [b.expect(run, 0) for run in (1, 2)]
+    b.close()
+    a.fail(1, ValueError("broken"))
+    with pytest.raises(PipelineError, match="process 0: ValueError: broken"):
+        within(5, values[0].get, 60.0)
+    assert not values[1].is_there and b.links[0]._receivers  # that run goes on
+    a.fail(2, ValueError("broken too"))
+    with pytest.raises(PipelineError, match="broken too"):
+        within(5, values[1].get, 60.0)
+    until(lambda: not b.links[0]._receivers)
 
 
 def test_nothing_is_sent_twice_about_one_failure():
