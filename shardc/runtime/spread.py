@@ -214,7 +214,9 @@ class SpreadNetwork:
             parts = known
         if any(about or buffers for about, buffers in parts.values()):
             value = self.codec.unpack(frame.channel, parts)
-        self._mailboxes[channel.target].message(frame.run, (frame.channel, frame.key), value)
+        mailbox = self._mailbox(channel.target)
+        if mailbox is not None:
+            mailbox.message(frame.run, (frame.channel, frame.key), value)
 
     def _credit(self, peer: int, frame: Frame) -> None:
         channel = self.net.channels[frame.channel]
@@ -226,7 +228,16 @@ class SpreadNetwork:
                 counts[peer] += 1
                 if min(counts.values()) == before:
                     return
-        self._mailboxes[channel.source].credit(frame.run, frame.channel)
+        mailbox = self._mailbox(channel.source)
+        if mailbox is not None:
+            mailbox.credit(frame.run, frame.channel)
+
+    def _mailbox(self, actor: int) -> Mailbox | None:
+        """The mailbox of an actor of this process; None if another thread has closed the network meanwhile."""
+        found = self._mailboxes.get(actor)
+        if found is None and not self._closed:
+            raise ClusterError(f"a frame came for actor {actor}, which does not run in this process.")
+        return found
 
     def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)

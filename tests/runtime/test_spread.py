@@ -261,6 +261,21 @@ def test_frames_of_a_closed_network_do_not_reach_the_next():
 # ---- errors
 
 
+def test_closing_while_a_frame_is_taken_is_no_failure_of_the_others():
+    class Closing(Codec):
+        def unpack(self, channel, parts):
+            sides[1].spread.close()
+            return super().unpack(channel, parts)
+
+    net = one_way(1)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), codec=Closing()) as sides:
+        together(sides[0].run)  # it only gives
+        until(lambda: sides[1].spread._closed and not sides[1].spread._mailboxes)
+        sides[1].spread.links[0].post("after it")
+        within(5, sides[0].spread.links[1].collect, "after it", 5.0)
+        assert not sides[0].spread._stopped and not sides[1].spread._told
+
+
 def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
     net, failing = chain(3, 3), [True]
 
