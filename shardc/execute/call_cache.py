@@ -18,6 +18,7 @@ import jax
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
+from shardc.errors import PipelineError
 from shardc.execute.agreement import check_call
 from shardc.execute.executable import looks_for_nans
 from shardc.passes.trace.trace import Arguments, is_array, settings
@@ -92,6 +93,8 @@ class CachedCall:
             for k in self._unlike:
                 args[k] = self.executable.enter(k, args[k])
             out = self.executable.launch(args)
+        except PipelineError:  # a run that failed, here or in another process: nobody makes it again
+            raise
         except (TypeError, ValueError):  # nothing has run
             return None
         return (self.executable.plan.program.out_tree.unflatten(out),)

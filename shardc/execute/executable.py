@@ -138,7 +138,8 @@ class Executable:
         """The agreement on this plan of the processes that run it; None if it runs in one."""
         if peers_of(self.mesh) is None:
             return None
-        return Agreement(self.plan, lambda: peers_of(self.mesh), lambda: digest_of([self.plan]))
+        plan, mesh = self.plan, self.mesh
+        return Agreement(plan, lambda: peers_of(mesh), lambda: digest_of([plan]))  # it does not hold this object
 
     def _sharded(self) -> Any:
         plan, low = self.plan, self._low

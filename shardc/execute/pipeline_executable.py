@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.far import Arrival, FarArray, is_far, is_small
 from shardc.compat import Var
-from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, all_offenders
+from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, lives_on
@@ -173,7 +173,8 @@ class PipelineExecutable:
         """The agreement on this plan of the processes that run it; None if it runs in one."""
         if not self.places.are_several:
             return None
-        return Agreement(self.plan, peers_of_run, lambda: self.plan.digest, placed=False)
+        plan = self.plan
+        return Agreement(plan, peers_of_run, lambda: plan.digest, placed=False)  # it does not hold this object
 
     # -- compiled programs
 
@@ -326,9 +327,17 @@ class PipelineExecutable:
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         executor, far = self.compiled, self._far
-        begin = perf_counter()
+        begin, run = perf_counter(), executor.runs + 1
         try:
-            self._enter(self._entry.take_apart(whole), executor.runs + 1)
+            try:
+                self._enter(self._entry.take_apart(whole), run)
+            except (TypeError, ValueError) as error:  # the cache would make the call again: in this process alone
+                if far is None or isinstance(error, ShardcError):
+                    raise
+                text = (
+                    f"{self.plan.program.name}: its arguments cannot be put in place: {type(error).__name__}: {error}"
+                )
+                raise PipelineError(text) from error
             try:
                 spans = executor.run(record=True)
                 self._last = Recording(spans, begin, self._watch.waited)
@@ -337,7 +346,10 @@ class PipelineExecutable:
                 raise
             except PeerLostError as error:
                 raise PeerLostError(f"{error}{gone_text(self.plan.program, args)}", error.process) from None
-            return self._results(executor.runs)
+            return self._results(run)
+        except BaseException as error:  # an interrupt too: the other processes are in this run, or will be
+            executor.abandon(run, error)
+            raise
         finally:
             if far is not None:
                 far.network.forget(executor.runs)

@@ -19,7 +19,7 @@ from time import monotonic
 
 from shardc.errors import ClusterError, PeerLostError
 from shardc.runtime.cluster import Cluster
-from shardc.runtime.link import Frame, FrameKind
+from shardc.runtime.link import Frame, FrameKind, Link
 
 
 @dataclass
@@ -30,6 +30,8 @@ class _Round:
     early: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
     done: int = -1
     """Rounds done; -1: not begun here."""
+    sent: int = 0
+    """Rounds whose texts are sent on. The exchange ends after the last: this process may then leave the run."""
 
 
 class Exchange:
@@ -68,8 +70,8 @@ class Exchange:
             found = self._rounds.setdefault(number, _Round())
             found.known[self._cluster.me] = text
             found.done = 0
-            self._send(number, found)
-            self._go_on(number, found)
+            due = [*self._due(number, found), *self._go_on(number, found)]
+        self._send(found, due)
         return number
 
     def finish(self, number: int, what: str) -> list[str]:
@@ -86,7 +88,7 @@ class Exchange:
         until = monotonic() + self._cluster.seat.deadline
         with self._changed:
             found = self._rounds[number]
-            while found.done < len(self._to):
+            while not self._is_over(found):
                 if self._lost is not None:
                     raise PeerLostError(str(self._lost), self._lost.process)
                 self._cluster.check()
@@ -99,24 +101,40 @@ class Exchange:
     def is_done(self, number: int) -> bool:
         """Whether the texts of all members have come, so that `finish` does not wait."""
         with self._changed:
-            return self._rounds[number].done >= len(self._to)
+            return self._is_over(self._rounds[number])
+
+    def _is_over(self, found: _Round) -> bool:
+        return min(found.done, found.sent) >= len(self._to)
 
     def _missing(self, found: _Round) -> list[int]:
         return [p for p in self.members if p not in found.known]
 
-    def _send(self, number: int, found: _Round) -> None:
-        if found.done < len(self._to):
-            about = json.dumps(_folded(found.known)).encode()
-            self._to[found.done].send(
-                Frame(FrameKind.MESSAGE, self._network, channel=found.done, key=number, about=about)
-            )
+    def _due(self, number: int, found: _Round) -> list[tuple[Link, Frame]]:
+        """What the current round of an exchange sends."""
+        if found.done >= len(self._to):
+            return []
+        about = json.dumps(_folded(found.known)).encode()
+        frame = Frame(FrameKind.MESSAGE, self._network, channel=found.done, key=number, about=about)
+        return [(self._to[found.done], frame)]
 
-    def _go_on(self, number: int, found: _Round) -> None:
+    def _go_on(self, number: int, found: _Round) -> list[tuple[Link, Frame]]:
+        """Do the rounds whose texts have come. Returns what they send."""
+        due: list[tuple[Link, Frame]] = []
         while found.done in found.early:
             found.known |= found.early.pop(found.done)
             found.done += 1
-            self._send(number, found)
+            due += self._due(number, found)
         self._changed.notify_all()
+        return due
+
+    def _send(self, found: _Round, due: Sequence[tuple[Link, Frame]]) -> None:
+        """Send, without the lock: a link that breaks tells all exchanges, which take theirs. Frames of an exchange may
+        overtake each other: each says its round."""
+        for link, frame in due:
+            link.send(frame)
+        with self._changed:
+            found.sent += len(due)
+            self._changed.notify_all()
 
     # -- as a receiver of links
 
@@ -126,7 +144,8 @@ class Exchange:
         with self._changed:
             found = self._rounds.setdefault(frame.key, _Round())
             found.early[frame.channel] = _unfolded(json.loads(frame.about))
-            self._go_on(frame.key, found)
+            due = self._go_on(frame.key, found)
+        self._send(found, due)
 
     def lose(self, error: PeerLostError) -> None:
         """Take notice that a member is lost."""

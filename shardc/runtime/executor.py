@@ -21,10 +21,10 @@ from typing import TypeAlias
 from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Network, Span
 from shardc.runtime.deadlock import find_deadlock
-from shardc.runtime.mailbox import Mailbox, Port, stop_all
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 from shardc.runtime.stalls import StallWatch
 from shardc.runtime.window import LaunchLimit, LaunchWindow
-from shardc.runtime.worker import ALL_RUNS, Task, ThreadShare, Transport, Worker
+from shardc.runtime.worker import Task, ThreadShare, Transport, Worker
 
 __all__ = ["Executor", "LaunchLimit", "ProcessShare", "Task", "Tasks", "Threads"]
 
@@ -140,6 +140,24 @@ class Executor:
         finally:
             self._running.release()
 
+    def abandon(self, run: int, error: BaseException) -> None:
+        """Count a run, also one that did not begin here, as failed, and stop it in all processes. All so have the same
+        number for the next one. Does nothing while a run is going on.
+
+        Args:
+          run: the next run, or the last one.
+          error: what happened before or after it, which the others are told.
+        """
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            self.runs = max(self.runs, run)
+            interrupted = not isinstance(error, Exception)
+            text = f"the run was interrupted: {error!r}." if interrupted else f"{type(error).__name__}: {error}"
+            stop_all(self._ports.values(), run, PipelineError(text))
+        finally:
+            self._running.release()
+
     def _run(self, run: int, record: bool) -> list[Span]:
         interrupt = self._wait_for_workers(run, record)
         spans, failed, stopped = self._collect(run)
@@ -161,9 +179,8 @@ class Executor:
             closed = PipelineError("Executor.run: the executor was closed while it ran.")
             stop_all(self._ports.values(), self.runs, closed)
             return closed
-        why = next(
-            (w.mailbox.why for w in self._workers if w.stopped and w.mailbox.why), "one of its threads has ended."
-        )
+        reasons = (w.mailbox.why_stopped(self.runs) for w in self._workers if w.stopped)
+        why = next((r for r in reasons if r is not None), "one of its threads has ended.")
         waits = "".join(f"\n  waited: {text}" for w in self._workers for text in w.waits)
         if isinstance(why, PeerLostError):
             return PeerLostError(f"{why}{waits}", why.process)

@@ -114,8 +114,9 @@ class Link:
         self._beat = min(BEAT, silence / 4)
         self._stream = _Stream(sock, silence, self._beat)
         self._allocate = allocate
-        self._changed = threading.Lock()
-        """Guards what is received: letters, receivers, and the loss of the peer."""
+        self._changed = threading.RLock()
+        """Guards what is received: letters, receivers, and the loss of the peer. A thread that holds it may collect
+        garbage at any line, and so run the finalizer of a network, which removes the network."""
         self._receivers: dict[int, Receiver] = {}
         self._early: dict[int, list[Frame]] = {}
         """Frames of networks that this process has not opened yet."""

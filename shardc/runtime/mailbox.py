@@ -7,13 +7,15 @@ post carries the number of the run, which tells leftovers of a failed run apart.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from shardc.runtime.actor import Message
+
+ALL_RUNS: Final = 2**63 - 1
+"""Stands for every run in a stop."""
 
 Posted: TypeAlias = tuple[int, Message | int | None, Any]
 """Number of the run; a message with its value, the channel of a credit, or None to stop."""
@@ -31,7 +33,7 @@ class Port(Protocol):
         ...
 
     def stop(self, run: int, why: Exception) -> None:
-        """Post that some actor failed: this one abandons the run, and all runs before it."""
+        """Post that some actor failed: this one abandons the run, or ALL_RUNS, and no other: it may be behind."""
         ...
 
 
@@ -49,13 +51,10 @@ class Mailbox:
         self._posted: SimpleQueue[list[Posted]] = SimpleQueue()
         """Lists of one post, which the reader empties: so a slow posting thread keeps no value alive."""
         self._later: list[Posted] = []
-        self.stopped = 0
-        """The last run to abandon."""
-        self.why: Exception | None = None
-        """The reason."""
+        self._stopped: dict[int, Exception] = {}
+        """The runs to abandon, with the reasons. Any thread adds to it: each of its steps is atomic."""
         self.gone: dict[int, Exception] = {}
         """Actors whose processes have ended well: nothing more comes from them, but what they posted before counts."""
-        self._stopping = threading.Lock()
 
     def message(self, run: int, message: Message, value: Any) -> None:
         posted: list[Posted] = [(run, message, value)]
@@ -66,10 +65,13 @@ class Mailbox:
         self._posted.put([(run, channel, None)])
 
     def stop(self, run: int, why: Exception) -> None:
-        with self._stopping:  # two links may stop two runs at once
-            if run > self.stopped:
-                self.why, self.stopped = why, run
+        self._stopped.setdefault(run, why)
         self._posted.put([(run, None, None)])
+
+    def why_stopped(self, run: int) -> Exception | None:
+        """Why to abandon a run; None: nobody says so."""
+        stopped = self._stopped
+        return (stopped.get(ALL_RUNS) or stopped.get(run)) if stopped else None
 
     def leave(self, actor: int, why: Exception) -> None:
         """Post that nothing more comes from an actor. Who waits for it then abandons its run."""
@@ -78,6 +80,8 @@ class Mailbox:
 
     def open(self, run: int, reader: MailboxReader) -> None:
         """Begin a run: drop leftovers of earlier runs, pass on posts that came early."""
+        for over in [r for r in list(self._stopped) if r < run]:
+            self._stopped.pop(over, None)
         early, self._later = self._later, []
         try:
             while True:

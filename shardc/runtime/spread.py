@@ -18,8 +18,7 @@ from weakref import WeakValueDictionary
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.link import Frame, FrameKind, Link, Packed
-from shardc.runtime.mailbox import Mailbox, Port, stop_all
-from shardc.runtime.worker import ALL_RUNS
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 
 
 class Codec(Protocol):
@@ -122,7 +121,8 @@ class SpreadNetwork:
         self._left: dict[int, PeerLostError] = {}
         self._stopped: dict[int, Exception] = {}
         """Why runs were stopped."""
-        self._told = 0
+        self._told: set[int] = set()
+        """The runs whose stop the other processes have been told. None is ever forgotten: each is told once."""
         self._parts: dict[tuple[int, int, int], dict[int, Packed]] = {}
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
         self._values: dict[tuple[int, int], Expected] = {}
@@ -170,12 +170,10 @@ class SpreadNetwork:
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Take a frame. Runs in the link's thread."""
-        if self._closed:
-            if frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
-                value.put((frame.about, frame.buffers))
-                self._remove_if_done()
-            return
         try:
+            if self._closed:
+                self._receive_late(frame)
+                return
             match frame.kind:
                 case FrameKind.MESSAGE:
                     self._message(peer, frame)
@@ -192,6 +190,16 @@ class SpreadNetwork:
         except Exception as error:  # noqa: BLE001 - the thread must survive, and the run must not
             self.fail(frame.run, error)
 
+    def _receive_late(self, frame: Frame) -> None:
+        """Take a frame of a closed network: a value that somebody waits for, or the news that it does not come."""
+        if frame.kind is FrameKind.STOP:
+            self._stop(frame)
+        elif frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
+            value.put((frame.about, frame.buffers))
+        else:
+            return
+        self._remove_if_done()
+
     def _message(self, peer: int, frame: Frame) -> None:
         channel = self.net.channels[frame.channel]
         sources, value = self.places[channel.source], None
@@ -206,7 +214,9 @@ class SpreadNetwork:
             parts = known
         if any(about or buffers for about, buffers in parts.values()):
             value = self.codec.unpack(frame.channel, parts)
-        self._mailboxes[channel.target].message(frame.run, (frame.channel, frame.key), value)
+        mailbox = self._mailbox(channel.target)
+        if mailbox is not None:
+            mailbox.message(frame.run, (frame.channel, frame.key), value)
 
     def _credit(self, peer: int, frame: Frame) -> None:
         channel = self.net.channels[frame.channel]
@@ -218,7 +228,16 @@ class SpreadNetwork:
                 counts[peer] += 1
                 if min(counts.values()) == before:
                     return
-        self._mailboxes[channel.source].credit(frame.run, frame.channel)
+        mailbox = self._mailbox(channel.source)
+        if mailbox is not None:
+            mailbox.credit(frame.run, frame.channel)
+
+    def _mailbox(self, actor: int) -> Mailbox | None:
+        """The mailbox of an actor of this process; None if another thread has closed the network meanwhile."""
+        found = self._mailboxes.get(actor)
+        if found is None and not self._closed:
+            raise ClusterError(f"a frame came for actor {actor}, which does not run in this process.")
+        return found
 
     def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)
@@ -251,6 +270,7 @@ class SpreadNetwork:
             if self._lost is not None:
                 return
             self._lost = error
+            self._told.add(ALL_RUNS)
             self._changed.notify_all()
         self._abandon(ALL_RUNS, error)
         about = json.dumps({"lost": error.process, "text": str(error)}).encode()
@@ -263,7 +283,7 @@ class SpreadNetwork:
         self.stop(run, PipelineError(f"{type(error).__name__}: {error}"))
 
     def stop(self, run: int, why: Exception) -> None:
-        """Abandon a run, and all runs before it, here and in all other processes, which are told once."""
+        """Abandon a run, and no other, here and in all other processes, which are told once."""
         if isinstance(why, PeerLostError):
             self._give_up(why)
             return
@@ -281,9 +301,9 @@ class SpreadNetwork:
     def _stop_all(self, run: int, why: Exception, text: str) -> None:
         self._abandon(run, why)
         with self._changed:
-            if run <= self._told:
+            if not self._told.isdisjoint((run, ALL_RUNS)):
                 return
-            self._told = run
+            self._told.add(run)
         for link in self.links.values():  # each process tells all that it knows: some have no link to the first one
             link.send(self._stop_frame(run, text))
 

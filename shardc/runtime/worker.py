@@ -7,14 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
-from shardc.runtime.mailbox import Mailbox, Port, stop_all
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 from shardc.runtime.window import LaunchWindow
-
-ALL_RUNS: Final = 2**63 - 1
 
 Transport: TypeAlias = Callable[[Any], Any]
 
@@ -185,7 +183,7 @@ class Worker:
         while left and not self.failures:
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
-            if self.mailbox.stopped >= run:
+            if self.mailbox.why_stopped(run) is not None:
                 self.stopped = True
                 self.waits = [self._wait_text(p) for p in left]
                 break

@@ -11,7 +11,7 @@ import pytest
 
 import shardc
 from shardc import B, P, S
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, PipelineError
 from shardc.passes.trace.trace import Arguments
 
 
@@ -45,6 +45,24 @@ def test_the_second_call_is_not_taken_apart(mesh, long_ways):
     assert len(long_ways) == taken
     np.testing.assert_allclose(first, x * 3 + x)
     np.testing.assert_allclose(again, (x - 1) * 3 + x)
+
+
+def test_a_run_that_failed_is_not_made_again(mesh, monkeypatch):
+    """Where stages run in several processes, it would be a run of this one alone."""
+    f = shardc.function(mesh=mesh)(lambda x: x + 1)
+    x = np.ones(8, np.float32)
+    f(x)
+    (executable,) = f._executables.values()
+    launched = []
+
+    def launch(args):
+        launched.append(args)
+        raise PipelineError("process 1: a task failed")
+
+    monkeypatch.setattr(executable, "launch", launch)
+    with pytest.raises(PipelineError, match="process 1"):
+        f(x)
+    assert len(launched) == 1
 
 
 def test_a_loop_is_fed_its_own_uneven_results(mesh, long_ways):

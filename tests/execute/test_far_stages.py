@@ -161,3 +161,47 @@ def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
     done = run(path, "--processes", 2, "--devices", 2, "--islands", 2, "--deadline", 20, "--log", tmp_path)
     assert done.code == 0, done.err
     assert (tmp_path / "process-1.log").read_text() == "{'own': 'FarArray', 'tied': 'FarArray'}\n"
+
+
+ENTERS = """
+from shardc.execute.stage_io import StageArray
+
+real = StageArray.enter
+good, loss = f(params, x)
+float(loss)
+(exe,) = f._executables.values()
+for who, error in [(0, KeyboardInterrupt()), (1, ValueError("no room")), (1, KeyboardInterrupt())]:
+    def enter(self, x):
+        raise error
+    if me == who:
+        StageArray.enter = enter
+    begin = time.time()
+    try:
+        print("loss", float(f(good, x)[1]))
+    except BaseException as failed:
+        print(f"{type(failed).__name__}: {failed}".splitlines()[0])
+    StageArray.enter = real
+    print("at once:", time.time() - begin < 10, "runs", exe._executor.runs)
+    print("loss", float(f(good, x)[1]))
+network = exe._far.network
+print("kept", [run for run, _ in network._values if run < exe._executor.runs], network._stopped)
+"""
+
+
+def test_a_failure_while_arguments_enter_is_one_of_the_run_in_all(tmp_path, run):
+    """The processes count the run alike, so the next one works."""
+    path = tmp_path / "enters.py"
+    path.write_text(PIPELINE + ENTERS)
+    done = run(path, "--processes", 2, "--devices", 1, "--islands", 2, "--deadline", 20, "--log", tmp_path)
+    assert done.code == 0, done.err
+    said = [done.out.splitlines(), (tmp_path / "process-1.log").read_text().splitlines()]
+    failed = "PipelineError: step: its arguments cannot be put in place: ValueError: no room"
+    interrupted = "KeyboardInterrupt: "
+    told = "PipelineError: process {}: the run was interrupted: KeyboardInterrupt()."
+    assert [lines[::3] for lines in said] == [
+        [interrupted, f"PipelineError: process 1: {failed}", told.format(1), "kept [] {}"],
+        [told.format(0), failed, interrupted, "kept [] {}"],
+    ]
+    for lines in said:
+        assert lines[1::3] == [f"at once: True runs {n}" for n in (2, 4, 6)]
+        assert len(set(lines[2::3])) == 1 and lines[2].startswith("loss ")

@@ -1,6 +1,9 @@
 """The pictures and traces of a pipeline's last call, and of a measured one."""
 
+import gc
 import json
+import weakref
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 
 import shardc
 from shardc.errors import PipelineError
+from shardc.execute.pipeline_executable import PipelineExecutable
 from tests.report.test_explain_pipeline import tied, tied_args
 
 
@@ -71,6 +75,20 @@ def test_measuring_another_call_is_refused(exe):
     params, state, batch = tied_args(zeros, ints)
     with pytest.raises(shardc.errors.ShardcError, match="not the call that was compiled"):
         exe.measure(params, state, {k: v[:8] for k, v in batch.items()})
+
+
+def test_an_executable_that_is_dropped_goes_at_once(exe):
+    """What it has of other processes is closed when it goes: not in a thread that happens to collect garbage."""
+    made = PipelineExecutable(exe.plan, exe.executable._ranks, exe.executable._executables)
+    made.places = SimpleNamespace(are_several=True)
+    assert made.agreement is not None
+    ref = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert ref() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_no_pipeline_says_so(tmp_path):

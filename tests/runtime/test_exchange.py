@@ -13,6 +13,7 @@ from shardc.errors import ClusterError, PeerLostError
 from shardc.runtime.cluster import Cluster, Seat
 from shardc.runtime.exchange import Exchange
 from shardc.runtime.store import StoreServer
+from tests.runtime.peers import links_of, together
 from tests.runtime.watchdog import within
 
 
@@ -97,3 +98,36 @@ def test_a_lost_process_ends_the_wait():
 
     with run_of(2) as clusters:
         assert within(30, in_all, clusters, body)[0] < 3
+
+
+class Pair:
+    """What an exchange needs of a cluster: process 0 of three, with a link to each other one."""
+
+    me, epoch = 0, 0
+
+    def __init__(self, links):
+        self._links = links
+
+    def link(self, peer):
+        return self._links[peer]
+
+    def gather(self, name, text, among):
+        """Nobody has to be waited for."""
+
+
+def test_links_that_break_in_two_exchanges_at_once():
+    """Each breaks as its exchange sends, and tells both exchanges."""
+    with links_of(3) as links:
+        cluster, meet = Pair(links[0]), threading.Barrier(2)
+        exchanges = Exchange(cluster, (0, 1, 2)), Exchange(cluster, (0, 2, 1))  # the first sends to 1, the other to 2
+        for link in links[0].values():
+
+            def send(frame, link=link):
+                meet.wait(5)
+                link._lose("broken pipe")
+
+            link.send = send
+        together(*(lambda e=e: e.begin("text") for e in exchanges), seconds=10)
+        assert {e._lost.process for e in exchanges} <= {1, 2}
+        for link in links[0].values():
+            del link.send

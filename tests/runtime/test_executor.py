@@ -506,6 +506,25 @@ def test_interrupt_stops_all_actors_and_the_executor_runs_again():
         assert len(count) == stopped_at + 24
 
 
+def test_no_run_is_abandoned_by_another_call():
+    net = build([[("x", "", "")]], {})
+    begun, release, errors = threading.Event(), threading.Event(), []
+
+    def run(label, values):
+        begun.set()
+        assert release.wait(5)
+        return []
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        first = threading.Thread(target=lambda: errors.append(executor.run()), daemon=True)
+        first.start()
+        assert begun.wait(5)
+        executor.abandon(2, ValueError("a second call"))
+        release.set()
+        first.join(5)
+        assert errors == [[]] and executor.runs == 1
+
+
 def test_who_interrupts_twice_does_not_wait_for_a_task_that_hangs():
     net = build([[("x", "", "c.0")], [("y", "c.0", "")]], {"c": (0, 1)})
     release = threading.Event()

@@ -228,6 +228,25 @@ def test_frames_that_come_late_are_dropped():
 # ---- losses
 
 
+def test_a_network_that_is_dropped_while_its_link_is_locked():
+    """Garbage is collected in any thread at any line, and the finalizer of a network removes it."""
+
+    class Owner:
+        pass
+
+    with link_pair() as (a, b):
+        b.add(5, Receiver())
+        owner = Owner()
+        owner.itself = owner
+        weakref.finalize(owner, b.remove, 5)
+        del owner
+        box = b._box
+        b._box = lambda tag: (gc.collect(), box(tag))[1]
+        a.post("tag")
+        assert within(5, b.collect, "tag", 2.0) == (b"", [])
+        assert not b._receivers
+
+
 def test_a_letter_that_does_not_come():
     with link_pair() as (a, _):
         begin = time.monotonic()

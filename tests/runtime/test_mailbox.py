@@ -6,12 +6,11 @@ import weakref
 from queue import SimpleQueue
 
 import numpy as np
-import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor
 from shardc.runtime.executor import Executor, ProcessShare, Task
-from shardc.runtime.mailbox import Mailbox
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox
 from tests.runtime.networks import build
 from tests.runtime.watchdog import within
 
@@ -133,7 +132,7 @@ def test_what_comes_late_is_dropped():
     mailbox.stop(1, PipelineError("stop"))
     for _ in range(2):
         within(5, mailbox.feed, 2, actor)
-    assert not actor.ready() and mailbox.stopped == 1
+    assert not actor.ready() and mailbox.why_stopped(2) is None
     mailbox.message(2, (0, "0"), "of this run")
     within(5, mailbox.feed, 2, actor)
     assert actor.ready() and actor.fire() == (["of this run"], [])
@@ -168,16 +167,27 @@ def test_clearing_holds_no_value_of_what_is_over():
     assert refs[0]() is None and refs[1]() is not None
 
 
-@pytest.mark.parametrize("run", [2, 7])
-def test_stopping_holds_for_the_runs_before(run):
+def test_a_stop_holds_for_its_run_alone():
     mailbox = Mailbox()
-    mailbox.stop(run, PipelineError("stop"))
-    mailbox.stop(1, PipelineError("stop"))
-    assert mailbox.stopped == run
+    mailbox.stop(2, PipelineError("first"))
+    mailbox.stop(2, PipelineError("second"))
+    assert [str(mailbox.why_stopped(run)) for run in (1, 2, 3)] == ["None", "first", "None"]
+    mailbox.open(2, Actor(NET, 1, None))
+    assert str(mailbox.why_stopped(2)) == "first"
+    mailbox.open(3, Actor(NET, 1, None))
+    assert mailbox.why_stopped(2) is None  # nobody asks again
+
+
+def test_a_stop_of_all_runs_comes_first():
+    mailbox = Mailbox()
+    mailbox.stop(1, PipelineError("one"))
+    mailbox.stop(ALL_RUNS, PipelineError("all"))
+    for run in (1, 2, 9):
+        mailbox.open(run, Actor(NET, 1, None))
+        assert str(mailbox.why_stopped(run)) == "all"
 
 
 def test_stops_of_several_threads_at_once():
-    """The last run that anybody stops is stopped, with its reason."""
     for _ in range(200):
         mailbox = Mailbox()
         begin = threading.Barrier(4)
@@ -191,7 +201,7 @@ def test_stops_of_several_threads_at_once():
             t.start()
         for t in threads:
             t.join(5)
-        assert mailbox.stopped == 9 and str(mailbox.why) == "9"
+        assert [str(mailbox.why_stopped(run)) for run in (3, 4, 5, 7, 9)] == ["3", "None", "5", "7", "9"]
 
 
 def test_the_end_of_an_actor_wakes_the_reader_and_stops_nothing():
@@ -199,7 +209,7 @@ def test_the_end_of_an_actor_wakes_the_reader_and_stops_nothing():
     mailbox.message(1, (0, "0"), "before")
     mailbox.leave(0, PipelineError("it has left"))
     mailbox.open(1, actor)
-    assert actor.ready() and mailbox.stopped == 0
+    assert actor.ready() and mailbox.why_stopped(1) is None
     mailbox.leave(0, PipelineError("it has left"))
     within(5, mailbox.feed, 1, actor)
     assert str(mailbox.gone[0]) == "it has left"

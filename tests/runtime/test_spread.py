@@ -261,6 +261,21 @@ def test_frames_of_a_closed_network_do_not_reach_the_next():
 # ---- errors
 
 
+def test_closing_while_a_frame_is_taken_is_no_failure_of_the_others():
+    class Closing(Codec):
+        def unpack(self, channel, parts):
+            sides[1].spread.close()
+            return super().unpack(channel, parts)
+
+    net = one_way(1)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), codec=Closing()) as sides:
+        together(sides[0].run)  # it only gives
+        until(lambda: sides[1].spread._closed and not sides[1].spread._mailboxes)
+        sides[1].spread.links[0].post("after it")
+        within(5, sides[0].spread.links[1].collect, "after it", 5.0)
+        assert not sides[0].spread._stopped and not sides[1].spread._told
+
+
 def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
     net, failing = chain(3, 3), [True]
 
@@ -281,6 +296,62 @@ def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
             failing[0] = False
             together(*(lambda s=s: s.run(2) for s in sides))
             assert [s.error for s in sides] == [None] * 3
+
+
+def test_a_process_that_is_behind_finishes_the_run_before_the_one_that_failed():
+    """Its updates of that run are made in all processes or in none."""
+    steps = (Step("give", (), ((0, 0),)),), (Step("take", ((0, 0),)), Step("update"))
+    net, failed, calls = Network(steps, (Channel("c", 0, 1, None),)), threading.Event(), []
+
+    def tasks(process):
+        def give(_):
+            calls.append("give")
+            if calls.count("give") == 2:
+                raise ValueError("a bad batch")
+            return [np.ones(2)]
+
+        def take(_):
+            assert failed.wait(10)
+            until(lambda: sides[1].spread._told)
+            return []
+
+        def update(_):
+            calls.append("update")
+            return []
+
+        return {"give": Task(give), "take": Task(take), "update": Task(update)}
+
+    with sides_of(net, [[0], [1]], tasks) as sides:
+
+        def ahead():
+            sides[0].run()
+            assert sides[0].error is None
+            sides[0].run()
+            failed.set()
+
+        together(ahead, sides[1].run)
+        assert sides[1].error is None and calls.count("update") == 1
+        assert "a bad batch" in str(sides[0].error)
+        together(sides[1].run)
+        assert "process 0: actor 0 failed in give: ValueError: a bad batch" in str(sides[1].error)
+        together(*(s.run for s in sides))
+        assert [s.error for s in sides] == [None, None] and calls.count("update") == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("no room"), KeyboardInterrupt()])
+def test_a_run_that_a_process_cannot_begin(error):
+    """The others are told, also before they begin, and all count it: the next run works."""
+    net = one_way(3)
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None)) as sides:
+        for a, b in (sides, sides[::-1]):
+            begun = threading.Thread(target=b.run, daemon=True)
+            a.executor.abandon(a.executor.runs + 1, error)
+            begun.start()
+            begun.join(10)
+            assert not begun.is_alive() and repr(error).split("(")[0] in str(b.error)
+            assert a.executor.runs == b.executor.runs
+            together(*(s.run for s in sides))
+            assert [s.error for s in sides] == [None, None]
 
 
 def test_an_error_reaches_a_process_without_a_link():
@@ -536,6 +607,21 @@ def test_values_of_a_closed_network(two):
     b.close()
     a.send_value(*value_args(1, 0, 1, b"late"))
     assert within(5, value.get, 60.0)[0] == b"late"
+    until(lambda: not b.links[0]._receivers)
+
+
+def test_values_of_a_closed_network_that_do_not_come(two):
+    a, b = two
+    values = [b.expect(run, 0) for run in (1, 2)]
+    b.close()
+    a.fail(1, ValueError("broken"))
+    with pytest.raises(PipelineError, match="process 0: ValueError: broken"):
+        within(5, values[0].get, 60.0)
+    assert not values[1].is_there and b.links[0]._receivers  # that run goes on
+    a.fail(2, ValueError("broken too"))
+    with pytest.raises(PipelineError, match="broken too"):
+        within(5, values[1].get, 60.0)
+    until(lambda: not b.links[0]._receivers)
 
 
 def test_nothing_is_sent_twice_about_one_failure():
@@ -544,7 +630,7 @@ def test_nothing_is_sent_twice_about_one_failure():
         before = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         for _ in range(5):
             sides[0].spread.fail(1, ValueError("broken"))
-        until(lambda: all(s.spread._told == 1 for s in sides))
+        until(lambda: all(s.spread._told == {1} for s in sides))
         time.sleep(0.1)
         after = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         assert all(60 < y - x < 150 for x, y in zip(before, after, strict=True))
