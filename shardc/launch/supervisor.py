@@ -127,13 +127,19 @@ class Supervisor:
             case "joined":
                 state.joined = True
             case "done":
-                state.done = True
-                self._leave_if_all_are_done()
+                self._ended_well(p)
             case _:
                 state.report = dict(said)
 
-    def _leave_if_all_are_done(self) -> None:
-        if self._over_at is None and all(s.done for s in self._states):
+    def _ended_well(self, p: int) -> None:
+        """Take notice that the script of a process has ended. The last thing that the run does is to leave."""
+        if self._leaving or self._over_at is not None:
+            return
+        if self._is_behind(p):  # it has not noticed a loss, and those that were started again wait for it
+            self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
+            return
+        self._states[p].done = True
+        if all(s.done for s in self._states):
             self._leaving = True
             self._server.tell_all({"event": "leave"})
 
@@ -171,8 +177,7 @@ class Supervisor:
         if state.killed:
             return
         if code == 0 and state.report is None:
-            state.done = True
-            self._leave_if_all_are_done()
+            self._ended_well(p)
             return
         failure = failure_of(p, code, state.report, monotonic())
         self._lose(replace(failure, why=state.why) if state.why else failure)
@@ -205,9 +210,11 @@ class Supervisor:
 
     def _is_stale(self, failure: Failure) -> bool:
         """Whether a process failed because of a loss that a restart has mended since."""
-        return (
-            failure.follows and self._states[failure.process].epoch < self._epoch and not self._is_in(failure.process)
-        )
+        return failure.follows and self._is_behind(failure.process)
+
+    def _is_behind(self, p: int) -> bool:
+        """Whether a process was started before the last loss, and has not begun the epoch since."""
+        return self._states[p].epoch < self._epoch and not self._is_in(p)
 
     def _is_in(self, p: int) -> bool:
         """Whether a process has begun the present epoch."""

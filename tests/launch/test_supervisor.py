@@ -18,7 +18,7 @@ from shardc.launch.output import Screen
 from shardc.launch.supervisor import Supervisor
 from shardc.runtime.cluster import Cluster, Seat
 from shardc.runtime.store import StoreServer
-from tests.runtime.peers import others
+from tests.runtime.peers import others, until
 from tests.runtime.watchdog import within
 
 SECRET = b"s" * 32
@@ -195,6 +195,23 @@ def test_a_process_that_has_ended_is_started_again_with_a_lost_one(tmp_path, cap
     err = capfd.readouterr().err
     assert err.endswith("process 1 is lost (OSError: no disk); started again, 0 restarts are left\n")
     assert "process 1| OSError: no disk\n" in err
+
+
+def test_a_process_that_ends_after_a_restart_without_noticing_it_is_started_again(tmp_path, capfd):
+    """It is past its last agreement when another one is lost: the one that is started again waits for it."""
+    starts = []
+
+    def script(cluster):
+        starts.append((cluster.me, cluster.epoch))
+        cluster.gather("all", "")
+        if cluster.epoch == 0:
+            if cluster.me == 1:
+                raise OSError("no disk")
+            until(lambda: cluster._next)
+
+    assert Run(tmp_path, script, 2, 2, 1)() == 0
+    assert sorted(starts) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert capfd.readouterr().err.count("started again") == 1
 
 
 def test_a_failure_that_no_other_caused_is_a_loss(tmp_path, capfd):
