@@ -33,7 +33,7 @@ _EARLIER: Final = 3.0
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]
-"""`("ended", process, start, code)`, `("report", process, data)`, `("host lost", process)`, `("interrupt",)`."""
+"""`("ended", process, start, code)`, `("report", process, data)`, `("host lost", process, start)`, `("interrupt",)`."""
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Supervisor:
             case "report", p, said:
                 if p >= 0 and said.get("start") == self._states[p].start:
                     self._reported(p, said)
-            case "host lost", p:
-                if self._states[p].running:
+            case "host lost", p, start:
+                if start == self._states[p].start and self._states[p].running:
                     self._states[p].why = "the launcher of its host is lost"
                     self._ended(p, -9)
             case _:
@@ -152,6 +152,7 @@ class Supervisor:
             state.epoch, state.began, state.running = self._epoch, monotonic(), True
             state.joined = state.done = state.killed = False
             state.why, state.report = "", None
+            self._server.drop(p)  # the connection of its last start, if it stays open, tells nothing about this one
             seat = replace(self._job.seat, me=p, epoch=self._epoch, restarts=self._restarts)
             try:
                 state.handle.start(self._job_of(replace(self._job, seat=seat, start=state.start)))
@@ -290,7 +291,7 @@ class Supervisor:
             if p >= 0:
                 self._condemn(p, f"no sign of life for {seat.silence:g} s")
             else:
-                self._take(("host lost", -1 - p))
+                self._server.drop(p)  # its end comes as an event
         joining = max(seat.deadline / 2, seat.deadline - _EARLIER)
         for p, state in enumerate(self._states):
             if state.running and not state.joined and now - state.began > joining:

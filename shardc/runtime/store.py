@@ -192,6 +192,17 @@ class StoreServer:
                 client.seen = now
         return sorted(c.process for c in clients if now - c.seen > seconds)
 
+    def drop(self, process: int) -> None:
+        """End the connection of a process, if it is connected, and tell of its end."""
+        with self._lock:
+            client = self._clients.pop(process, None)
+        if client is None:
+            return
+        with suppress(OSError):
+            client.sock.shutdown(socket.SHUT_RDWR)
+        if self._on_end is not None:
+            self._on_end(process, client.left)
+
     def statuses(self) -> dict[int, str]:
         """The last status text of each connected process."""
         with self._lock:
