@@ -228,10 +228,10 @@ class Supervisor:
             self._epoch += 1
             for p in (*(f.process for f in self._followers), *(p for p, s in enumerate(self._states) if s.done)):
                 again |= set(self._job.seat.island(p))
-            self._followers.clear()
         elif any(self._is_in(p) for p in again):
             self._epoch += 1  # all, or the islands would take turns in failing for each other
             again = set(range(len(self._states)))
+        self._followers = [f for f in self._followers if f.process not in again]
         self._restarts -= counts
         self._kill(p for p in sorted(again) if self._states[p].running)
         stuck = [p for p in sorted(again) if self._states[p].running]

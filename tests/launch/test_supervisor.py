@@ -14,6 +14,7 @@ from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, PeerLostError
 from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
+from shardc.launch.failure import Failure
 from shardc.launch.job import Job
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Supervisor
@@ -270,6 +271,27 @@ def test_an_interrupt_ends_all(tmp_path):
     begin = time.monotonic()
     assert run() == 130
     assert time.monotonic() - begin < 5
+
+
+# ---- failures that wait for their cause
+
+
+def test_a_failure_that_waits_for_its_cause_is_no_loss_once_its_process_is_started_again(tmp_path, capfd):
+    """Processes 0 and 1 are an island: both fail for the loss of process 2, whose restart was told before."""
+    run = Run(tmp_path, lambda cluster: cluster.wait_to_leave(), 4, 2, 3)
+    supervisor, states = run.supervisor, run.supervisor._states
+    try:
+        supervisor._start(range(4))
+        follows = Failure(1, 1, "PeerLostError", when=time.monotonic(), follows=True)
+        supervisor._lose(follows)
+        assert supervisor._followers == [follows]
+        supervisor._epoch = 1
+        supervisor._lose(replace(follows, process=0))  # it is behind: its island is started again
+        assert [s.start for s in states] == [2, 2, 1, 1] and supervisor._followers == []
+        assert supervisor._restarts == 3
+    finally:
+        supervisor._kill(range(4))
+        run.server.close()
 
 
 # ---- agents
