@@ -7,10 +7,11 @@ the user has called `jax.distributed.initialize`, only what has to be waited for
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 import jax
@@ -20,12 +21,17 @@ from jax.experimental import multihost_utils
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
+from shardc.errors import ClusterError
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.cluster import Cluster, refuse_unlike
 from shardc.runtime.exchange import Exchange
 from shardc.versions import VERSION
+
+_log: Final = logging.getLogger("shardc")
+_LOOKS: Final = 3
+"""So often, at signs of life, a process has to be seen waiting in vain before it says so: an error may come first."""
 
 
 class Peers:
@@ -44,6 +50,12 @@ class Peers:
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._exchange = None if cluster is None else Exchange(cluster, members)
         self._open: tuple[int, str] | None = None
+        self._counter = f"exchanges of {','.join(map(str, members))}"
+        """What the cluster counts: a process whose script has ended makes no further ones."""
+        self._vain = 0
+        """How often it was seen that this process waits in vain."""
+        if cluster is not None:
+            cluster.waits[id(self)] = self._look_for_ends
 
     @property
     def is_over(self) -> bool:
@@ -63,7 +75,7 @@ class Peers:
         self.settle()
         text = _call_text(what, facts)
         if self._exchange is not None:
-            texts = self._exchange.finish(self._exchange.begin(text), what)
+            texts = self._finish(self._begin(text, what), what)
         elif len(self.members) == jax.process_count():
             texts = _gathered(text)
         else:
@@ -89,7 +101,7 @@ class Peers:
         """`agree` without waiting: if the facts differ, the next call of any method raises."""
         self.settle()
         if self._exchange is not None:
-            self._open = self._exchange.begin(_call_text(what, facts)), what
+            self._open = self._begin(_call_text(what, facts), what), what
 
     def settle(self) -> None:
         """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
@@ -99,14 +111,51 @@ class Peers:
         """
         if self._open is not None and self._exchange is not None:
             (number, what), self._open = self._open, None
-            texts = self._exchange.finish(number, what)
+            texts = self._finish(number, what)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
 
     def look(self) -> None:
-        """`settle`, if that waits for nobody."""
-        if self._open is not None and self._exchange is not None and self._exchange.is_done(self._open[0]):
-            self.settle()
+        """`settle`, if that waits for nobody.
+
+        Raises:
+          ClusterError: the script of a member has ended, so that it will never make the last call.
+        """
+        if self._open is not None and self._exchange is not None:
+            if self._exchange.is_done(self._open[0]):
+                self.settle()
+            else:
+                self.refuse_ended(self._open[1])
+
+    def refuse_ended(self, what: str) -> None:
+        """Raise ClusterError if the scripts of members have ended that have made fewer calls than this process."""
+        if self._cluster is not None:
+            self._cluster.refuse_ended(self.members, self._counter, f"at {what}")
+
+    def _look_for_ends(self) -> str:
+        """Say once if this process waits in vain for the last call: in a collective of JAX, which nothing interrupts.
+        Runs with each sign of life."""
+        last = self._open
+        if last is None or self.is_over:
+            return ""
+        try:
+            self.refuse_ended(last[1])
+        except ClusterError as error:
+            self._vain += 1
+            if self._vain == _LOOKS:
+                _log.error("%s", error)
+        return ""
+
+    def _begin(self, text: str, what: str) -> int:
+        assert self._cluster is not None and self._exchange is not None
+        self._cluster.count(self._counter)
+        self.refuse_ended(what)
+        return self._exchange.begin(text)
+
+    def _finish(self, number: int, what: str) -> list[str]:
+        assert self._cluster is not None and self._exchange is not None
+        with self._cluster.expecting(self.members, self._counter, f"at {what}"):
+            return self._exchange.finish(number, what)
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]

@@ -46,7 +46,8 @@ class _State:
     began: float = 0.0
     running: bool = False
     joined: bool = False
-    done: bool = False
+    ended: Mapping[str, Any] | None = None
+    """The event that its script has ended."""
     killed: bool = False
     """Whether the supervisor has killed it, for the sake of others."""
     why: str = ""
@@ -126,20 +127,24 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 state.joined = True
+                for ended in (s.ended for s in self._states if s.ended is not None):
+                    self._server.tell(p, ended)  # else only those hear of it that were there
             case "done":
-                self._ended_well(p)
+                self._ended_well(p, said["calls"])
             case _:
                 state.report = dict(said)
 
-    def _ended_well(self, p: int) -> None:
+    def _ended_well(self, p: int, calls: Mapping[str, Any]) -> None:
         """Take notice that the script of a process has ended. The last thing that the run does is to leave."""
-        if self._leaving or self._over_at is not None:
+        state = self._states[p]
+        if state.ended is not None or self._leaving or self._over_at is not None:
             return
         if self._is_behind(p):  # it has not noticed a loss, and those that were started again wait for it
             self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
             return
-        self._states[p].done = True
-        if all(s.done for s in self._states):
+        state.ended = {"event": "done", "process": p, "epoch": self._epoch, "calls": calls}
+        self._server.tell_all(state.ended)  # nobody waits for it any more
+        if all(s.ended is not None for s in self._states):
             self._leaving = True
             self._server.tell_all({"event": "leave"})
 
@@ -150,8 +155,8 @@ class Supervisor:
             state = self._states[p]
             state.start += 1
             state.epoch, state.began, state.running = self._epoch, monotonic(), True
-            state.joined = state.done = state.killed = False
-            state.why, state.report = "", None
+            state.joined = state.killed = False
+            state.why, state.report, state.ended = "", None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, tells nothing about this one
             seat = replace(self._job.seat, me=p, epoch=self._epoch, restarts=self._restarts)
             try:
@@ -178,7 +183,7 @@ class Supervisor:
         if state.killed:
             return
         if code == 0 and state.report is None:
-            self._ended_well(p)
+            self._ended_well(p, {})
             return
         failure = failure_of(p, code, state.report, monotonic())
         self._lose(replace(failure, why=state.why) if state.why else failure)
@@ -226,7 +231,10 @@ class Supervisor:
         again = set(self._job.seat.island(failure.process))
         if counts:
             self._epoch += 1
-            for p in (*(f.process for f in self._followers), *(p for p, s in enumerate(self._states) if s.done)):
+            for p in (
+                *(f.process for f in self._followers),
+                *(p for p, s in enumerate(self._states) if s.ended is not None),
+            ):
                 again |= set(self._job.seat.island(p))
         elif any(self._is_in(p) for p in again):
             self._epoch += 1  # all, or the islands would take turns in failing for each other

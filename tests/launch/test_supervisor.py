@@ -55,7 +55,7 @@ class FakeProcess:
             cluster.store.report({"what": "joined", "start": job.start})
             cluster.adopt()
             self.script(cluster)
-            cluster.store.report({"what": "done", "start": job.start})
+            cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
             cluster.wait_to_leave()
         except BaseException as error:  # noqa: BLE001 - reported, as by a child
             text, code = f"{type(error).__name__}: {error}\n", getattr(error, "code", 1)
@@ -271,6 +271,43 @@ def test_an_interrupt_ends_all(tmp_path):
     begin = time.monotonic()
     assert run() == 130
     assert time.monotonic() - begin < 5
+
+
+# ---- scripts that have ended
+
+
+def test_who_waits_for_a_script_that_has_ended_fails_at_once(tmp_path, capfd):
+    def script(cluster):
+        for i in range(3 - cluster.me):
+            cluster.gather(f"call {i}", "")
+
+    begin = time.monotonic()
+    assert Run(tmp_path, script, 2, 2)() == 1
+    assert time.monotonic() - begin < 5
+    assert "process 1's script has ended; process 0 waits for it at call 2. Each process" in capfd.readouterr().err
+
+
+def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
+    """Process 0 begins the second epoch and ends in it before process 1, late to see the loss, is started in it."""
+    waits = threading.Event()
+
+    def script(cluster):
+        if cluster.me == 2:
+            if cluster.epoch == 0:
+                raise OSError("no disk")
+        elif cluster.me == 1 and cluster.epoch == 0:
+            waits.wait(10)
+            cluster.check()
+        elif cluster.me == 1:
+            cluster.gather("never", "", [0, 1])
+        else:
+            with pytest.raises(PeerLostError):
+                cluster.gather("all", "")
+            cluster.rejoin()
+            threading.Timer(1.0, waits.set).start()
+
+    assert Run(tmp_path, script, 3, 3, 1)() == 1
+    assert "process 0's script has ended; process 1 waits for it at never of 0,1." in capfd.readouterr().err
 
 
 # ---- failures that wait for their cause
