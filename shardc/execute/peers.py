@@ -7,11 +7,10 @@ the user has called `jax.distributed.initialize`, only what has to be waited for
 from __future__ import annotations
 
 import json
-import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import jax
@@ -21,17 +20,12 @@ from jax.experimental import multihost_utils
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
-from shardc.errors import ClusterError
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.cluster import Cluster, refuse_unlike
 from shardc.runtime.exchange import Exchange
 from shardc.versions import VERSION
-
-_log: Final = logging.getLogger("shardc")
-_LOOKS: Final = 3
-"""So often, at signs of life, a process has to be seen waiting in vain before it says so: an error may come first."""
 
 
 class Peers:
@@ -52,10 +46,6 @@ class Peers:
         self._open: tuple[int, str] | None = None
         self._counter = f"exchanges of {','.join(map(str, members))}"
         """What the cluster counts: a process whose script has ended makes no further ones."""
-        self._vain = 0
-        """How often it was seen that this process waits in vain."""
-        if cluster is not None:
-            cluster.waits[id(self)] = self._look_for_ends
 
     @property
     def is_over(self) -> bool:
@@ -102,6 +92,8 @@ class Peers:
         self.settle()
         if self._exchange is not None:
             self._open = self._begin(_call_text(what, facts), what), what
+            if self._cluster is not None:
+                self._cluster.open_calls[self._counter] = self.members, f"at {what}"
 
     def settle(self) -> None:
         """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
@@ -132,20 +124,6 @@ class Peers:
         if self._cluster is not None:
             self._cluster.refuse_ended(self.members, self._counter, f"at {what}")
 
-    def _look_for_ends(self) -> str:
-        """Say once if this process waits in vain for the last call: in a collective of JAX, which nothing interrupts.
-        Runs with each sign of life."""
-        last = self._open
-        if last is None or self.is_over:
-            return ""
-        try:
-            self.refuse_ended(last[1])
-        except ClusterError as error:
-            self._vain += 1
-            if self._vain == _LOOKS:
-                _log.error("%s", error)
-        return ""
-
     def _begin(self, text: str, what: str) -> int:
         assert self._cluster is not None and self._exchange is not None
         self._cluster.count(self._counter)
@@ -154,6 +132,7 @@ class Peers:
 
     def _finish(self, number: int, what: str) -> list[str]:
         assert self._cluster is not None and self._exchange is not None
+        self._cluster.open_calls.pop(self._counter, None)
         with self._cluster.expecting(self.members, self._counter, f"at {what}"):
             return self._exchange.finish(number, what)
 

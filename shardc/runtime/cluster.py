@@ -27,6 +27,8 @@ from shardc.runtime.wire import Hello, Listener, dial, is_unix, listen
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
 """After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
+_LOOKS: Final = 3
+"""So often, at signs of life, this process is seen waiting in vain before it says so: an error may come first."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Cluster:
         self._facts: dict[str, Any] = {}
         self.waits: dict[int, Callable[[], str]] = {}
         """What tells for whom this process waits, asked before each sign of life: of each pipeline, by its number."""
+        self.open_calls: dict[str, tuple[Sequence[int], str]] = {}
+        """Calls begun here that others have to make too: by the name that they count them by, their numbers, and where
+        they wait. Looked at with each sign of life: a collective of JAX that waits for others raises no error."""
+        self._in_vain = 0
+        """How often it was seen that this process waits in vain."""
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended. A process of a run that nobody watches ends too."""
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
@@ -159,7 +166,17 @@ class Cluster:
         json.dumps(known)  # what cannot be sent is an error of the caller
         self._facts = known
 
+    def _say_if_in_vain(self) -> None:
+        try:
+            for name, (processes, why) in list(self.open_calls.items()):
+                self.refuse_ended(processes, name, why)
+        except ClusterError as error:
+            self._in_vain += 1
+            if self._in_vain == _LOOKS:
+                _log.error("%s", error)
+
     def _status(self) -> str:
+        self._say_if_in_vain()
         waits = next(filter(None, (tell() for tell in list(self.waits.values()))), "")
         return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
 
@@ -392,6 +409,8 @@ class Cluster:
             self.seat = replace(self.seat, epoch=self._next)
             self._next = self._lost = None
             self._counts.clear()
+            self.open_calls.clear()
+            self._in_vain = 0
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():

@@ -261,6 +261,21 @@ def test_who_has_made_the_same_calls_is_waited_for(a_run):
     a.check()
 
 
+def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
+    run = a_run()
+    a = run.join(0)
+    a.count("calls")
+    a.open_calls["calls"] = [0, 1], "at call 0"
+    a._status()
+    run.end(1, counts={})
+    until(lambda: a.has_ended(1))
+    assert log_lines() == []
+    for _ in range(5):
+        a._status()
+    (line,) = log_lines()
+    assert line.startswith("process 1's script has ended; process 0 waits for it at call 0. ")
+
+
 def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
     run = a_run()
     a = run.join(0, epoch=1)
