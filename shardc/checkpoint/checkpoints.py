@@ -351,8 +351,8 @@ class Checkpoints:
         if peers is None:
             raise lost
         self._open_writer().dismiss(SECONDS)
-        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
         peers.rejoin()
+        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
 
     # -- writing
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -33,9 +35,12 @@ from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Packed
-from shardc.runtime.spread import SpreadNetwork
+from shardc.runtime.spread import Expected, SpreadNetwork
 from shardc.runtime.stalls import Stall
 from shardc.sbp.signature import is_extended
+
+_LOOK: Final = 1.0
+"""Seconds between two looks whether a value can still come."""
 
 
 class FarStages:
@@ -96,7 +101,7 @@ class FarStages:
 
     def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        return _value(self.network.expect(run, number, peer).get(self.cluster.seat.deadline), aval)
+        return _value(_awaited(self.network.expect(run, number, peer), self.cluster.seat.deadline), aval)
 
     def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
         """An array of another process whose value is on its way."""
@@ -104,7 +109,7 @@ class FarStages:
         expected, seconds = self.network.expect(run, number, peer), self.cluster.seat.deadline
 
         def value() -> np.ndarray[Any, Any]:
-            return _value(expected.get(seconds), aval)
+            return _value(_awaited(expected, seconds), aval)
 
         return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
@@ -114,6 +119,17 @@ def _look() -> None:
     peers = peers_of_run()
     if peers is not None:
         peers.look()
+
+
+def _awaited(expected: Expected, seconds: float) -> Packed:
+    """A value that comes from another process. Raises as `Expected.get`, and as soon as it cannot come any more."""
+    until = monotonic() + seconds
+    while (left := until - monotonic()) > _LOOK and not expected.is_there:
+        with suppress(ClusterError):  # not yet; if it fails, `get` says so again
+            return expected.get(_LOOK)
+        if not expected.is_there and (peers := peers_of_run()) is not None:
+            peers.refuse_ended("the last call")
+    return expected.get(max(0.0, left))
 
 
 def _close(network: SpreadNetwork, cluster: Cluster) -> None:

@@ -44,6 +44,8 @@ class Peers:
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._exchange = None if cluster is None else Exchange(cluster, members)
         self._open: tuple[int, str] | None = None
+        self._counter = f"exchanges of {','.join(map(str, members))}"
+        """What the cluster counts: a process whose script has ended makes no further ones."""
 
     @property
     def is_over(self) -> bool:
@@ -63,7 +65,7 @@ class Peers:
         self.settle()
         text = _call_text(what, facts)
         if self._exchange is not None:
-            texts = self._exchange.finish(self._exchange.begin(text), what)
+            texts = self._finish(self._begin(text, what), what)
         elif len(self.members) == jax.process_count():
             texts = _gathered(text)
         else:
@@ -89,7 +91,9 @@ class Peers:
         """`agree` without waiting: if the facts differ, the next call of any method raises."""
         self.settle()
         if self._exchange is not None:
-            self._open = self._exchange.begin(_call_text(what, facts)), what
+            self._open = self._begin(_call_text(what, facts), what), what
+            if self._cluster is not None:
+                self._cluster.open_calls[self._counter] = self.members, f"at {what}"
 
     def settle(self) -> None:
         """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
@@ -99,14 +103,38 @@ class Peers:
         """
         if self._open is not None and self._exchange is not None:
             (number, what), self._open = self._open, None
-            texts = self._exchange.finish(number, what)
+            texts = self._finish(number, what)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
 
     def look(self) -> None:
-        """`settle`, if that waits for nobody."""
-        if self._open is not None and self._exchange is not None and self._exchange.is_done(self._open[0]):
-            self.settle()
+        """`settle`, if that waits for nobody.
+
+        Raises:
+          ClusterError: the script of a member has ended, so that it will never make the last call.
+        """
+        if self._open is not None and self._exchange is not None:
+            if self._exchange.is_done(self._open[0]):
+                self.settle()
+            else:
+                self.refuse_ended(self._open[1])
+
+    def refuse_ended(self, what: str) -> None:
+        """Raise ClusterError if the scripts of members have ended that have made fewer calls than this process."""
+        if self._cluster is not None:
+            self._cluster.refuse_ended(self.members, self._counter, f"at {what}")
+
+    def _begin(self, text: str, what: str) -> int:
+        assert self._cluster is not None and self._exchange is not None
+        self._cluster.count(self._counter)
+        self.refuse_ended(what)
+        return self._exchange.begin(text)
+
+    def _finish(self, number: int, what: str) -> list[str]:
+        assert self._cluster is not None and self._exchange is not None
+        self._cluster.open_calls.pop(self._counter, None)
+        with self._cluster.expecting(self.members, self._counter, f"at {what}"):
+            return self._exchange.finish(number, what)
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]

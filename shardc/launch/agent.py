@@ -57,6 +57,8 @@ class RemoteProcess:
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
         self._start = 0
+        self._changing = threading.Lock()
+        """Guards `_start` against the end of the agent's connection."""
         self._tail: list[str] = []
 
     @property
@@ -81,19 +83,22 @@ class RemoteProcess:
 
     def lost(self) -> None:
         """Take notice that the connection of the agent has ended."""
-        self._here.clear()
-        self._ended.set()
-        self._events.put(("host lost", self.number))
+        with self._changing:
+            self._here.clear()
+            self._ended.set()
+            self._events.put(("host lost", self.number, self._start))
 
     def wait_until_here(self, seconds: float) -> bool:
         """Wait for the agent to report. False: it has not in time."""
         return self._here.wait(seconds)
 
     def start(self, job: Job) -> None:
-        if not self._here.wait(0 if job.start > 1 else job.seat.deadline):
-            raise ClusterError("the launcher of its host is lost")
-        self._ended.clear()
-        self._start, self._tail = job.start, []
+        self._here.wait(0 if job.start > 1 else job.seat.deadline)
+        with self._changing:
+            if not self.is_here:
+                raise ClusterError("the launcher of its host is lost")
+            self._ended.clear()
+            self._start, self._tail = job.start, []
         self._tell({"event": "start", "job": job.to_json(secret=False)})
 
     def kill(self) -> None:

@@ -105,7 +105,7 @@ def run_script(words: list[str]) -> None:
 def _end(cluster: Cluster, job: Job) -> None:
     """Leave when all scripts have ended: an exit waits in the barrier of `jax.distributed`."""
     _flush()
-    cluster.store.report({"what": "done", "start": job.start})
+    cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
     if not cluster.wait_to_leave():
         os._exit(0)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from shardc.errors import ClusterError
 from shardc.launch.job import Job, Script
 from shardc.launch.output import Pump, Tail, Take, WithoutNoise, write_all
 
@@ -23,6 +24,8 @@ _PIPE_BYTES: Final = 1 << 20
 _F_SETPIPE_SZ: Final = 1031
 LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
+_END_SECONDS: Final = 10.0
+"""So long a process that is killed may take to end."""
 
 
 class Shows(Protocol):
@@ -87,17 +90,18 @@ class LocalProcess:
         self._pumps: list[Pump] = []
         self._popen: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._lifeline = -1
         self._file = -1
 
     def start(self, job: Job) -> None:
-        self.wait(10.0)
+        self.kill()  # an agent may be told of a start before it has noticed that another one is over
+        if not self.wait(_END_SECONDS):
+            raise ClusterError(f"its last start was killed, and has not ended within {_END_SECONDS:g} s")
         for pump in self._pumps:
             pump.join(2.0)
         self._ended.clear()
         self._tail = Tail()
         self._open_log(job.start)
-        seat_end, self._lifeline = os.pipe()
+        seat_end, lifeline = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
             self._popen = subprocess.Popen(
@@ -117,9 +121,9 @@ class LocalProcess:
             Pump(err[0], self._takes(2), f"shardc errors of process {self.number}"),
         ]
         with suppress(BrokenPipeError):  # it has died already
-            write_all(self._lifeline, job.to_json().encode() + b"\n")
+            write_all(lifeline, job.to_json().encode() + b"\n")
         name = f"shardc waits for process {self.number}"
-        threading.Thread(target=self._watch, args=(self._popen, job.start), name=name, daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._popen, job.start, lifeline), name=name, daemon=True).start()
 
     def _open_log(self, start: int) -> None:
         if self._log is None:
@@ -152,12 +156,12 @@ class LocalProcess:
             takes.append(WithoutNoise(self._screen.out if descriptor == 1 else self._screen.err))
         return takes
 
-    def _watch(self, popen: subprocess.Popen[bytes], start: int) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes], start: int, lifeline: int) -> None:
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             self._kill_group(popen, signal.SIGKILL)  # what it has started ends with it
             code = popen.wait()
-        os.close(self._lifeline)
+        os.close(lifeline)
         self._ended.set()
         self._on_end(self.number, start, code)
 

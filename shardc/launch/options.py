@@ -76,7 +76,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     add("--ray", action="store_true", help="start the processes as actors of Ray")
     add("-m", dest="module", action="store_true", help="the script is the name of a module")
     add("script")
-    add("arguments", nargs=argparse.REMAINDER)
+    add("arguments", nargs=argparse.REMAINDER).required = False  # an error does not name them
     return run
 
 

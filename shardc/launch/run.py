@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
 from shardc.compat import detect_process
 from shardc.errors import ClusterError
@@ -10,6 +11,8 @@ from shardc.launch.on_ray import run_on_ray
 from shardc.launch.on_this_machine import run_on_this_machine
 from shardc.launch.options import read_options
 from shardc.launch.under_a_cluster import run_under_a_cluster
+
+_PROG: Final = "python -m shardc run"
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -27,6 +30,11 @@ def run_command(args: argparse.Namespace) -> int:
         raise ClusterError("--ray needs the number of processes: --processes N.")
     found = detect_process(options.deadline)
     if found is None:
+        if late := [w for w in options.script.arguments if w.partition("=")[0] == "--processes"]:
+            raise ClusterError(
+                f"{late[0]} stands after the script, so that the script gets it; options of run stand before it: "
+                f"{_PROG} --processes N {options.script.name}."
+            )
         raise ClusterError(
             "no cluster has started this process: JAX finds neither Slurm, nor Open MPI, nor Kubernetes. Give "
             "--processes N to start N processes on this machine."

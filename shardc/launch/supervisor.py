@@ -33,7 +33,7 @@ _EARLIER: Final = 3.0
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]
-"""`("ended", process, start, code)`, `("report", process, data)`, `("host lost", process)`, `("interrupt",)`."""
+"""`("ended", process, start, code)`, `("report", process, data)`, `("host lost", process, start)`, `("interrupt",)`."""
 
 
 @dataclass
@@ -46,7 +46,8 @@ class _State:
     began: float = 0.0
     running: bool = False
     joined: bool = False
-    done: bool = False
+    ended: Mapping[str, Any] | None = None
+    """The event that its script has ended."""
     killed: bool = False
     """Whether the supervisor has killed it, for the sake of others."""
     why: str = ""
@@ -114,8 +115,8 @@ class Supervisor:
             case "report", p, said:
                 if p >= 0 and said.get("start") == self._states[p].start:
                     self._reported(p, said)
-            case "host lost", p:
-                if self._states[p].running:
+            case "host lost", p, start:
+                if start == self._states[p].start and self._states[p].running:
                     self._states[p].why = "the launcher of its host is lost"
                     self._ended(p, -9)
             case _:
@@ -126,14 +127,24 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 state.joined = True
+                for ended in (s.ended for s in self._states if s.ended is not None):
+                    self._server.tell(p, ended)  # else only those hear of it that were there
             case "done":
-                state.done = True
-                self._leave_if_all_are_done()
+                self._ended_well(p, said["calls"])
             case _:
                 state.report = dict(said)
 
-    def _leave_if_all_are_done(self) -> None:
-        if self._over_at is None and all(s.done for s in self._states):
+    def _ended_well(self, p: int, calls: Mapping[str, Any]) -> None:
+        """Take notice that the script of a process has ended. The last thing that the run does is to leave."""
+        state = self._states[p]
+        if state.ended is not None or self._leaving or self._over_at is not None:
+            return
+        if self._is_behind(p):  # it has not noticed a loss, and those that were started again wait for it
+            self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
+            return
+        state.ended = {"event": "done", "process": p, "epoch": self._epoch, "calls": calls}
+        self._server.tell_all(state.ended)  # nobody waits for it any more
+        if all(s.ended is not None for s in self._states):
             self._leaving = True
             self._server.tell_all({"event": "leave"})
 
@@ -144,8 +155,9 @@ class Supervisor:
             state = self._states[p]
             state.start += 1
             state.epoch, state.began, state.running = self._epoch, monotonic(), True
-            state.joined = state.done = state.killed = False
-            state.why, state.report = "", None
+            state.joined = state.killed = False
+            state.why, state.report, state.ended = "", None, None
+            self._server.drop(p)  # the connection of its last start, if it stays open, tells nothing about this one
             seat = replace(self._job.seat, me=p, epoch=self._epoch, restarts=self._restarts)
             try:
                 state.handle.start(self._job_of(replace(self._job, seat=seat, start=state.start)))
@@ -171,8 +183,7 @@ class Supervisor:
         if state.killed:
             return
         if code == 0 and state.report is None:
-            state.done = True
-            self._leave_if_all_are_done()
+            self._ended_well(p, {})
             return
         failure = failure_of(p, code, state.report, monotonic())
         self._lose(replace(failure, why=state.why) if state.why else failure)
@@ -205,9 +216,11 @@ class Supervisor:
 
     def _is_stale(self, failure: Failure) -> bool:
         """Whether a process failed because of a loss that a restart has mended since."""
-        return (
-            failure.follows and self._states[failure.process].epoch < self._epoch and not self._is_in(failure.process)
-        )
+        return failure.follows and self._is_behind(failure.process)
+
+    def _is_behind(self, p: int) -> bool:
+        """Whether a process was started before the last loss, and has not begun the epoch since."""
+        return self._states[p].epoch < self._epoch and not self._is_in(p)
 
     def _is_in(self, p: int) -> bool:
         """Whether a process has begun the present epoch."""
@@ -218,12 +231,15 @@ class Supervisor:
         again = set(self._job.seat.island(failure.process))
         if counts:
             self._epoch += 1
-            for p in (*(f.process for f in self._followers), *(p for p, s in enumerate(self._states) if s.done)):
+            for p in (
+                *(f.process for f in self._followers),
+                *(p for p, s in enumerate(self._states) if s.ended is not None),
+            ):
                 again |= set(self._job.seat.island(p))
-            self._followers.clear()
         elif any(self._is_in(p) for p in again):
             self._epoch += 1  # all, or the islands would take turns in failing for each other
             again = set(range(len(self._states)))
+        self._followers = [f for f in self._followers if f.process not in again]
         self._restarts -= counts
         self._kill(p for p in sorted(again) if self._states[p].running)
         stuck = [p for p in sorted(again) if self._states[p].running]
@@ -283,7 +299,7 @@ class Supervisor:
             if p >= 0:
                 self._condemn(p, f"no sign of life for {seat.silence:g} s")
             else:
-                self._take(("host lost", -1 - p))
+                self._server.drop(p)  # its end comes as an event
         joining = max(seat.deadline / 2, seat.deadline - _EARLIER)
         for p, state in enumerate(self._states):
             if state.running and not state.joined and now - state.began > joining:

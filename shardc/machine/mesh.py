@@ -34,6 +34,7 @@ from shardc.machine.topology import (
     parse_topology,
     read_topology,
 )
+from shardc.runtime.cluster import current
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
@@ -184,10 +185,14 @@ def choose_devices(devices: Sequence[Any], axes: Mapping[str, int]) -> list[Any]
     if need > len(found):
         where = "this machine has" if processes == 1 else f"the {processes} processes of this run have"
         here = need if processes == 1 else -(-need // processes)
+        fakes = (
+            f"set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={here} before JAX starts"
+            if current() is None
+            else f"start the run with --devices {here}"
+        )
         raise MeshError(
             f"The mesh {_axes_text(axes)} needs {need} devices, {where} {len(found)} "
-            f"({found[0].platform}). Use a smaller mesh; for fake CPU devices set the environment variable "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={here} before JAX starts; to plan without devices "
+            f"({found[0].platform}). Use a smaller mesh; for fake CPU devices {fakes}; to plan without devices "
             'name a topology, as in topology="v5p".'
         )
     each = need // processes

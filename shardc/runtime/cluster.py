@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Final, Literal
@@ -26,6 +27,8 @@ from shardc.runtime.wire import Hello, Listener, dial, is_unix, listen
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
 """After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
+_LOOKS: Final = 3
+"""So often, at signs of life, this process is seen waiting in vain before it says so: an error may come first."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,21 @@ class Cluster:
         self._published: dict[str, str] = {}
         self._lost: PeerLostError | None = None
         self._next: int | None = None
+        self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
+        """The processes whose scripts have ended: in which epoch, and what they had called by then."""
+        self._expecting: dict[int, Callable[[], None]] = {}
+        """What else `check` asks, by thread."""
         self._over = ""
         self._closed = False
         self._leaving = False
         self._facts: dict[str, Any] = {}
         self.waits: dict[int, Callable[[], str]] = {}
         """What tells for whom this process waits, asked before each sign of life: of each pipeline, by its number."""
+        self.open_calls: dict[str, tuple[Sequence[int], str]] = {}
+        """Calls begun here that others have to make too: by the name that they count them by, their numbers, and where
+        they wait. Looked at with each sign of life: a collective of JAX that waits for others raises no error."""
+        self._in_vain = 0
+        """How often it was seen that this process waits in vain."""
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended. A process of a run that nobody watches ends too."""
         self.store = Store(seat.store, seat.secret, seat.me, self._hear)
@@ -128,6 +140,8 @@ class Cluster:
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
                     self.seat = replace(self.seat, restarts=int(event["restarts"]))
+                case "done":
+                    self._ended[int(event["process"])] = int(event["epoch"]), event["calls"]
                 case "leave":
                     self._leaving = True
                 case "over":
@@ -152,7 +166,17 @@ class Cluster:
         json.dumps(known)  # what cannot be sent is an error of the caller
         self._facts = known
 
+    def _say_if_in_vain(self) -> None:
+        try:
+            for name, (processes, why) in list(self.open_calls.items()):
+                self.refuse_ended(processes, name, why)
+        except ClusterError as error:
+            self._in_vain += 1
+            if self._in_vain == _LOOKS:
+                _log.error("%s", error)
+
     def _status(self) -> str:
+        self._say_if_in_vain()
         waits = next(filter(None, (tell() for tell in list(self.waits.values()))), "")
         return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
 
@@ -197,11 +221,14 @@ class Cluster:
                 self._changed.notify_all()
 
     def _wait_for_link(self, peer: int) -> Link:
-        self._changed.wait_for(lambda: peer in self._links or self._stopped(), self.seat.deadline)
+        def never() -> bool:
+            return self.has_ended(peer) and self.me not in self._ended[peer][1].get("links", [])
+
+        self._changed.wait_for(lambda: peer in self._links or self._stopped() or never(), self.seat.deadline)
         if peer in self._links:
             return self._links[peer]
         self._raise_if_stopped()
-        raise ClusterError(self.never_came([peer], "to open a link"))
+        raise ClusterError((self._waits_in_vain if never() else self.never_came)([peer], "to open a link"))
 
     def _dial(self, peer: int) -> Link:
         seat = self.seat
@@ -237,7 +264,7 @@ class Cluster:
 
         Raises:
           PeerLostError: a process died.
-          ClusterError: the text did not come before the deadline.
+          ClusterError: the text did not come before the deadline, or the script of the process has ended without it.
         """
         until = monotonic() + self.seat.deadline
         while (left := until - monotonic()) > 0:
@@ -246,6 +273,9 @@ class Cluster:
             text = self.store.get(key, min(0.25, left))  # a loss is noticed between two
             if text is not None:
                 return text
+            # what it told before its end is in the store since
+            if self.has_ended(process) and self.store.has(key, left) is False:
+                raise ClusterError(self._waits_in_vain([process], why))
         raise ClusterError(self.never_came([process], why))
 
     def never_came(self, processes: Sequence[int], why: str) -> str:
@@ -253,6 +283,15 @@ class Cluster:
         return (
             f"process {self.me} waited {self.seat.deadline:g} s for {processes_text(processes)} {why}. Each process "
             "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
+        )
+
+    def _waits_in_vain(self, processes: Sequence[int], why: str) -> str:
+        """The text of the error that processes will not come."""
+        many = len(processes) > 1
+        ended = f"the scripts of {processes_text(processes)} have" if many else f"process {processes[0]}'s script has"
+        return (
+            f"{ended} ended; process {self.me} waits for {'them' if many else 'it'} {why}. Each process has to make "
+            "the same calls in the same order."
         )
 
     def count(self, name: str) -> int:
@@ -278,6 +317,36 @@ class Cluster:
         self.store.set(self._key(f"{key}/{self.me}"), text)
         return [self._text(f"{key}/{p}", p, f"at {name}") for p in members]
 
+    # -- scripts that have ended
+
+    def calls(self) -> dict[str, Any]:
+        """What this process has called in this epoch, which it says when its script has ended: others find out whether
+        they wait for it in vain."""
+        with self._changed:
+            return {"counts": dict(self._counts), "links": list(self._links)}
+
+    def has_ended(self, process: int) -> bool:
+        """Whether the script of a process has ended in this epoch, while others still run."""
+        return not self._leaving and self._ended.get(process, (-1, {}))[0] == self.epoch
+
+    def refuse_ended(self, processes: Sequence[int], name: str, why: str) -> None:
+        """Raise ClusterError if scripts of processes have ended that have counted `name` less often than this process
+        (`count`): it would wait in vain for what they would do next."""
+        counts = {p: self._ended[p][1].get("counts") for p in processes if self.has_ended(p)}
+        mine = self._counts.get(name, -1)
+        if ended := [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]:
+            raise ClusterError(self._waits_in_vain(ended, why))
+
+    @contextmanager
+    def expecting(self, processes: Sequence[int], name: str, why: str) -> Generator[None]:
+        """While this thread is in the block, `check` does as `refuse_ended` too."""
+        thread = threading.get_ident()
+        self._expecting[thread] = lambda: self.refuse_ended(processes, name, why)
+        try:
+            yield
+        finally:
+            del self._expecting[thread]
+
     # -- losses
 
     def _stopped(self) -> bool:
@@ -292,9 +361,12 @@ class Cluster:
             raise ClusterError(f"the run ends: {self._over}.")
 
     def check(self) -> None:
-        """Raise PeerLostError if a process of the run is known to be lost."""
+        """Raise PeerLostError if a process of the run is known to be lost; in a block of `expecting` ClusterError if
+        the script of an expected one has ended."""
         with self._changed:
             self._raise_if_stopped()
+        if (refuse := self._expecting.get(threading.get_ident())) is not None:
+            refuse()
 
     def rejoin(self) -> None:
         """After a loss: wait until the lost processes are started again, and begin the next epoch.
@@ -337,6 +409,8 @@ class Cluster:
             self.seat = replace(self.seat, epoch=self._next)
             self._next = self._lost = None
             self._counts.clear()
+            self.open_calls.clear()
+            self._in_vain = 0
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():

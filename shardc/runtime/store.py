@@ -121,6 +121,8 @@ class StoreServer:
                         self._waits.setdefault(said["key"], []).append((client, said["number"]))
                         return
                 self._tell(client, {"number": said["number"], "text": text})
+            case "has":
+                self._tell(client, {"number": said["number"], "text": "" if self.text(said["key"]) is None else "yes"})
             case "forget":
                 with self._lock:
                     self._forget(client, said["number"])
@@ -192,6 +194,17 @@ class StoreServer:
                 client.seen = now
         return sorted(c.process for c in clients if now - c.seen > seconds)
 
+    def drop(self, process: int) -> None:
+        """End the connection of a process, if it is connected, and tell of its end."""
+        with self._lock:
+            client = self._clients.pop(process, None)
+        if client is None:
+            return
+        with suppress(OSError):
+            client.sock.shutdown(socket.SHUT_RDWR)
+        if self._on_end is not None:
+            self._on_end(process, client.left)
+
     def statuses(self) -> dict[int, str]:
         """The last status text of each connected process."""
         with self._lock:
@@ -253,6 +266,15 @@ class Store:
           ClusterError: the server is gone.
         """
         return self._ask({"do": "get", "key": key}, seconds)
+
+    def has(self, key: str, seconds: float) -> bool | None:
+        """Whether a key has a text by now. None: the server did not answer in time.
+
+        Raises:
+          ClusterError: the server is gone.
+        """
+        answer = self._ask({"do": "has", "key": key}, seconds)
+        return None if answer is None else bool(answer)
 
     def report(self, data: Mapping[str, Any], seconds: float = 60.0) -> bool:
         """Tell the launcher something. True: it has taken notice.

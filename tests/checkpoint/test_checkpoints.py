@@ -681,7 +681,7 @@ def test_a_second_loss_while_the_run_begins_again(tmp_path):
     assert count == [1, 1]
 
 
-def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path):
+def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path, caplog):
     """One has done all steps when the other dies: it has to come back."""
     lost = []
 
@@ -702,10 +702,11 @@ def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path):
 
     state, names_ = within(60, as_process, Unlucky(Run(1, 1), 0), body)
     assert lost and state == {"n": 10}
+    assert "process 1 is lost: killed.\nThe run goes on from the last common checkpoint." in caplog.text
     assert sum(name.endswith("end") for name in names_) == 1  # the end of the `with` asks for nothing more
 
 
-def test_a_loss_that_nobody_mends_goes_out(tmp_path):
+def test_a_loss_that_nobody_mends_goes_out(tmp_path, caplog):
     class Final(Fake):
         def rejoin(self):
             raise PeerLostError("process 1 is lost: killed. It stays lost: no restarts are left.", 1)
@@ -721,6 +722,7 @@ def test_a_loss_that_nobody_mends_goes_out(tmp_path):
     assert isinstance(error, PeerLostError) and "stays lost" in str(error)
     error = within(60, as_process, None, body)
     assert isinstance(error, PeerLostError) and str(error) == "process 1 is lost: killed."
+    assert "goes on" not in caplog.text
 
 
 def test_the_status_line_is_told(tmp_path):

@@ -3,8 +3,12 @@
 import os
 import pty
 import re
+import signal
 import sys
 import termios
+import threading
+
+import pytest
 
 from shardc.execute.far_stages import waits_text
 from shardc.execute.rank_processes import RankProcesses
@@ -205,3 +209,69 @@ def test_a_failure_while_arguments_enter_is_one_of_the_run_in_all(tmp_path, run)
     for lines in said:
         assert lines[1::3] == [f"at once: True runs {n}" for n in (2, 4, 6)]
         assert len(set(lines[2::3])) == 1 and lines[2].startswith("loss ")
+
+
+ENDS = """
+params, loss = f(params, x)
+print("loss", float(loss), flush=True)
+if me == {ends}:
+    time.sleep({after})
+    sys.exit()
+if me:
+    time.sleep(3 - {after})
+params, loss = f(params, x)
+print("loss", float(loss))
+"""
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_call_that_another_process_does_not_make(tmp_path, run, ends, after):
+    """Its script ends before or after the call begins here."""
+    path = tmp_path / "pipeline.py"
+    path.write_text("import sys\n" + PIPELINE + ENDS.format(ends=ends, after=after))
+    done = run(path, "--processes", 2, "--devices", 1, "--islands", 2)
+    assert done.code == 1
+    text = (
+        f"process {ends}'s script has ended; process {1 - ends} waits for it at step, call 2. Each process has to make "
+    )
+    assert done.err.count(text) == 1, done.err
+
+
+ALONE = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+import shardc
+from shardc.runtime.cluster import current
+
+places = {{"x": {{"data": shardc.S(0)}}}}
+f = shardc.function(lambda x: jnp.sum(x * 2), mesh=shardc.make_mesh(data=2), in_placements=places)
+x = np.ones((4, 8), np.float32)
+print(float(f(x)), flush=True)
+time.sleep({0} if current().me == 0 else {1})
+if current().me == 0:
+    print(float(f(x)))
+"""
+VAIN = "process 1's script has ended; process 0 waits for it at <lambda>, call 2. Each process has to"
+
+
+def test_a_collective_that_another_process_does_not_make(tmp_path, run):
+    """Its script has ended before the call begins here."""
+    path = tmp_path / "alone.py"
+    path.write_text(ALONE.format(3, 0))
+    done = run(path, "--processes", 2, "--devices", 1)
+    assert (done.code, done.err.count(VAIN)) == (1, 1), done.err
+
+
+def test_a_collective_that_waits_in_jax(tmp_path):
+    """The script of the other process ends when the call has begun here: nothing interrupts it, but it is told."""
+    path = tmp_path / "alone.py"
+    path.write_text(ALONE.format(0, 3))
+    words = [sys.executable, "-m", "shardc", "run", "--processes", "2", "--devices", "1", str(path)]
+    with started(words, str(path), env=environment()) as process:
+        watchdog = threading.Timer(40, process.kill)
+        watchdog.start()
+        assert process.stderr.readline().startswith(VAIN)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        watchdog.cancel()

@@ -39,7 +39,7 @@ def test_a_process_is_started_by_its_agent(remote):
 def test_a_process_of_a_lost_agent_is_not_started_again(remote):
     remote.reported({"what": "here", "host": "h"})
     remote.lost()
-    assert remote.events.get(timeout=1) == ("host lost", 1)
+    assert remote.events.get(timeout=1) == ("host lost", 1, 0)
     with pytest.raises(ClusterError, match="the launcher of its host is lost"):
         remote.start(Job(JOB.seat, 2))
 

@@ -3,10 +3,13 @@
 import signal
 import sys
 import time
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
+from shardc.errors import ClusterError
+from shardc.launch import local_process
 from shardc.launch.job import Job, Script
 from shardc.launch.local_process import LocalProcess
 from shardc.runtime.cluster import Seat
@@ -105,3 +108,22 @@ def test_a_stopped_process_is_killed(start):
     time.sleep(0.2)
     process.kill()
     assert ends.get(timeout=10)[2] == -signal.SIGKILL
+
+
+def test_a_start_ends_the_one_before(start, monkeypatch):
+    process, ends = start("print('ready', file=sys.stderr, flush=True)\ntime.sleep(100)")
+    first = process._popen
+    monkeypatch.setattr(sys, "executable", "true")
+    begin = time.monotonic()
+    process.start(replace(JOB, start=2))
+    assert ends.get(timeout=10) == (1, 1, -9) and first.returncode == -9
+    assert ends.get(timeout=10) == (1, 2, 0)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_process_that_cannot_be_killed_is_not_started_again(start, monkeypatch):
+    process, _ = start("time.sleep(100)")
+    with monkeypatch.context() as patch, pytest.raises(ClusterError, match="its last start was killed, and has not"):
+        patch.setattr(process, "kill", lambda: None)
+        patch.setattr(local_process, "_END_SECONDS", 0.2)
+        process.start(replace(JOB, start=2))

@@ -57,7 +57,17 @@ def test_a_script_that_does_not_exist(capsys):
 
 
 def test_without_a_script(capsys):
-    assert "the following arguments are required: script" in refused(capsys, "--processes", 2)
+    error = refused(capsys, "--processes", 2)
+    assert error == "the following arguments are required: script (see python -m shardc run --help)"
+
+
+@pytest.mark.parametrize("words", [["--processes", "2"], ["--steps", "3", "--processes=2"]])
+def test_options_after_the_script(capsys, script, words):
+    late = words[0] if len(words) == 2 else words[-1]
+    assert refused(capsys, script, *words) == (
+        f"{late} stands after the script, so that the script gets it; options of run stand before it: "
+        f"python -m shardc run --processes N {script}."
+    )
 
 
 def test_a_log_directory_that_cannot_be_made(capsys, script):

@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -12,13 +12,15 @@ import pytest
 
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, PeerLostError
+from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
+from shardc.launch.failure import Failure
 from shardc.launch.job import Job
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Supervisor
 from shardc.runtime.cluster import Cluster, Seat
-from shardc.runtime.store import StoreServer
-from tests.runtime.peers import others
+from shardc.runtime.store import Store, StoreServer
+from tests.runtime.peers import others, until
 from tests.runtime.watchdog import within
 
 SECRET = b"s" * 32
@@ -53,7 +55,7 @@ class FakeProcess:
             cluster.store.report({"what": "joined", "start": job.start})
             cluster.adopt()
             self.script(cluster)
-            cluster.store.report({"what": "done", "start": job.start})
+            cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
             cluster.wait_to_leave()
         except BaseException as error:  # noqa: BLE001 - reported, as by a child
             text, code = f"{type(error).__name__}: {error}\n", getattr(error, "code", 1)
@@ -197,6 +199,23 @@ def test_a_process_that_has_ended_is_started_again_with_a_lost_one(tmp_path, cap
     assert "process 1| OSError: no disk\n" in err
 
 
+def test_a_process_that_ends_after_a_restart_without_noticing_it_is_started_again(tmp_path, capfd):
+    """It is past its last agreement when another one is lost: the one that is started again waits for it."""
+    starts = []
+
+    def script(cluster):
+        starts.append((cluster.me, cluster.epoch))
+        cluster.gather("all", "")
+        if cluster.epoch == 0:
+            if cluster.me == 1:
+                raise OSError("no disk")
+            until(lambda: cluster._next)
+
+    assert Run(tmp_path, script, 2, 2, 1)() == 0
+    assert sorted(starts) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert capfd.readouterr().err.count("started again") == 1
+
+
 def test_a_failure_that_no_other_caused_is_a_loss(tmp_path, capfd):
     """A link that breaks between two processes that live."""
     tries = itertools.count()
@@ -252,3 +271,166 @@ def test_an_interrupt_ends_all(tmp_path):
     begin = time.monotonic()
     assert run() == 130
     assert time.monotonic() - begin < 5
+
+
+# ---- scripts that have ended
+
+
+def test_who_waits_for_a_script_that_has_ended_fails_at_once(tmp_path, capfd):
+    def script(cluster):
+        for i in range(3 - cluster.me):
+            cluster.gather(f"call {i}", "")
+
+    begin = time.monotonic()
+    assert Run(tmp_path, script, 2, 2)() == 1
+    assert time.monotonic() - begin < 5
+    assert "process 1's script has ended; process 0 waits for it at call 2. Each process" in capfd.readouterr().err
+
+
+def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
+    """Process 0 begins the second epoch and ends in it before process 1, late to see the loss, is started in it."""
+    waits = threading.Event()
+
+    def script(cluster):
+        if cluster.me == 2:
+            if cluster.epoch == 0:
+                raise OSError("no disk")
+        elif cluster.me == 1 and cluster.epoch == 0:
+            waits.wait(10)
+            cluster.check()
+        elif cluster.me == 1:
+            cluster.gather("never", "", [0, 1])
+        else:
+            with pytest.raises(PeerLostError):
+                cluster.gather("all", "")
+            cluster.rejoin()
+            threading.Timer(1.0, waits.set).start()
+
+    assert Run(tmp_path, script, 3, 3, 1)() == 1
+    assert "process 0's script has ended; process 1 waits for it at never of 0,1." in capfd.readouterr().err
+
+
+# ---- failures that wait for their cause
+
+
+def test_a_failure_that_waits_for_its_cause_is_no_loss_once_its_process_is_started_again(tmp_path, capfd):
+    """Processes 0 and 1 are an island: both fail for the loss of process 2, whose restart was told before."""
+    run = Run(tmp_path, lambda cluster: cluster.wait_to_leave(), 4, 2, 3)
+    supervisor, states = run.supervisor, run.supervisor._states
+    try:
+        supervisor._start(range(4))
+        follows = Failure(1, 1, "PeerLostError", when=time.monotonic(), follows=True)
+        supervisor._lose(follows)
+        assert supervisor._followers == [follows]
+        supervisor._epoch = 1
+        supervisor._lose(replace(follows, process=0))  # it is behind: its island is started again
+        assert [s.start for s in states] == [2, 2, 1, 1] and supervisor._followers == []
+        assert supervisor._restarts == 3
+    finally:
+        supervisor._kill(range(4))
+        run.server.close()
+
+
+# ---- agents
+
+
+class Host(RemoteProcess):
+    """A process on another host, whose agent is a connection to the store. As on Ray, a new agent comes if one is
+    lost."""
+
+    def __init__(self, number, events, address):
+        super().__init__(number, self._obey, events)
+        self.address, self.agents, self.seats, self.clients = address, [], [], []
+
+    def come(self):
+        self.agents.append(Store(self.address, SECRET, -1 - self.number, lambda event: None))
+        self.agents[-1].report({"what": "here", "host": f"host {self.number}"})
+
+    def start(self, job):
+        if not self.is_here:
+            self.come()
+        super().start(job)
+        self.seats.append(job.seat)
+        self.clients.append(Store(self.address, SECRET, self.number, lambda event: None))
+        self.clients[-1].report({"what": "joined", "start": job.start})
+
+    def _obey(self, event):
+        if event["event"] == "kill" and self.is_here:
+            self.reported({"what": "ended", "start": self._start, "code": -9, "tail": []})
+
+
+@contextmanager
+def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
+    """A supervisor whose processes are on hosts of their own, running in a thread; each process does nothing."""
+    events, made = SimpleQueue(), []
+
+    def on_report(p, said):
+        if p >= 0:
+            events.put(("report", p, said))
+        else:
+            made[-1 - p].reported(said)
+
+    def on_end(p, left):
+        if p < 0:
+            made[-1 - p].lost()
+
+    server = StoreServer(f"unix:{tmp_path}/s", SECRET, on_end, on_report)
+    for p in range(processes):
+        made.append(Host(p, events, server.address))
+        made[p].come()
+    seat = Seat(0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, deadline=60.0)
+    supervisor = Supervisor(Job(seat), made, Screen(), lambda job: job, server, events)
+    running = threading.Thread(target=supervisor.run, daemon=True)
+    running.start()
+    try:
+        until(lambda: all(s.joined for s in supervisor._states))
+        yield supervisor, made, events
+    finally:
+        events.put(("interrupt",))
+        running.join(10)
+        assert not running.is_alive()
+        for store in (s for h in made for s in (*h.agents, *h.clients)):
+            store.close()
+        server.close()
+
+
+def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
+    """Each process of its island is started again once, though both agents are lost."""
+    with hosts(tmp_path, 2, 1) as (_, made, _events):
+        for host in made:
+            host.lost()
+        until(lambda: all(len(h.seats) == 2 for h in made))
+        time.sleep(0.5)
+        assert [[s.epoch for s in h.seats] for h in made] == [[0, 1]] * 2
+    assert capfd.readouterr().err.count("started again") == 1
+
+
+def test_a_silent_agent_is_lost_once(tmp_path, capfd):
+    with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
+        made[1].agents[0]._ended.set()  # no sign of life from now on, and its connection stays
+        until(lambda: len(made[1].seats) == 2, 10)
+        time.sleep(2.5)
+        assert [[s.epoch for s in h.seats] for h in made] == [[0], [0, 1]]
+    assert capfd.readouterr().err.count("the launcher of its host is lost") == 1
+
+
+def test_the_connection_of_an_earlier_start_condemns_no_new_one(tmp_path, capfd):
+    """The host of a silent process is alive, but the connection of the process stays open when it is killed."""
+    with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
+        made[1].clients[0]._ended.set()
+        start = made[1].start
+
+        def late(job):  # the new process takes a while to come
+            made[1].start = start
+            RemoteProcess.start(made[1], job)
+            made[1].seats.append(job.seat)
+            coming = threading.Timer(
+                2.5, lambda: made[1].clients.append(Store(made[1].address, SECRET, 1, lambda event: None))
+            )
+            coming.start()
+
+        made[1].start = late
+        until(lambda: len(made[1].seats) == 2, 10)
+        time.sleep(3.5)
+        assert [s.epoch for s in made[1].seats] == [0, 1]
+    assert capfd.readouterr().err.count("no sign of life for 2 s") == 1

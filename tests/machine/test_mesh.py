@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
+from shardc.machine import mesh as mesh_module
 from shardc.machine.mesh import (
     TOPOLOGIES,
     AnyMesh,
@@ -267,6 +268,13 @@ def test_meshes_that_processes_cannot_share(counts: tuple[int, ...], axes: dict[
     with pytest.raises(MeshError) as error:
         choose_devices(devices_of(*counts), axes)
     assert str(error.value) == text
+
+
+def test_a_mesh_that_is_too_large_for_a_run_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher sets the number of devices, over XLA_FLAGS."""
+    monkeypatch.setattr(mesh_module, "current", object)
+    with pytest.raises(MeshError, match=r"Use a smaller mesh; for fake CPU devices start the run with --devices 8; to"):
+        choose_devices(devices_of(4, 4), {"data": 16})
 
 
 def test_devices_on_a_torus_keep_their_order_along_links() -> None:

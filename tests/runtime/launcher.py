@@ -47,6 +47,12 @@ class Run:
     def lose(self, process, why="it was killed by signal 9"):
         self.server.tell_all({"event": "lost", "process": process, "why": why})
 
+    def end(self, process, epoch=0, **calls):
+        """Tell all that the script of a process has ended."""
+        known = self.clusters[process].calls() if process in self.clusters else {}
+        event = {"event": "done", "process": process, "epoch": epoch, "calls": {**known, **calls}}
+        self.server.tell_all(event)
+
     def close(self):
         together(*(c.close for c in self.clusters.values()))
         self.server.close()

@@ -199,6 +199,103 @@ def test_one_that_dies_before_it_comes(a_run):
         clusters[0].check()
 
 
+# ---- scripts that have ended
+
+VAIN = (
+    r"^process 1's script has ended; process 0 waits for it {}\. Each process has to make the same calls in the same "
+)
+
+
+def refuses(call, why, seconds=1.5):
+    begin = time.monotonic()
+    with pytest.raises(ClusterError, match=VAIN.format(why)):
+        within(5, call)
+    assert time.monotonic() - begin < seconds
+
+
+def test_a_process_that_has_ended_is_not_waited_for(a_run):
+    run = a_run()
+    a, b = run.all(deadline=60.0)
+    b.publish("colour", "red")
+    b.store.set("0/gather/step/0/1", "b")
+    threading.Timer(0.3, run.end, [1]).start()
+    assert within(5, a.gather, "step", "a") == ["a", "b"]  # it told this before its end
+    refuses(lambda: a.gather("step", "a"), "at step")
+    assert a.published("colour", 1) == "red"
+    refuses(lambda: a.published("size", 1), "to tell its size")
+    refuses(lambda: a.wait_for_text("any", 1, "to start JAX"), "to start JAX")
+
+
+def test_a_link_of_a_process_that_has_ended(a_run):
+    """It is not waited for, unless the process has opened it; one that this process dials is taken."""
+    run = a_run(3)
+    a, b, c = run.all(deadline=60.0)
+    opened = wire.dial(a._listener.address, SECRET, {"process": 2, "epoch": 0}, 5.0)
+    run.end(2, links=[0])
+    run.end(1)
+    until(lambda: a.has_ended(1))
+    refuses(lambda: a.link(1), "to open a link")
+    assert within(5, a.link, 2).peer == 2
+    opened.close()
+    assert within(5, b.link, 0).peer == 0
+    assert within(5, c.link, 1).peer == 1
+
+
+def test_who_has_made_the_same_calls_is_waited_for(a_run):
+    run = a_run(3)
+    a, b, _ = run.all(deadline=60.0)
+    for cluster in (a, b):
+        cluster.count("calls")
+    run.end(1)
+    run.end(2)
+    until(lambda: a.has_ended(1) and a.has_ended(2))
+    a.refuse_ended([0, 1], "calls", "at call 0")
+    with pytest.raises(ClusterError, match=r"^process 2's script has ended; process 0 waits for it at call 0\. "):
+        a.refuse_ended([1, 2], "calls", "at call 0")
+    a.count("calls")
+    with pytest.raises(ClusterError, match=r"^the scripts of processes 1, 2 have ended; process 0 waits for them at "):
+        a.refuse_ended([1, 2], "calls", "at call 1")
+    a.check()
+    with a.expecting([1], "calls", "at call 1"), pytest.raises(ClusterError, match=VAIN.format("at call 1")):
+        a.check()
+    a.check()
+
+
+def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
+    run = a_run()
+    a = run.join(0)
+    a.count("calls")
+    a.open_calls["calls"] = [0, 1], "at call 0"
+    a._status()
+    run.end(1, counts={})
+    until(lambda: a.has_ended(1))
+    assert log_lines() == []
+    for _ in range(5):
+        a._status()
+    (line,) = log_lines()
+    assert line.startswith("process 1's script has ended; process 0 waits for it at call 0. ")
+
+
+def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
+    run = a_run()
+    a = run.join(0, epoch=1)
+    run.end(1, epoch=0)
+    run.server.tell_all({"event": "leave"})
+    until(lambda: 1 in a._ended)
+    assert not a.has_ended(1)
+
+
+def test_a_launcher_that_is_stopped_says_nothing_of_ended_processes(a_run, monkeypatch):
+    """Nobody knows then whether the text is there."""
+    run = a_run()
+    a = run.join(0, deadline=1.0)
+    run.end(1)
+    until(lambda: a.has_ended(1))
+    monkeypatch.setattr(a.store, "_ask", lambda question, seconds: time.sleep(min(seconds, 0.1)))
+    with pytest.raises(ClusterError, match=r"process 0 waited 1 s for process 1 at step"):
+        within(5, a.gather, "step", "", [1])
+
+
 # ---- losses, and the next epoch
 
 

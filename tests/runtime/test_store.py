@@ -133,6 +133,18 @@ def test_who_is_silent(connect, server, monkeypatch):
     assert server.silent(10.0) == []
 
 
+def test_a_process_that_is_dropped(connect, server):
+    """It counts as gone at once, and its end is told once."""
+    heard = []
+    connect(1, heard.append)
+    until(lambda: server.statuses())
+    server.drop(1)
+    assert server.statuses() == {} and server.ended == [(1, False)]
+    until(lambda: heard == [{"event": "gone"}])
+    server.drop(1)
+    assert server.ended == [(1, False)]
+
+
 def test_a_stopped_process_is_silent(server):
     with children() as start:
         child = start("client", server.address, SECRET.hex(), 3)
