@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -239,7 +240,8 @@ def _obey(
             case "told", {"event": "gone"}:
                 return 1
             case "ended", _, start, code:
-                store.report({"what": "ended", "start": start, "code": code, "tail": process.tail()})
+                with suppress(ClusterError):  # the launcher has ended: the next event says so
+                    store.report({"what": "ended", "start": start, "code": code, "tail": process.tail()})
             case _:  # interrupted: by the user here, or there
                 if until is None:
                     process.interrupt()

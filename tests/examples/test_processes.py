@@ -64,6 +64,7 @@ def test_the_exit_status(monkeypatch, capsys, first, status, says):
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(capsys):
+def test_two_processes_have_the_losses_of_one(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "CASES", CASES[1:])  # stages; `test_launchers` has one mesh
     status = main(["--steps", "3", "--config", "test", "--batch", "8", "--microbatches", "4"])
     assert status == 0, capsys.readouterr().out

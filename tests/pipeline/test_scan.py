@@ -90,7 +90,7 @@ def lengths(plan):
 @pytest.mark.parametrize(
     ("count", "schedule", "inner", "m"),
     [
-        (4, "1f1b", {}, 4), (5, "gpipe", {"data": 2}, 3), (8, "interleaved", {}, 4), (7, "zb-h1", {"model": 2}, 2),
+        (4, "1f1b", {}, 4), (5, "gpipe", {"data": 2}, 3), (8, "interleaved", {}, 4), (7, "zb-h1", {"data": 2}, 2),
         (8, "zb-v", {}, 4), (3, "eager-1f1b", {}, 1), (2, "auto", {}, 2),
     ],
 )  # fmt: skip
