@@ -87,7 +87,7 @@ class Cluster:
         self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
         """The processes whose scripts have ended: in which epoch, and what they had called by then."""
         self._expecting: dict[int, Callable[[], None]] = {}
-        """What else `check` asks, by thread."""
+        """Further questions of `check`, by thread."""
         self._over = ""
         self._closed = False
         self._leaving = False
@@ -320,8 +320,8 @@ class Cluster:
     # -- scripts that have ended
 
     def calls(self) -> dict[str, Any]:
-        """What this process has called in this epoch, which it says when its script has ended: others find out whether
-        they wait for it in vain."""
+        """The calls of this process in this epoch, which it tells when its script has ended: others find out whether they
+        wait for it in vain."""
         with self._changed:
             return {"counts": dict(self._counts), "links": list(self._links)}
 

@@ -110,7 +110,7 @@ class Exchange:
         return [p for p in self.members if p not in found.known]
 
     def _due(self, number: int, found: _Round) -> list[tuple[Link, Frame]]:
-        """What the current round of an exchange sends."""
+        """The frames of the current round of an exchange."""
         if found.done >= len(self._to):
             return []
         about = json.dumps(_folded(found.known)).encode()
