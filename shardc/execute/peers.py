@@ -45,7 +45,7 @@ class Peers:
         self._exchange = None if cluster is None else Exchange(cluster, members)
         self._open: tuple[int, str] | None = None
         self._counter = f"exchanges of {','.join(map(str, members))}"
-        """The name by which the cluster counts the exchanges: a process whose script has ended makes no further ones."""
+        """The name by which the cluster counts exchanges: a process whose script has ended makes no further ones."""
 
     @property
     def is_over(self) -> bool:

@@ -320,8 +320,8 @@ class Cluster:
     # -- scripts that have ended
 
     def calls(self) -> dict[str, Any]:
-        """The calls of this process in this epoch, which it tells when its script has ended: others find out whether they
-        wait for it in vain."""
+        """The calls of this process in this epoch, told when its script has ended: others find out whether they wait
+        for it in vain."""
         with self._changed:
             return {"counts": dict(self._counts), "links": list(self._links)}
 
