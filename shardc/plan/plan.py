@@ -25,6 +25,7 @@ from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import may_replace
 from shardc.plan.request import Argument, Request
+from shardc.plan.rewrites import RewriteTrial
 from shardc.sbp.placement import Pin, Placement
 from shardc.sbp.signature import has_rule
 
@@ -192,6 +193,7 @@ class SpmdPlan(PlacedProgram):
       unlimited: the cheapest plan without the memory limit; None if the limit changed nothing.
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
       cheaper: values of loops that are recomputed because this takes less time than to keep them.
+      trials: the rewrites that were planned besides.
     """
 
     request: Request
@@ -199,6 +201,7 @@ class SpmdPlan(PlacedProgram):
     unlimited: Unlimited | None = None
     recomputed: Recomputed | None = None
     cheaper: Recomputed | None = None
+    trials: tuple[RewriteTrial, ...] = ()
 
     staging: None = None
 

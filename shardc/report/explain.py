@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +17,7 @@ from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
 from shardc.plan.request import Argument
+from shardc.plan.rewrites import RewriteTrial
 from shardc.report.tables import (
     Key,
     bytes_text,
@@ -70,8 +73,25 @@ def _head(plan: SpmdPlan) -> str:
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}.\n"
-        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}"
+        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}{_rewrites_text(plan.trials)}"
     )
+
+
+def _rewrites_text(trials: Sequence[RewriteTrial]) -> str:
+    """A line to append that names the rewrites that were planned; empty if there are none."""
+    if not trials:
+        return ""
+    texts: list[str] = []
+    for name, group in itertools.groupby(trials, lambda t: t.name):
+        tried = list(group)
+        taken = next((t for t in reversed(tried) if t.taken), None)
+        best = taken or min(tried, key=lambda t: t.seconds)
+        texts.append(f"{name} {'' if taken else 'not '}taken: {_fits(best.seconds)} instead of {_fits(best.before)}")
+    return f"\nRewrites of the program, each planned and compared: {'; '.join(texts)}."
+
+
+def _fits(seconds: float) -> str:
+    return seconds_text(seconds) if math.isfinite(seconds) else "no plan that fits"
 
 
 def optimality_text(gap: float | None) -> str:
