@@ -21,6 +21,7 @@ from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, 
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
+from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import Assignment, relative_gap
 
@@ -56,10 +57,13 @@ def make_plan(request: Request) -> SpmdPlan | Misfit:
             least = min(least, _least_seconds(best if taken else found))
             trials.append(RewriteTrial(rewrite.name, _cost(found)[0], _cost(before)[0], taken))
             request, best = (other, found) if taken else (request, best)
-    if isinstance(best, Misfit) or not trials:
+    if isinstance(best, Misfit):
         return best
-    gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, least))
-    return keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=tuple(trials)), best)
+    if trials:
+        gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, least))
+        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=tuple(trials)), best)
+    uneven = uneven_results(best)
+    return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
 
 
 def _cost(found: SpmdPlan | Misfit) -> tuple[float, int]:

@@ -66,6 +66,20 @@ class Unlimited:
 
 
 @dataclass(frozen=True)
+class UnevenResults:
+    """A cheaper plan, some results of which are split unevenly. Nobody pinned them, so they are plain jax.Arrays.
+
+    Attributes:
+      pins: the path of each of these results, and the placement that it has in that plan.
+      seconds, bytes: of a call of that plan.
+    """
+
+    pins: tuple[tuple[str, Placement], ...]
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Staging:
     """The stages of a pipeline's plan.
 
@@ -194,6 +208,7 @@ class SpmdPlan(PlacedProgram):
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
       cheaper: values of loops that are recomputed because this takes less time than to keep them.
       trials: the rewrites that were planned besides.
+      uneven: the plan with uneven results, if it saves much.
     """
 
     request: Request
@@ -202,6 +217,7 @@ class SpmdPlan(PlacedProgram):
     recomputed: Recomputed | None = None
     cheaper: Recomputed | None = None
     trials: tuple[RewriteTrial, ...] = ()
+    uneven: UnevenResults | None = None
 
     staging: None = None
 

@@ -15,6 +15,7 @@ from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.recompute import Recomputed
+from shardc.passes.trace.pins import code_text
 from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
 from shardc.plan.request import Argument
 from shardc.plan.rewrites import RewriteTrial
@@ -51,7 +52,8 @@ def explain(plan: SpmdPlan) -> str:
     """The text of a plan: where each value lives, which collectives run, why, their bytes, and their source lines."""
     sections = (
         _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
-        gathered_section(plan.gathered), found_section(plan.found), notes_section(plan.notes), _memory(plan),
+        gathered_section(plan.gathered), found_section(plan.found),
+        notes_section([*plan.notes, *uneven_notes(plan)]), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 
@@ -247,6 +249,20 @@ def notes_section(notes: Sequence[str]) -> str:
     folded = fold_rows([((), note, None) for note in notes])
     lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
     return "\n".join(["Notes", *(f"  {line}" for line in lines)])
+
+
+def uneven_notes(plan: SpmdPlan) -> list[str]:
+    """What results cost that nobody pinned and that are cheaper uneven; empty if that is little."""
+    if (found := plan.uneven) is None:
+        return []
+    pins = {path: dict(p.items_) for path, p in found.pins}
+    code = code_text(pins[""]) if list(pins) == [""] else f"shardc.rules({code_text(pins)})"
+    return [
+        f"{number_text(len(pins), 'result')} left open would be split unevenly, which a plain jax.Array is not. With "
+        f"out_placements={code} a call takes {seconds_text(found.seconds)} instead of {seconds_text(plan.seconds)}, "
+        f"sends {bytes_text(found.bytes)} instead of {bytes_text(plan.bytes_per_device)}, and gives a "
+        "shardc.PlacedArray there."
+    ]
 
 
 NAMED: Final = 6
