@@ -8,52 +8,54 @@ dimensions, so the transposed copy need not exist, and no plan has to place it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var, bodies_of
 
 
 def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
-    """The canonical jaxpr with products of operands that are not transposed; the transposes themselves stay, and are
-    dead if nothing else reads them."""
-    eqns: list[Eqn] = []
-    made: dict[Var, Eqn] = {}
-    for old in jaxpr.eqns:
-        eqn = old
-        if bodies := bodies_of(eqn):
-            folded = [fold_transposes(b) for b in bodies]
-            if any(new is not body for new, body in zip(folded, bodies, strict=True)):
-                eqn = eqn.replace(params=compat.with_bodies(eqn, folded))
-        elif eqn.primitive.name == "dot_general":
-            eqn = _folded(eqn, made)
-        elif eqn.primitive.name == "transpose":
-            made[eqn.outvars[0]] = eqn
-        eqns.append(eqn)
+    """The canonical jaxpr without transposes that only products read, where these can read the operand as it is."""
+    eqns = [_with_folded_bodies(e) for e in jaxpr.eqns]
+    readers: dict[Var, list[int]] = {}
+    for n, eqn in enumerate(eqns):
+        for v in compat.variables(eqn.invars):
+            readers.setdefault(v, []).append(n)
+    results = set(compat.variables(jaxpr.outvars))
+    for n in reversed(range(len(eqns))):
+        if (eqn := eqns[n]).primitive.name != "transpose":
+            continue
+        (x,), (out,) = eqn.invars, eqn.outvars
+        if out in results or compat.is_literal(x):
+            continue
+        reading = {k: _folded(eqns[k], eqn) for k in readers.get(out, ())}
+        if reading and all(new is not None for new in reading.values()):
+            for k, new in reading.items():
+                eqns[k] = new or eqns[k]
+            readers[x] = [k for k in readers[x] if k != n] + list(reading)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr)
 
 
-def _folded(eqn: Eqn, made: dict[Var, Eqn]) -> Eqn:
-    contracted, batch = eqn.params["dimension_numbers"]
-    sides = [_source(x, c, b, made) for x, c, b in zip(eqn.invars, contracted, batch, strict=True)]
-    if all(x is old for (x, _, _), old in zip(sides, eqn.invars, strict=True)):
-        return eqn
-    numbers = (tuple(c for _, c, _ in sides), tuple(b for _, _, b in sides))
-    return eqn.replace(invars=[x for x, _, _ in sides], params={**eqn.params, "dimension_numbers": numbers})
+def _with_folded_bodies(eqn: Eqn) -> Eqn:
+    bodies = bodies_of(eqn)
+    folded = [fold_transposes(b) for b in bodies]
+    same = all(new is old for new, old in zip(folded, bodies, strict=True))
+    return eqn if same else eqn.replace(params=compat.with_bodies(eqn, folded))
 
 
-def _source(
-    x: Atom, contracted: Sequence[int], batch: Sequence[int], made: dict[Var, Eqn]
-) -> tuple[Atom, tuple[int, ...], tuple[int, ...]]:
-    """An operand before its transposes, and its contracted and batch dimensions there. The others keep their order, in
-    which the result has them: where a transpose changes it, the operand stays."""
-    while not compat.is_literal(x) and x in made:
-        order = made[x].params["permutation"]
-        free = [d for d in range(len(order)) if d not in (*contracted, *batch)]
-        if [order[d] for d in free] != sorted(order[d] for d in free):
-            break
-        contracted, batch = [order[d] for d in contracted], [order[d] for d in batch]
-        (x,) = made[x].invars
-    return x, tuple(contracted), tuple(batch)
+def _folded(eqn: Eqn, transpose: Eqn) -> Eqn | None:
+    """A product that reads the operand of a transpose; None if this is no product, or if its result would have its
+    dimensions in another order."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    (x,), (out,), order = transpose.invars, transpose.outvars, transpose.params["permutation"]
+    contracted, batch = (list(sides) for sides in eqn.params["dimension_numbers"])
+    operands = list(eqn.invars)
+    for side, operand in enumerate(eqn.invars):
+        if operand is out:
+            free = [order[d] for d in range(len(order)) if d not in (*contracted[side], *batch[side])]
+            if free != sorted(free):
+                return None
+            operands[side] = x
+            contracted[side], batch[side] = (tuple(order[d] for d in dims) for dims in (contracted[side], batch[side]))
+    return eqn.replace(invars=operands, params={**eqn.params, "dimension_numbers": (tuple(contracted), tuple(batch))})
