@@ -47,23 +47,56 @@ class Misfit:
 
 def make_plan(request: Request) -> SpmdPlan | Misfit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
-    best, trials, least = _plan_as_written(request), list[RewriteTrial](), math.inf
+    compared = _Compared(request, _plan_as_written(request))
     for rewrite in REWRITES:
-        given, before = request, best
+        given, before = compared.request, compared.best
         for program in rewrite.programs(given, None):
             other = replace(given, program=program)
-            found = _plan_as_written(other)
-            taken = _cost(found) < _cost(best)
-            least = min(least, _least_seconds(best if taken else found))
-            trials.append(RewriteTrial(rewrite.name, _cost(found)[0], _cost(before)[0], taken))
-            request, best = (other, found) if taken else (request, best)
+            compared = compared.beside(rewrite.name, other, _plan_as_written(other), before)
+    compared = compared.with_residuals_kept()
+    best, trials = compared.best, compared.trials
     if isinstance(best, Misfit):
         return best
     if trials:
-        gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, least))
-        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=tuple(trials)), best)
+        gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, compared.least))
+        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=trials), best)
     uneven = uneven_results(best)
     return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """The best of the plans that were made of one request's program and of rewritten ones.
+
+    Attributes:
+      request: the one that the best plan is of.
+      best: that plan.
+      trials: the rewrites that were planned.
+      least: seconds that none of the other plans' programs can take less than.
+    """
+
+    request: Request
+    best: SpmdPlan | Misfit
+    trials: tuple[RewriteTrial, ...] = ()
+    least: float = math.inf
+
+    def beside(self, name: str, request: Request, found: SpmdPlan | Misfit, before: SpmdPlan | Misfit) -> _Compared:
+        """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
+        taken = _cost(found) < _cost(self.best)
+        trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
+        least = min(self.least, _least_seconds(self.best if taken else found))
+        kept = (request, found) if taken else (self.request, self.best)
+        return _Compared(*kept, trials, least)
+
+    def with_residuals_kept(self) -> _Compared:
+        """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
+        if isinstance(self.best, Misfit) or self.best.cheaper is None:
+            return self
+        kept = _plan_as_written(self.request, keeps=True)
+        better = _cost(kept) < _cost(self.best)
+        trial = RewriteTrial("recompute_residuals", self.best.seconds, _cost(kept)[0], taken=not better)
+        least = min(self.least, _least_seconds(self.best if better else kept))
+        return _Compared(self.request, kept if better else self.best, (*self.trials, trial), least)
 
 
 def _cost(found: SpmdPlan | Misfit) -> tuple[float, int]:
@@ -78,12 +111,15 @@ def _least_seconds(found: SpmdPlan | Misfit) -> float:
     return 0.0 if found.gap is None else found.seconds / (1 + found.gap)
 
 
-def _plan_as_written(request: Request) -> SpmdPlan | Misfit:
-    """The cheapest plan that was found for one program."""
-    jaxpr, cheaper = recompute(
-        request.program.jaxpr, RecomputeChoice(*choose_residuals(request.program.jaxpr, request.mesh))
-    )
-    placing = Placing.of(replace(request, program=request.program.after("recompute_residuals", jaxpr)), cheaper)
+def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | Misfit:
+    """The cheapest plan that was found for one program. It recomputes residuals of loops where that seems to take less
+    time than to keep them, before anything is placed; none if it `keeps` them."""
+    program, cheaper = request.program, NOTHING
+    if not keeps:
+        choice = RecomputeChoice(*choose_residuals(program.jaxpr, request.mesh))
+        jaxpr, cheaper = recompute(program.jaxpr, choice)
+        program = program.after("recompute_residuals", jaxpr)
+    placing = Placing.of(replace(request, program=program), cheaper)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
