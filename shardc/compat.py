@@ -627,18 +627,28 @@ def _expansion_of(eqn: Eqn) -> Callable[..., Any] | None:
 
 
 def _lowered_function_of(primitive: Any, params: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The function that `mlir.lower_fun` made the lowering from, if no platform has a lowering of its own."""
-    if any(primitive in table for table in _mlir._platform_specific_lowerings.values()):  # pyright: ignore[reportPrivateUsage]
+    """The function that `mlir.lower_fun` made the default lowering from, if no platform has a kernel of its own.
+
+    Those of sparse products read indices without a check: they cannot be tried on random operands, nor on pieces.
+    """
+    cells = _lowered_function(_mlir._lowerings.get(primitive))  # pyright: ignore[reportPrivateUsage]
+    if cells is None:
         return None
-    entry: Any = _mlir._lowerings.get(primitive)  # pyright: ignore[reportPrivateUsage]
+    tables: Any = _mlir._platform_specific_lowerings.values()  # pyright: ignore[reportPrivateUsage]
+    kernels = [t for t in tables if primitive in t and _lowered_function(t[primitive]) is None]
+    if kernels and not getattr(cells["fun"], "__module__", "").startswith("jax.experimental.sparse"):
+        return None
+    fun, several = functools.partial(cells["fun"], **params), cells["multiple_results"]
+    return (lambda *xs: list(fun(*xs))) if several else lambda *xs: [fun(*xs)]
+
+
+def _lowered_function(entry: Any) -> dict[str, Any] | None:
+    """The arguments of `mlir.lower_fun` that made a lowering; None if something else made it."""
     rule: Any = getattr(entry, "rule", entry)
     if getattr(rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
         return None
     cells = dict(zip(rule.__code__.co_freevars, (c.cell_contents for c in rule.__closure__), strict=True))
-    if cells.keys() != {"fun", "multiple_results"}:
-        return None
-    fun, several = functools.partial(cells["fun"], **params), cells["multiple_results"]
-    return (lambda *xs: list(fun(*xs))) if several else lambda *xs: [fun(*xs)]
+    return cells if cells.keys() == {"fun", "multiple_results"} else None
 
 
 # Why: the detection of clusters is a part of jax.distributed.initialize, which starts with what it finds.

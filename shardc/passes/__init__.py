@@ -69,6 +69,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
     ),
     Pass(
+        "chain_transforms",
+        f"{_TRACE}.chain_transforms",
+        "program, pins",
+        "program",
+        "fft of 3 dimensions --> fft along dimension 2, then 1, then 0",
+        of="one program",
+    ),
+    Pass(
         "share_loops",
         f"{_TRACE}.share_loops",
         "program, pins, mesh",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc.ir.program import Program
+from shardc.passes.trace.chain_transforms import chain_transforms
 from shardc.passes.trace.share_loops import share_loops
 from shardc.plan.request import Request
 
@@ -53,7 +54,14 @@ def _shared_loops(request: Request, known: Sequence[int] | None) -> Iterator[Pro
         yield share_loops(program, pins, mesh, request.replicate, everywhere)
 
 
-REWRITES: Final = (Rewrite("share_loops", _shared_loops),)
+def _chained_transforms(request: Request, _: Sequence[int] | None) -> Iterator[Program]:
+    """All transforms of several dimensions in chains of transforms of one."""
+    made = chain_transforms(request.program, [a.pin for a in request.arguments])
+    if made is not request.program:
+        yield made
+
+
+REWRITES: Final = (Rewrite("share_loops", _shared_loops), Rewrite("chain_transforms", _chained_transforms))
 
 
 def rewrites_of(program: Program) -> tuple[str, ...]:

@@ -97,6 +97,40 @@ def test_matrices_that_arrive_everywhere_are_shared(name: str) -> None:
     assert any(p.splits for p in plan.outputs)
 
 
+FACTORS: dict[str, Callable[[Any], Any]] = {
+    "cholesky": jnp.linalg.cholesky,
+    "lu": lambda a: lax.linalg.lu(a)[0],
+    "qr": lambda a: jnp.linalg.qr(a)[0],
+    "eigh": lambda a: jnp.linalg.eigh(a)[1],
+    "svd": lambda a: jnp.linalg.svd(a)[0],
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_that_have_to_be_whole_are_shared_and_gathered(name: str) -> None:
+    """Each device did all 16: at the speed of a product that is faster than the gather, but no factorization has it."""
+    share = shardc.function(
+        FACTORS[name], mesh=make_mesh(topology="v5p:4x2x1", data=8), in_placements=({},), out_placements={}
+    )
+    plan = share.plan(square(16, 4096, 4096))
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 7 * 2**27)]
+    assert plan.seconds < price(FACTORS[name], square(16, 4096, 4096))
+    assert not share.plan(square(16, 16, 16)).collectives
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
+def test_factors_of_uneven_batches(axes: Any) -> None:
+    a = np.random.default_rng(0).normal(size=(13, 5, 5)).astype("f")
+    spd = a @ a.swapaxes(1, 2) + 4 * np.eye(5, dtype="f")
+    for fn in FACTORS.values():
+        f = shardc.function(
+            lambda a, fn=fn: shardc.constrain(fn(a), {"data": S(0)}),
+            mesh=shardc.make_mesh(**axes), in_placements=({},), out_placements={},
+        )  # fmt: skip
+        assert f.compile(spd).audit().ok
+        np.testing.assert_allclose(f(spd), jax.jit(fn)(spd), rtol=1e-4, atol=1e-4)
+
+
 def test_an_operation_without_a_rule_and_one_of_the_users_have_a_price() -> None:
     def opaque(x: Any) -> Any:
         return jnp.fft.fft(x).real.astype(x.dtype)
