@@ -39,6 +39,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
+from shardc.passes.trace.chunk_scans import Chunks, split_scans
 from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
 from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
@@ -280,11 +281,21 @@ class Function:
         return Plan.of(found)
 
     def _program(self, call: Call) -> Program:
-        """The program of a call, with its stage boundaries if this is a pipeline."""
+        """The program of a call, with its stage boundaries if this is a pipeline; its associative scans are in chunks
+        where pins split them."""
+        if self._options.saved is not None:
+            return self._traced(call, tuple(self._options.saved.scans))
+        program = self._traced(call)
+        into = argument_pins(call, self._arguments, self._in_placements, self._view)
+        pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
+        scans = split_scans(program, pins, self._view)
+        return self._traced(call, scans) if scans else program
+
+    def _traced(self, call: Call, scans: Chunks = ()) -> Program:
         marks = self._ranks is not None
-        key = (self._key(call), marks)
+        key = (self._key(call), marks, scans)
         if key not in self._programs:
-            program = trace(self._arguments, call, marks, self._options.replicate)
+            program = trace(self._arguments, call, marks, self._options.replicate, scans)
             self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
         return self._programs[key]
 

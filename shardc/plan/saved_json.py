@@ -46,6 +46,7 @@ def to_json(saved: SavedPlan) -> str:
         **({"recomputed": list(saved.recomputed)} if saved.recomputed else {}),
         **({"cheaper": list(saved.cheaper)} if saved.cheaper else {}),
         **({"shared": list(saved.shared)} if saved.shared else {}),
+        **({"scans": dict(saved.scans)} if saved.scans else {}),
     }
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
@@ -128,6 +129,7 @@ def from_json(text: str, name: str) -> SavedPlan:
                 {r: _chain_of(chain) for chain, readers in data["boxings"].items() for r in readers.split()},
                 data["digests"], name, *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper")),
                 shared=tuple(map(int, data.get("shared", ()))),
+                scans=tuple((str(kind), int(n)) for kind, n in data.get("scans", {}).items()),
             )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."

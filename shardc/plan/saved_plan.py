@@ -62,6 +62,7 @@ class SavedPlan:
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
       shared: how many devices share the rounds of each loop (`share_loops`).
+      scans: the number of chunks of each kind of associative scan (`chunk_scans`).
     """
 
     function: str
@@ -78,6 +79,7 @@ class SavedPlan:
     recomputed: Sequence[str] = ()
     cheaper: Sequence[str] = ()
     shared: Sequence[int] = ()
+    scans: Sequence[tuple[str, int]] = ()
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def record_borders(
         program.name, dict(mesh.sizes), seconds, gap,
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:], None, {}, digests(program.jaxpr),
-        program.name, shared=program.shared,
+        program.name, shared=program.shared, scans=program.scans,
     )  # fmt: skip
 
 
