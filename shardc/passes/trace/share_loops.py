@@ -23,6 +23,7 @@ from jax.extend import core as jex
 
 from shardc import compat
 from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Scan, Var, bodies_of
+from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.program import Program
@@ -199,6 +200,8 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
                 return
             dim -= 1
         yield from ((b.outvars[port], dim) for b in bodies_of(eqn) if len(b.outvars) == len(eqn.outvars))
+    elif eqn.primitive in MARKS:
+        yield eqn.invars[0], dim
     elif not (is_unit(eqn) or is_transfer(eqn) or runs_once(eqn)):
         rule = find_rule(operation_of(eqn))
         factor = rule.results[port][dim]

@@ -160,6 +160,22 @@ def test_the_pin_may_be_inside() -> None:
     assert plan.program.scans == (("f32[16,4] f32[16,4] along 0", 4),)
 
 
+def test_in_a_pipeline_under_accumulate() -> None:
+    """[batch, time, features], of which time is split."""
+
+    def loss(w: Any, x: Any) -> Any:
+        x = shardc.stage_boundary(jnp.tanh(x @ w))
+        return jnp.mean(min_gru(x, axis=1) ** 2)
+
+    step, w, x = shardc.accumulate(jax.value_and_grad(loss), microbatches=2), operand(4), operand(32).reshape(2, 16, 4)
+    f = shardc.function(
+        step, mesh=shardc.make_mesh(pipe=2, a=4), in_placements=({}, {"a": S(1)}), pipeline=shardc.Pipeline(axis="pipe")
+    )
+    for got, want in zip(jax.tree.leaves(f(w, x)), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
+        np.testing.assert_allclose(np.asarray(got), want, 1e-4, 1e-5)
+    assert [chunks for _, chunks in f.look(w, x)[0].scans] == [4]
+
+
 def test_what_jit_keeps_is_not_mixed() -> None:
     """A jitted function that was traced before is traced in chunks here, and not there."""
     inner, x = jax.jit(lambda x: 1.0 * min_gru(x)), operand(16)
