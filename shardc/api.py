@@ -39,7 +39,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
-from shardc.passes.trace.chunk_scans import Chunks, split_scans
+from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
 from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
@@ -286,10 +286,12 @@ class Function:
         if self._options.saved is not None:
             return self._traced(call, tuple(self._options.saved.scans))
         program = self._traced(call)
+        if not (scans := scans_of(program)):
+            return program
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
-        scans = split_scans(program, pins, self._view)
-        return self._traced(call, scans) if scans else program
+        chunks = split_scans(scans, program, pins, self._view)
+        return self._traced(call, chunks) if chunks else program
 
     def _traced(self, call: Call, scans: Chunks = ()) -> Program:
         marks = self._ranks is not None

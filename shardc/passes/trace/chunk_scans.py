@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from shardc import compat
-from shardc.compat import Var
+from shardc.compat import Eqn, Var
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
@@ -50,25 +50,31 @@ class ScanMaker:
             return scan(fn, elems, reverse, axis)
 
 
-def split_scans(program: Program, pins: Sequence[Pin | None], mesh: MeshView) -> Chunks:
+def scans_of(program: Program) -> list[tuple[str, Eqn]]:
+    """The slices that JAX makes of associative scans, with the kind of each."""
+    slices = [e for e in all_eqns(program.jaxpr) if e.primitive is lax.slice_p and e.params["strides"]]
+    return [
+        (kind, e) for e in slices if (kind := compat.scan_named(e)) is not None and not compat.is_literal(e.invars[0])
+    ]
+
+
+def split_scans(
+    scans: Sequence[tuple[str, Eqn]], program: Program, pins: Sequence[Pin | None], mesh: MeshView
+) -> Chunks:
     """The kinds of scans along dimensions that are split by pins, and by how many devices.
 
     Args:
+      scans: of `scans_of`.
       pins: of the program's arguments.
     """
-    slices = [e for e in all_eqns(program.jaxpr) if e.primitive is lax.slice_p and e.params["strides"]]
-    named = [(kind, e) for e in slices if (kind := compat.scan_named(e)) is not None]
-    if not named:
-        return ()
     found: dict[str, int] = {}
     devices_of = devices_along(program, pins, mesh)
     seen: set[tuple[Var, int]] = set()
-    for kind, eqn in named:
-        (x,) = eqn.invars
-        if kind in found or compat.is_literal(x):
+    for kind, eqn in scans:
+        if kind in found:
             continue
         for dim, stride in enumerate(eqn.params["strides"]):
-            if stride > 1 and (n := devices_of(x, dim, seen)) > 1:
+            if stride > 1 and (n := devices_of(eqn.invars[0], dim, seen)) > 1:
                 found[kind] = n
                 seen.clear()  # that walk ended before it had seen all origins
                 break
