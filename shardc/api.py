@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -237,7 +238,7 @@ class Function:
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         with gc_pause.paused():
-            program = self._program(call)
+            program = self._program(call, arrived)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
         self._plans.setdefault(key, []).append((arguments, plan))
@@ -280,9 +281,9 @@ class Function:
             raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         return Plan.of(found)
 
-    def _program(self, call: Call) -> Program:
+    def _program(self, call: Call, arrived: Sequence[Placement | None] = ()) -> Program:
         """The program of a call, with its stage boundaries if this is a pipeline; its associative scans are in chunks
-        where pins split them."""
+        where pins, or arguments as they arrive, split them."""
         if self._options.saved is not None:
             return self._traced(call, tuple(self._options.saved.scans))
         program = self._traced(call)
@@ -290,6 +291,8 @@ class Function:
             return program
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
+        at = [None if place is None else Pin(place) for place in arrived]
+        pins = [pin or place for pin, place in itertools.zip_longest(pins, at)]
         chunks = split_scans(scans, program, pins, self._view)
         return self._traced(call, chunks) if chunks else program
 
