@@ -42,7 +42,6 @@ from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
-from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
 from shardc.pipeline.make import make_pipeline_plan
 from shardc.pipeline.plan import Pipeline, PipelineRequest
@@ -256,6 +255,7 @@ class Function:
         notes, tree, where = (*into.notes, *out.notes), ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
         if self._ranks is None:
             request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
+            request = replace(request, replicate=self._options.replicate)
             return arguments, self._plan_of_program(request)
         assert self._options.pipeline is not None
         asked = PipelineRequest(
@@ -266,10 +266,6 @@ class Function:
     def _plan_of_program(self, request: Request) -> Plan:
         """The plan of one program: a saved one lowered, or the cheapest that fits."""
         saved, strict = self._options.saved, self._strict
-        pins = [a.pin for a in request.arguments]
-        shared = None if saved is None else saved.shared
-        program = share_loops(request.program, pins, self._view, self._options.replicate, shared)
-        request = replace(request, program=program)
         if saved is not None:
             return Plan.of(replay(saved, request))
         found = make_plan(request)

@@ -48,6 +48,13 @@ PASSES: Final[tuple[Pass, ...]] = (
         "x[iota, i] --> gather whose dimension 0 is a batching dimension",
     ),
     Pass(
+        "fold_transposes",
+        f"{_TRACE}.fold_transposes",
+        "a jaxpr, while it is made canonical",
+        "a jaxpr",
+        "y = h @ transpose w --> y = dot_general that contracts the last dimensions",
+    ),
+    Pass(
         "drop_zero_sums",
         f"{_TRACE}.drop_zero_sums",
         "program",

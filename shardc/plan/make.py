@@ -20,6 +20,8 @@ from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, Re
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
+from shardc.plan.rewrites import REWRITES, RewriteTrial
+from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import Assignment, relative_gap
 
@@ -44,7 +46,40 @@ class Misfit:
 
 
 def make_plan(request: Request) -> SpmdPlan | Misfit:
-    """The cheapest plan that was found within the request's limit."""
+    """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
+    best, trials, least = _plan_as_written(request), list[RewriteTrial](), math.inf
+    for rewrite in REWRITES:
+        given, before = request, best
+        for program in rewrite.programs(given, None):
+            other = replace(given, program=program)
+            found = _plan_as_written(other)
+            taken = _cost(found) < _cost(best)
+            least = min(least, _least_seconds(best if taken else found))
+            trials.append(RewriteTrial(rewrite.name, _cost(found)[0], _cost(before)[0], taken))
+            request, best = (other, found) if taken else (request, best)
+    if isinstance(best, Misfit):
+        return best
+    if trials:
+        gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, least))
+        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=tuple(trials)), best)
+    uneven = uneven_results(best)
+    return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
+
+
+def _cost(found: SpmdPlan | Misfit) -> tuple[float, int]:
+    """Seconds, and for what does not fit the least bytes that were found."""
+    return (math.inf, found.fitted.least.peak) if isinstance(found, Misfit) else (found.seconds, 0)
+
+
+def _least_seconds(found: SpmdPlan | Misfit) -> float:
+    """The least that a plan of the same program could take."""
+    if isinstance(found, Misfit):
+        return math.inf
+    return 0.0 if found.gap is None else found.seconds / (1 + found.gap)
+
+
+def _plan_as_written(request: Request) -> SpmdPlan | Misfit:
+    """The cheapest plan that was found for one program."""
     jaxpr, cheaper = recompute(
         request.program.jaxpr, RecomputeChoice(*choose_residuals(request.program.jaxpr, request.mesh))
     )

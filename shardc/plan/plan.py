@@ -25,6 +25,7 @@ from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import may_replace
 from shardc.plan.request import Argument, Request
+from shardc.plan.rewrites import RewriteTrial
 from shardc.sbp.placement import Pin, Placement
 from shardc.sbp.signature import has_rule
 
@@ -62,6 +63,20 @@ class Unlimited:
 
     seconds: float
     peak: int
+
+
+@dataclass(frozen=True)
+class UnevenResults:
+    """A cheaper plan, some results of which are split unevenly. Nobody pinned them, so they are plain jax.Arrays.
+
+    Attributes:
+      pins: the path of each of these results, and the placement that it has in that plan.
+      seconds, bytes: of a call of that plan.
+    """
+
+    pins: tuple[tuple[str, Placement], ...]
+    seconds: float
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -192,6 +207,8 @@ class SpmdPlan(PlacedProgram):
       unlimited: the cheapest plan without the memory limit; None if the limit changed nothing.
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
       cheaper: values of loops that are recomputed because this takes less time than to keep them.
+      trials: the rewrites that were planned besides.
+      uneven: the plan with uneven results, if it saves much.
     """
 
     request: Request
@@ -199,6 +216,8 @@ class SpmdPlan(PlacedProgram):
     unlimited: Unlimited | None = None
     recomputed: Recomputed | None = None
     cheaper: Recomputed | None = None
+    trials: tuple[RewriteTrial, ...] = ()
+    uneven: UnevenResults | None = None
 
     staging: None = None
 

@@ -24,6 +24,7 @@ from shardc.plan.borders import match_donated, moves, pin_entries, problem_of, w
 from shardc.plan.counterfactual import ports_in
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
+from shardc.plan.rewrites import rewritten
 from shardc.plan.saved_json import rows_of
 from shardc.plan.saved_plan import SavedLeaf, SavedPlan, digests, operation_text, placement_word
 from shardc.sbp.placement import REPLICATED, Pin, Placement
@@ -41,6 +42,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
       ArgumentError: the program or the mesh is another one, and all that differs is named; or a pin of the function is
         not kept; or the file was changed so that it is no plan.
     """
+    request = rewritten(request, saved.rewrites, saved.shared)
     program, mesh = request.program, request.mesh
     where = f"{saved.name} is not a plan of {program.name} as it is called"
     if saved.operations is None:

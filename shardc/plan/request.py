@@ -93,6 +93,7 @@ class Request:
       limit: bytes that each device has; None: unlimited.
       where: the function, for errors.
       tree: structure of the arguments of a call.
+      replicate: primitives without a rule for which no signatures are looked for.
     """
 
     program: Program
@@ -103,3 +104,4 @@ class Request:
     limit: int | None = None
     where: str = ""
     tree: ArgumentsTree | None = None
+    replicate: tuple[str, ...] = ()

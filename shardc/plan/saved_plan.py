@@ -24,6 +24,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Rules
 from shardc.plan.borders import moves, without_entries
 from shardc.plan.plan import SpmdPlan
+from shardc.plan.rewrites import rewrites_of
 from shardc.sbp.placement import REPLICATED, Placement
 
 Chain: TypeAlias = tuple[tuple[Placement, Placement], ...]
@@ -61,6 +62,7 @@ class SavedPlan:
       recomputed: which values are computed again and not kept for want of memory (`recompute`); operations,
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
+      rewrites: the rewrites that made the program (`shardc.plan.rewrites`).
       shared: how many devices share the rounds of each loop (`share_loops`).
       scans: the number of chunks of each kind of associative scan (`chunk_scans`).
     """
@@ -78,6 +80,7 @@ class SavedPlan:
     name: str
     recomputed: Sequence[str] = ()
     cheaper: Sequence[str] = ()
+    rewrites: Sequence[str] = ()
     shared: Sequence[int] = ()
     scans: Sequence[tuple[str, int]] = ()
 
@@ -128,7 +131,7 @@ def record_borders(
         program.name, dict(mesh.sizes), seconds, gap,
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:], None, {}, digests(program.jaxpr),
-        program.name, shared=program.shared, scans=program.scans,
+        program.name, rewrites=rewrites_of(program), shared=program.shared, scans=program.scans,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -13,8 +15,10 @@ from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.recompute import Recomputed
+from shardc.passes.trace.pins import code_text
 from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
 from shardc.plan.request import Argument
+from shardc.plan.rewrites import RewriteTrial
 from shardc.report.tables import (
     Key,
     bytes_text,
@@ -48,7 +52,8 @@ def explain(plan: SpmdPlan) -> str:
     """The text of a plan: where each value lives, which collectives run, why, their bytes, and their source lines."""
     sections = (
         _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
-        gathered_section(plan.gathered), found_section(plan.found), notes_section(plan.notes), _memory(plan),
+        gathered_section(plan.gathered), found_section(plan.found),
+        notes_section([*plan.notes, *uneven_notes(plan)]), _memory(plan),
     )  # fmt: skip
     return "\n\n".join(filter(None, sections))
 
@@ -70,8 +75,25 @@ def _head(plan: SpmdPlan) -> str:
     return (
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}.\n"
-        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}"
+        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}{_rewrites_text(plan.trials)}"
     )
+
+
+def _rewrites_text(trials: Sequence[RewriteTrial]) -> str:
+    """A line to append that names the rewrites that were planned; empty if there are none."""
+    if not trials:
+        return ""
+    texts: list[str] = []
+    for name, group in itertools.groupby(trials, lambda t: t.name):
+        tried = list(group)
+        taken = next((t for t in reversed(tried) if t.taken), None)
+        best = taken or min(tried, key=lambda t: t.seconds)
+        texts.append(f"{name} {'' if taken else 'not '}taken: {_fits(best.seconds)} instead of {_fits(best.before)}")
+    return f"\nRewrites of the program, each planned and compared: {'; '.join(texts)}."
+
+
+def _fits(seconds: float) -> str:
+    return seconds_text(seconds) if math.isfinite(seconds) else "no plan that fits"
 
 
 def optimality_text(gap: float | None) -> str:
@@ -227,6 +249,20 @@ def notes_section(notes: Sequence[str]) -> str:
     folded = fold_rows([((), note, None) for note in notes])
     lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
     return "\n".join(["Notes", *(f"  {line}" for line in lines)])
+
+
+def uneven_notes(plan: SpmdPlan) -> list[str]:
+    """What results cost that nobody pinned and that are cheaper uneven; empty if that is little."""
+    if (found := plan.uneven) is None:
+        return []
+    pins = {path: dict(p.items_) for path, p in found.pins}
+    code = code_text(pins[""]) if list(pins) == [""] else f"shardc.rules({code_text(pins)})"
+    return [
+        f"{number_text(len(pins), 'result')} left open would be split unevenly, which a plain jax.Array is not. With "
+        f"out_placements={code} a call takes {seconds_text(found.seconds)} instead of {seconds_text(plan.seconds)}, "
+        f"sends {bytes_text(found.bytes)} instead of {bytes_text(plan.bytes_per_device)}, and gives a "
+        "shardc.PlacedArray there."
+    ]
 
 
 NAMED: Final = 6

@@ -14,6 +14,7 @@ from shardc.passes.trace.canonicalize import EVERY
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.borders import match_donated
 from shardc.plan.plan import SpmdPlan
+from shardc.report.explain import uneven_notes
 from shardc.report.tables import bytes_text
 from shardc.sbp.placement import local_shape
 
@@ -29,7 +30,8 @@ def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str
       where: the function and its line.
       replicate: primitives that the user wants replicated.
     """
-    return [*_without_rule(plan, where, replicate), *_not_donated(plan, where)]
+    uneven = [f"{where}: {text}" for p in plan.programs for text in uneven_notes(p)]
+    return [*_without_rule(plan, where, replicate), *_not_donated(plan, where), *uneven]
 
 
 def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str]) -> Iterator[str]:

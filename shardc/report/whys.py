@@ -117,6 +117,10 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
     """One sentence with the reason of a value's placement."""
     plan, pin = asked.plan, asked.pins.get(value.node)
     here = placement_text(value.placement)
+    uneven = dict(plan.uneven.pins) if plan.uneven and value.kind == "result" else {}
+    if (split := uneven.get("" if value.name == "result" else value.name)) is not None:
+        there = placement_text(split)
+        return f"{here} is the cheapest for a plain jax.Array. Pinned at {there}, an uneven split, it is cheaper."
     if not others:
         return f"No other placement is possible{'' if pin is None else ', so the pin costs nothing'}."
     best = others[0]

@@ -99,7 +99,8 @@ class Domains(ValueTables):
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
         said = (n.pin, id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
-        key = (n.kind, n.weight, n.plain, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
+        kind = n.kind, n.weight, n.plain, n.uneven
+        key = (*kind, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
         if key not in self._known:
             made = self._make(n, tables)
             self._known[key] = _in_pairs(made) if several else made, n  # keeps the node alive: its ids are in the key
@@ -114,7 +115,7 @@ class Domains(ValueTables):
         if n.plain:
             for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
-                    allowed &= self._plain(value, table)[row]
+                    allowed &= self._plain(n, value, table)[row]
         if not allowed.all():
             form = form.of(np.flatnonzero(allowed))
         options, orders, rows = form.options, form.orders, form.rows
@@ -175,9 +176,9 @@ class Domains(ValueTables):
     def _without_idle(self, p: Placement) -> Placement:
         return p.without([a for a in self.mesh.sizes if a not in self.axes])
 
-    def _plain(self, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
-        """For each row of a value's table whether a jax.Array can have that placement."""
-        fits = [not p.partial_axes and is_even(value.shape, p, self.view.sizes) for p in table.index]
+    def _plain(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
+        """For each row of a value's table whether a jax.Array, or a PlacedArray that is split, can have it."""
+        fits = [not p.partial_axes and (n.uneven or is_even(value.shape, p, self.view.sizes)) for p in table.index]
         return np.asarray(fits, np.bool_)
 
     def _seconds(

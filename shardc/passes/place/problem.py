@@ -87,6 +87,7 @@ class Node:
       pin: the user's pin on it; for a carrier, source or sink.
       fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
       plain: only placements of a jax.Array: no P, no uneven split.
+      uneven: of a plain node that an uneven split is allowed, too: where a pin could have it.
       eqn: the equation.
       traffic: of a light operation: ports whose values it reads from memory or writes there, and the share of each.
     """
@@ -100,6 +101,7 @@ class Node:
     pin: Pin | None = None
     fixed: tuple[Mapping[str, int], tuple[Placement, ...]] | None = None
     plain: bool = False
+    uneven: bool = False
     eqn: Eqn | None = None
     path: str = ""
     number: int = -1

@@ -22,6 +22,7 @@ from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
 from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
+from shardc.passes.trace.fold_transposes import fold_transposes
 from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
@@ -267,7 +268,7 @@ def canonicalize(
 
     Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
     without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
-    batched (`batch_lookups`).
+    batched (`batch_lookups`), transposes folded into products (`fold_transposes`).
     """
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
@@ -284,4 +285,4 @@ def canonicalize(
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
     jaxpr = batch_lookups(jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not compat.is_tracer(x)})
-    return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)
+    return compat.remove_dead(fold_transposes(jaxpr), [True] * len(outvars)), tuple(captured)
