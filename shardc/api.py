@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
+from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
 from shardc.pipeline.make import make_pipeline_plan
@@ -235,7 +237,7 @@ class Function:
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         with gc_pause.paused():
-            program = self._program(call)
+            program = self._program(call, arrived)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
         self._plans.setdefault(key, []).append((arguments, plan))
@@ -275,12 +277,26 @@ class Function:
             raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         return Plan.of(found)
 
-    def _program(self, call: Call) -> Program:
-        """The program of a call, with its stage boundaries if this is a pipeline."""
+    def _program(self, call: Call, arrived: Sequence[Placement | None] = ()) -> Program:
+        """The program of a call, with its stage boundaries if this is a pipeline; its associative scans are in chunks
+        where pins, or arguments as they arrive, split them."""
+        if self._options.saved is not None:
+            return self._traced(call, tuple(self._options.saved.scans))
+        program = self._traced(call)
+        if not (scans := scans_of(program)):
+            return program
+        into = argument_pins(call, self._arguments, self._in_placements, self._view)
+        pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
+        at = [None if place is None else Pin(place) for place in arrived]
+        pins = [pin or place for pin, place in itertools.zip_longest(pins, at)]
+        chunks = split_scans(scans, program, pins, self._view)
+        return self._traced(call, chunks) if chunks else program
+
+    def _traced(self, call: Call, scans: Chunks = ()) -> Program:
         marks = self._ranks is not None
-        key = (self._key(call), marks)
+        key = (self._key(call), marks, scans)
         if key not in self._programs:
-            program = trace(self._arguments, call, marks, self._options.replicate)
+            program = trace(self._arguments, call, marks, self._options.replicate, scans)
             self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
         return self._programs[key]
 

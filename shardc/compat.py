@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,12 +192,63 @@ def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
+# Why: JAX makes slices of an associative scan while it traces. What is traced in a user context is kept for equal
+# values of this context alone.
+_MAKER: Final = jax.make_user_context(None)
+_CATCHING: Final = threading.Lock()
+_caught: dict[str, Any] = {"scan": jax.lax.associative_scan, "times": 0}
+_SCAN: Final = re.compile(r"shardc\.scan\((.*)\)")
+
+
+@contextmanager
+def scans_made_by(make: Callable[..., Any]) -> Generator[None, None, None]:
+    """A context in which `jax.lax.associative_scan(...)` of this thread is `make(its original, ...)`, of positional
+    arguments.
+
+    Args:
+      make: hashable; what JAX has traced with one is used again with those that are equal.
+    """
+    with _CATCHING:
+        if not _caught["times"]:
+            _caught["scan"] = jax.lax.associative_scan
+            jax.lax.associative_scan = functools.wraps(_caught["scan"])(_associative_scan)
+        _caught["times"] += 1
+    try:
+        with _MAKER(make):
+            yield
+    finally:
+        with _CATCHING:
+            _caught["times"] -= 1
+            if not _caught["times"]:
+                jax.lax.associative_scan = _caught["scan"]
+
+
+def _associative_scan(fn: Any, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
+    make, scan = _MAKER.value, _caught["scan"]
+    return scan(fn, elems, reverse, axis) if make is None else make(scan, fn, elems, reverse, axis)
+
+
+def scope_of_scan(kind: str) -> str:
+    """The name of the scope of an associative scan, by which `scan_named` finds its equations."""
+    return f"shardc.scan({kind})"
+
+
+def scan_named(eqn: Eqn) -> str | None:
+    """The name of the associative scan that an equation belongs to; None if it belongs to none."""
+    names = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, _source_info_util.Scope))
+    return next((m[1] for n in names if (m := _SCAN.fullmatch(n))), None)
+
+
 def scopes_of(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
     """The names of the scopes of an equation, outermost first, as `("GPT2", "blocks_0", "attn")`, and whether it
     belongs to a backward pass."""
     stack = eqn.source_info.name_stack.stack
-    names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope) and not _ROUNDS.fullmatch(s.name))
+    names = tuple(s.name for s in stack if isinstance(s, _source_info_util.Scope) and not _is_ours(s.name))
     return names, any(isinstance(s, _source_info_util.Transform) and s.name == "transpose" for s in stack)
+
+
+def _is_ours(scope: str) -> bool:
+    return bool(_ROUNDS.fullmatch(scope) or _SCAN.fullmatch(scope))
 
 
 @functools.lru_cache(maxsize=1024)

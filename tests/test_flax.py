@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import shardc
 import shardc.flax
@@ -94,6 +95,41 @@ def test_logical_names_go_through_rules_and_scans_add_a_dimension():
 def test_rules_are_read_as_flax_reads_them(names, want):
     box = nn.LogicallyPartitioned(jnp.zeros((8, 8)), names)
     assert shardc.flax.placements(box, rules=RULES) == want
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"pipe": 2, "data": 4}], ids=["data", "pipeline"])
+def test_a_gradient_in_parts_closes_over_its_train_state(axes):
+    """The step of flax's examples, with its gradient as a function of the batch."""
+
+    def apply(params, x):
+        return shardc.stage_boundary(jnp.tanh(x @ params["up"])) @ params["down"]
+
+    def gradient_of(state, batch):
+        def loss_fn(params):
+            out = state.apply_fn(params, batch["x"])
+            return jnp.mean((out - batch["y"]) ** 2), jnp.mean(jnp.abs(out))
+
+        return jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+
+    def step(state, batch):
+        (loss, size), grads = shardc.accumulate(lambda batch: gradient_of(state, batch), microbatches=2)(batch)
+        return state.apply_gradients(grads=grads), (loss, size)
+
+    @jax.jit
+    def whole(state, batch):
+        metrics, grads = gradient_of(state, batch)
+        return state.apply_gradients(grads=grads), metrics
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    up, down, x, y = (
+        jax.random.normal(k, shape) for k, shape in zip(keys, ((4, 6), (6, 2), (8, 4), (8, 2)), strict=True)
+    )
+    state = TrainState.create(apply_fn=apply, params={"up": up, "down": down}, tx=optax.adam(1e-2))
+    pipeline = shardc.Pipeline(axis="pipe") if "pipe" in axes else None
+    f = shardc.function(step, mesh=shardc.make_mesh(**axes), in_placements={"batch": {"data": S(0)}}, pipeline=pipeline)
+    batch = {"x": x, "y": y}
+    for got, want in zip(jax.tree.leaves(f(state, batch)), jax.tree.leaves(whole(state, batch)), strict=True):
+        np.testing.assert_allclose(np.asarray(got), want, 1e-5, 1e-6)
 
 
 def test_an_axis_twice_is_an_error():

@@ -21,6 +21,7 @@ class Program:
       in_tree, out_tree: pytree structures of (args, kwargs) and of the result.
       shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
         none does.
+      scans: for each kind of associative scan that is in chunks (`chunk_scans`) their number.
       passed: the name of each pass that made this program, and the jaxpr that it gave, in order.
     """
 
@@ -32,6 +33,7 @@ class Program:
     in_tree: Any
     out_tree: Any
     shared: tuple[int, ...] = ()
+    scans: tuple[tuple[str, int], ...] = ()
     passed: tuple[tuple[str, Jaxpr], ...] = ()
 
     def after(self, name: str, jaxpr: Jaxpr) -> Program:

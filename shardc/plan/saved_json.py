@@ -47,6 +47,7 @@ def to_json(saved: SavedPlan) -> str:
         **({"cheaper": list(saved.cheaper)} if saved.cheaper else {}),
         **({"rewrites": list(saved.rewrites)} if saved.rewrites else {}),
         **({"shared": list(saved.shared)} if saved.shared else {}),
+        **({"scans": dict(saved.scans)} if saved.scans else {}),
     }
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
@@ -130,6 +131,7 @@ def from_json(text: str, name: str) -> SavedPlan:
                 data["digests"], name,
                 *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper", "rewrites")),
                 shared=tuple(map(int, data.get("shared", ()))),
+                scans=tuple((str(kind), int(n)) for kind, n in data.get("scans", {}).items()),
             )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."

@@ -64,6 +64,7 @@ class SavedPlan:
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
       rewrites: the rewrites that made the program (`shardc.plan.rewrites`).
       shared: how many devices share the rounds of each loop (`share_loops`).
+      scans: the number of chunks of each kind of associative scan (`chunk_scans`).
     """
 
     function: str
@@ -81,6 +82,7 @@ class SavedPlan:
     cheaper: Sequence[str] = ()
     rewrites: Sequence[str] = ()
     shared: Sequence[int] = ()
+    scans: Sequence[tuple[str, int]] = ()
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def record_borders(
         program.name, dict(mesh.sizes), seconds, gap,
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)),
         dict(zip(program.out_paths, results, strict=True)), leaves[given:], None, {}, digests(program.jaxpr),
-        program.name, rewrites=rewrites_of(program), shared=program.shared,
+        program.name, rewrites=rewrites_of(program), shared=program.shared, scans=program.scans,
     )  # fmt: skip
 
 

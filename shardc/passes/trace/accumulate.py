@@ -114,6 +114,7 @@ class _Loop:
         self.call, self.m, self.reduce = call, m, reduce
         self.rows, self.whole, self.given = (call.pools[p] for p in ("row", "whole", "state"))
         self.held = list(call.opened.leaves) if call.opened is not None else []
+        self.around: Sequence[Any] = ()  # the values that `fn` closes over
         self.result = self._trace()
         self.start = [jnp.asarray(x) for x in self.given] + [self.held[i] for i in self.result.written]
 
@@ -143,7 +144,7 @@ class _Loop:
         first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.rows]
         closed = jax.make_jaxpr(once)(first, self.whole, self.given, self.held)
         out, leaves, count = found
-        jaxpr = closed.jaxpr
+        jaxpr, self.around = closed.jaxpr, closed.consts
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.held) :] if self.held else []
         written = [i for i, (a, v) in enumerate(zip(inputs, jaxpr.outvars[count:], strict=True)) if a is not v]
         avals = [v.aval for v in jaxpr.outvars]
@@ -216,7 +217,7 @@ class _Loop:
             return 'is no float, so its mean over microbatches is not of its type; "sum", "stack" or "last".'
         if word == "sum" and aval.dtype == np.bool_:
             return 'is no number; "stack" or "last".'
-        whole = {(jnp.shape(x), jnp.result_type(x)) for x in (*self.whole, *self.given, *self.held)}
+        whole = {(jnp.shape(x), jnp.result_type(x)) for x in (*self.whole, *self.given, *self.held, *self.around)}
         rows = aval.shape[:1] and aval.shape[0] in self.call.sizes
         if word is None and rows and (aval.shape, aval.dtype) not in whole:
             return f'has as many rows as a microbatch, {aval.shape[0]}; "stack" them, or say "mean", "sum" or "last".'

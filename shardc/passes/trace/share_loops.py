@@ -23,6 +23,7 @@ from jax.extend import core as jex
 
 from shardc import compat
 from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Scan, Var, bodies_of
+from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.program import Program
@@ -73,6 +74,15 @@ def share_loops(
         return program
     jaxpr = compat.remove_dead(jaxpr, [True] * len(jaxpr.outvars))
     return replace(program.after("share_loops", jaxpr), shared=tuple(sharer.found))
+
+
+def devices_along(
+    program: Program, pins: Sequence[Pin | None], mesh: MeshView
+) -> Callable[[Var, int, set[tuple[Var, int]]], int]:
+    """`_Sharer.devices_of` for the values of a whole program, nested ones too."""
+    sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, (), None)
+    sharer.note(program.jaxpr.eqns)
+    return sharer.devices_of
 
 
 class _Sharer:
@@ -148,10 +158,16 @@ class _Sharer:
         self.found.append(n)
         return None if n == 1 else inlined_eqns(_shared(eqn, scan, carries, n), eqn.invars, eqn, self.replicate)
 
-    def devices_of(self, rows: Var) -> int:
-        """The number of devices that split the first dimension of a value, by the pins of the values that it comes
-        from."""
-        todo, seen = [(rows, 0)], {(rows, 0)}
+    def devices_of(self, rows: Var, along: int = 0, seen: set[tuple[Var, int]] | None = None) -> int:
+        """The number of devices that split a dimension of a value, by the pins of the values that it comes from.
+
+        `seen` has dimensions of values that no pin splits, and gets those that this walk looks at.
+        """
+        seen = set() if seen is None else seen
+        if (rows, along) in seen:
+            return 1
+        todo = [(rows, along)]
+        seen.add((rows, along))
         while todo:
             v, dim = todo.pop()
             if v in self.outer:
@@ -184,6 +200,8 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
                 return
             dim -= 1
         yield from ((b.outvars[port], dim) for b in bodies_of(eqn) if len(b.outvars) == len(eqn.outvars))
+    elif eqn.primitive in MARKS:
+        yield eqn.invars[0], dim
     elif not (is_unit(eqn) or is_transfer(eqn) or runs_once(eqn)):
         rule = find_rule(operation_of(eqn))
         factor = rule.results[port][dim]

@@ -22,6 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh
 from shardc.passes.trace.canonicalize import canonicalize
+from shardc.passes.trace.chunk_scans import Chunks, ScanMaker
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 
 
@@ -271,10 +272,13 @@ def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any
     return make(*avals)
 
 
-def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = ()) -> Program:
+def trace(
+    arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = (), scans: Chunks = ()
+) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
-    `replicate` names primitives without a rule that get no signatures (`canonicalize`).
+    `replicate` names primitives without a rule that get no signatures (`canonicalize`), `scans` kinds of associative
+    scans that are traced in chunks (`chunk_scans`).
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
@@ -301,7 +305,8 @@ def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Coll
 
     names = _names_for_jax(call)
     compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
-    closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+    with compat.scans_made_by(ScanMaker(scans)):
+        closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
     with without_mesh():
         jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
@@ -334,6 +339,7 @@ def trace(arguments: Arguments, call: Call, marks: bool = False, replicate: Coll
         captured,
         call.tree,
         out_info[1],
+        scans=scans,
         passed=(("canonicalize", jaxpr),),
     )
     return program.after("drop_zero_sums", drop_zero_sums(jaxpr))
