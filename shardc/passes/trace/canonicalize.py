@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from shardc import compat
 from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
+from shardc.ir.constrain import constrain_p
 from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
@@ -93,6 +94,10 @@ class _Inliner:
             slices = _slices_of(eqn, invars[0])
             self.eqns += slices
             return [e.outvars[0] for e in slices]
+        if eqn.primitive is constrain_p:  # inside a shardc trace a pin is one by axis names
+            eqn = eqn.replace(params={"pin": eqn.params["pin"]})
+            if eqn.params["pin"].fixed == frozenset():
+                return invars[:1]
         if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
             return invars[:1]
         call = _inlined(eqn, invars)

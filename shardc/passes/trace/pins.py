@@ -215,8 +215,20 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
             _fits(pin.placement, tuple(aval.shape), aval.dtype, mesh, border=False)
         except PlacementError as error:
             what = "shardc.constrain" if ours else "jax.lax.with_sharding_constraint"
-            lines.append(f"{what} of {aval.str_short(short_dtypes=True)} at {compat.source_line(eqn)}: {error}")
+            value, line = aval.str_short(short_dtypes=True), compat.source_line(eqn)
+            if pin.said:
+                lines.append(f"{pin.said}, called at {line}, pins {value}: {error}{_missing_axes(pin, mesh)}")
+            else:
+                lines.append(f"{what} of {value} at {line}: {error}")
     return list(dict.fromkeys(lines))
+
+
+def _missing_axes(pin: Pin, mesh: MeshView) -> str:
+    """The fix for a pin of another shardc function that is called in this one, whose mesh has not all axes."""
+    missing = ", ".join(f"{a}=1" for a in pin.placement if a not in mesh.sizes and a != mesh.taken)
+    if not missing:
+        return ""
+    return f" Make this mesh with {missing} too, or leave {'it' if ',' not in missing else 'them'} out of that pin."
 
 
 def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[tuple[str, Any]]:
