@@ -52,6 +52,9 @@ OPERATIONS = {
 }
 
 
+SOME = ("scatter min", "gather", "cumsum", "scan", "accumulate")
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -65,7 +68,8 @@ def test_operations_split_unevenly(setting):
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        for fn, *arrays in OPERATIONS.values():
+        some = name not in ("jax_numpy_rank_promotion", "jax_numpy_dtype_promotion")  # the others are dear
+        for fn, *arrays in [OPERATIONS[n] for n in (SOME if some else OPERATIONS)]:
             args = list(map(jnp.asarray, arrays))
             rows = [{"a": S(1)} if np.ndim(x) == 4 and len(x) == 1 else {"a": S(0)} for x in args]
             got, want = shardc.function(fn, mesh=MESH, in_placements=tuple(rows))(*args), fn(*args)
