@@ -1,17 +1,17 @@
-"""A function called inside an outer jit, grad or vmap: its program, with its pins as JAX's sharding constraints."""
+"""A function called inside an outer jit, grad or vmap: its program, with its pins as constraints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from shardc import compat
-from shardc.errors import MeshError, PlacementError
-from shardc.ir.constrain import constrain_p, pin_of
+from shardc.errors import MeshError
+from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, explicit_axes
 from shardc.passes.trace.trace import Call, is_array
@@ -32,13 +32,15 @@ def run_in_outer_trace(
 
     Raises:
       MeshError: the mesh in context is another one.
-      PlacementError: a pin is a partial sum, which JAX cannot express.
+      PlacementError: a pin is a partial sum, which JAX cannot express; raised when JAX runs or lowers the trace.
     """
     at = [(pin, p) for x, pin, p in zip(call.leaves, into, call.paths, strict=True) if is_array(x)]
-    at_out = [(pin, f"result {path}") for pin, path in zip(out, program.out_paths, strict=True)]
+    at_out = [(pin, f"result {path}".rstrip()) for pin, path in zip(out, program.out_paths, strict=True)]
+
+    outer = _Outer(mesh, where)
 
     def run(*arrays: Any) -> list[Any]:
-        return _constrained(_replay(program, _constrained(arrays, at, mesh), mesh), at_out, mesh)
+        return _constrained(_replay(program, _constrained(arrays, at, outer), outer), at_out, outer)
 
     if explicit_axes():
         there = jax.sharding.get_abstract_mesh()
@@ -53,31 +55,45 @@ def run_in_outer_trace(
     return jax.tree.unflatten(program.out_tree, run(*dynamic))
 
 
-def _constrained(xs: Sequence[Any], at: Sequence[tuple[Pin | None, str]], mesh: AnyMesh) -> list[Any]:
-    """Arrays with their pins, if they have any, as sharding constraints."""
-    return [x if pin is None else _as_constraint(x, pin, mesh, path) for x, (pin, path) in zip(xs, at, strict=True)]
+def _constrained(xs: Sequence[Any], at: Sequence[tuple[Pin | None, str]], outer: _Outer) -> list[Any]:
+    """Arrays with their pins, if they have any, as constraints."""
+    said = [(pin, f"{path} of {outer.where}") for pin, path in at]
+    return [x if pin is None else outer.constrain(x, pin, text) for x, (pin, text) in zip(xs, said, strict=True)]
 
 
-def _replay(program: Program, leaves: Sequence[Any], mesh: AnyMesh) -> list[Any]:
-    """Runs a program under an outer trace, its pins as JAX's sharding constraints."""
+def _replay(program: Program, leaves: Sequence[Any], outer: _Outer) -> list[Any]:
+    """Runs a program under an outer trace."""
     env: dict[Any, Any] = dict(zip(program.jaxpr.invars, [*leaves, *program.captured], strict=True))
     for eqn in program.jaxpr.eqns:
         xs = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars]
-        pin = pin_of(eqn)
-        if eqn.primitive is constrain_p and pin is not None:
-            out = [_as_constraint(xs[0], pin, mesh, "shardc.constrain")]
+        if eqn.primitive is constrain_p:
+            pin = eqn.params["pin"]
+            out = [outer.constrain(xs[0], pin, pin.said or f"shardc.constrain in {outer.where}")]
         else:
             out = compat.bind_with(eqn.primitive, eqn.params)(*xs)
         env |= dict(zip(eqn.outvars, out, strict=True))
     return [a.val if compat.is_literal(a) else env[a] for a in program.jaxpr.outvars]
 
 
-def _as_constraint(x: Any, pin: Pin, mesh: AnyMesh, path: str) -> Any:
-    if pin.placement.partial_axes:
-        raise PlacementError(
-            f"{path} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where JAX "
-            "cannot say a partial sum; call it outside, or pin it at B or S."
-        )
-    shape = np.shape(x)
-    placement = plain_placement(shape, pin.placement.resolve(len(shape)), dict(mesh.shape))  # JAX takes no uneven split
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, placement.to_spec()))
+@dataclass(frozen=True)
+class _Outer:
+    """What the pins of a function are in an outer trace.
+
+    In that of another shardc function they are pins by axis name; in JAX's, constraints on the function's own mesh.
+    """
+
+    mesh: AnyMesh
+    where: str
+
+    def constrain(self, x: Any, pin: Pin, said: str) -> Any:
+        x, named = jax.numpy.asarray(x), replace(pin, said=said)
+        if pin.placement.partial_axes:
+            refused = (
+                f"{said} is pinned at {pin.placement}, but the function is called in an outer jit, grad or vmap, where "
+                "JAX cannot say a partial sum; call it outside, or pin it at B or S."
+            )
+            return constrain_p.bind(x, pin=named, refused=refused)
+        plain = plain_placement(x.shape, pin.placement.resolve(x.ndim), dict(self.mesh.shape))  # JAX takes none uneven
+        sharding = NamedSharding(self.mesh, plain.to_spec())
+        outside = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(x)
+        return constrain_p.bind(x, pin=named, outside=outside)

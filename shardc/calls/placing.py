@@ -84,11 +84,12 @@ def _placements(
     placements: Any, structure: Any, paths: Sequence[str], leaves: Sequence[Leaf | None], mesh: AnyMesh
 ) -> list[Placement | None]:
     """The placement of each leaf; None where it stays as it is."""
-    pins = Pins("placements", leaves, view(mesh))
+    seen = view(mesh)
+    pins = Pins("placements", leaves, seen)
     pins.spread(placements, jax.tree.unflatten(structure, range(len(paths))))
     if pins.offenders:
-        raise PlacementError(all_offenders(f"shardc.put, mesh {view(mesh)}:", pins.offenders))
-    return [None if pin is None else pin.placement for pin in pins.pins]
+        raise PlacementError(all_offenders(f"shardc.put, mesh {seen}:", pins.offenders))
+    return [None if pin is None else pin.placement.without(seen.idle) for pin in pins.pins]
 
 
 @compat.face

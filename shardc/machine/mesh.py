@@ -69,6 +69,11 @@ class MeshView:
         return math.prod(n for _, n in self.axes)
 
     @property
+    def idle(self) -> tuple[str, ...]:
+        """The axes of one device: they place nothing, and occur in no placement of a plan."""
+        return tuple(a for a, n in self.axes if n == 1)
+
+    @property
     def link(self) -> DeviceLink:
         """The link to the next mesh along the axis that this mesh was cut at; for a whole mesh, between neighbours."""
         cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from shardc import compat
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
-from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin
@@ -76,25 +74,12 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
     """The placement problem of a request; of a plan's own `request` and `ties`, that plan's."""
-    mesh, program = request.mesh, request.program
-    inputs = [
-        Requirement(a.pin if a.arrival is None else without_idle(Pin(a.arrival), mesh)) for a in request.arguments
-    ]
+    program = request.program
+    inputs = [Requirement(a.pin if a.arrival is None else Pin(a.arrival)) for a in request.arguments]
     outputs = [Requirement(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
-    return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths)
+    return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
 
 
 def moves(a: Argument) -> bool:
     """Whether an argument arrives elsewhere than it is pinned."""
     return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)
-
-
-def without_idle(pin: Pin | None, mesh: MeshView) -> Pin | None:
-    """Axes of one device place nothing."""
-    if pin is None:
-        return None
-    idle = [a for a, n in mesh.axes if n == 1]
-    if not idle:
-        return pin
-    fixed = None if pin.fixed is None else pin.fixed - set(idle)
-    return replace(pin, placement=pin.placement.without(idle), fixed=fixed)

@@ -17,7 +17,7 @@ from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSear
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
-from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of, without_idle
+from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
 from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
@@ -132,14 +132,12 @@ class Placing:
 
     @classmethod
     def of(cls, request: Request, cheaper: Recomputation = NOTHING) -> Placing:
-        program, mesh = request.program, request.mesh
-        arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
-        arguments += [Argument()] * (len(program.in_paths) - len(arguments))
-        results = [without_idle(pin, mesh) for pin in request.results]
+        program = request.program
+        arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
         entered = pin_entries(program, arguments)
         ties = match_donated(entered, arguments)
         wanted: list[Pin | None] = []
-        for pin, tie, var in zip(results, ties, entered.jaxpr.outvars, strict=True):
+        for pin, tie, var in zip(request.results, ties, entered.jaxpr.outvars, strict=True):
             if pin is None and tie is None and compat.is_literal(var):
                 pin = Pin(REPLICATED)
             if pin is None and tie is not None and moves(arguments[tie]):

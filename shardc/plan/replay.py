@@ -20,7 +20,7 @@ from shardc.passes.estimate.backend import backend_of
 from shardc.passes.place.insert_boxing import latest
 from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
-from shardc.plan.borders import match_donated, moves, pin_entries, problem_of, without_idle
+from shardc.plan.borders import match_donated, moves, pin_entries, problem_of
 from shardc.plan.counterfactual import ports_in
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
@@ -50,18 +50,16 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
             f"{saved.name} holds the borders of a pipeline's plan alone; pin them, with "
             "in_placements=shardc.load_plan(...).in_placements, and leave plan= out."
         )
-    arguments = [replace(a, pin=without_idle(a.pin, mesh)) for a in request.arguments]
-    results = [without_idle(pin, mesh) for pin in request.results]
     jaxpr, cheaper = recompute(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
     jaxpr, recomputation = recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
     program = program.after("recompute", jaxpr)
-    wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, arguments, results)
+    wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, request)
     if wrong:
         raise ArgumentError(
             all_offenders(f"{where}; leave plan= out to plan it anew, and save that with plan.save(...):", wrong)
         )
     leaves = [*saved.arguments.values(), *saved.captured]
-    arguments = [*arguments, *[Argument()] * (len(leaves) - len(arguments))]
+    arguments = [*request.arguments, *[Argument()] * (len(leaves) - len(request.arguments))]
     pinned = [replace(a, pin=Pin(p.placement, said=saved.name)) for a, p in zip(arguments, leaves, strict=True)]
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
     program = pin_entries(program, pinned)
@@ -150,13 +148,13 @@ def _some(lines: Sequence[str]) -> list[str]:
     return [*lines[:MOST], *([f"... and {len(lines) - MOST} more of this sort."] if len(lines) > MOST else [])]
 
 
-def _pins_not_kept(
-    saved: SavedPlan, program: Program, arguments: Sequence[Argument], results: Sequence[Pin | None]
-) -> list[str]:
+def _pins_not_kept(saved: SavedPlan, program: Program, request: Request) -> list[str]:
     """A line for each pin of the function that the plan does not keep."""
+    arguments = zip(program.in_paths, request.arguments, strict=False)
+    results = zip(program.out_paths, request.results, strict=True)
     pins = [
-        *((path, saved.arguments.get(path), a.pin) for path, a in zip(program.in_paths, arguments, strict=False)),
-        *((f"result {p}".rstrip(), saved.results.get(p), r) for p, r in zip(program.out_paths, results, strict=True)),
+        *((path, saved.arguments.get(path), a.pin) for path, a in arguments),
+        *((f"result {path}".rstrip(), saved.results.get(path), pin) for path, pin in results),
     ]
     return [
         f"{path} is pinned at {placement_word(pin.placement)} by {pin.said}, the plan has it at "
@@ -285,8 +283,7 @@ def _is_legal(node: Node, ports: Mapping[int, Placement], axes: Sequence[str], m
     if node.pin is not None:
         return all(node.pin.allows(p) for p in ports.values())
     if node.fixed is not None:
-        idle = [a for a in mesh.sizes if a not in axes]
-        return all(p == node.fixed[1][port].without(idle) for port, p in ports.items())
+        return all(p == node.fixed[1][port] for port, p in ports.items())
     before = {pair for p in ports.values() for names in p.splits.values() for pair in itertools.combinations(names, 2)}
     if any((b, a) in before for a, b in before):
         return False  # pieces of one operand are cut in another order than those of another

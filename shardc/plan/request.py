@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ class ArgumentsTree:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request for the plan of one program.
+    """A request for the plan of one program. Its pins lose the mesh's idle axes.
 
     Attributes:
       program: what is to be placed.
@@ -105,3 +105,9 @@ class Request:
     where: str = ""
     tree: ArgumentsTree | None = None
     replicate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if idle := self.mesh.idle:
+            arguments = tuple(replace(a, pin=a.pin and a.pin.without(idle)) for a in self.arguments)
+            object.__setattr__(self, "arguments", arguments)
+            object.__setattr__(self, "results", tuple(pin and pin.without(idle) for pin in self.results))

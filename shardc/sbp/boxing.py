@@ -374,9 +374,8 @@ def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mes
     Least time, then least time on the links, then fewest steps. Axes of size 1 need no step. A path may pass a partial
     sum whatever the partial op of the ends: each device then holds zeros in place of the pieces of others.
     """
-    idle = [a for a, n in mesh.axes if n == 1]
-    if idle:
-        src, dst = src.without(idle), dst.without(idle)
+    if mesh.idle:
+        src, dst = src.without(mesh.idle), dst.without(mesh.idle)
     if src == dst:
         return Boxing((), ())
     ops = tuple(sorted({"sum", *(p.partial_op for p in (src, dst) if p.partial_op)}))

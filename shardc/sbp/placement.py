@@ -342,6 +342,11 @@ class Pin:
     fixed: frozenset[str] | None = None  # None: every axis is fixed
     said: str = field(default="", compare=False)
 
+    def without(self, axes: Sequence[str]) -> Pin:
+        """This pin with `B` on `axes`."""
+        fixed = None if self.fixed is None else self.fixed.difference(axes)
+        return Pin(self.placement.without(axes), fixed, self.said)
+
     def allows(self, placement: Placement) -> bool:
         """Whether `placement` agrees with the pin."""
         if self.fixed is None:

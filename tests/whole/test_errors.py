@@ -128,7 +128,8 @@ LEAVES = {
     "rules that match nothing": (
         {"params": rules({"*/ww": {}, "kernel*": {}, "w": {}}), "batch": rules({"x*": {"data": S(0)}})},
         "in_placements: params: the pattern '*/ww' matches no leaf. Did you mean \"w\"?",
-        "in_placements: params: the pattern 'kernel*' matches no leaf. Leaves are b, w.",
+        "in_placements: params: the pattern 'kernel*' matches no leaf. Leaves are b, w. If it need not match: "
+        "rules(..., optional='kernel*').",
         "in_placements: batch: the pattern 'x*' matches no leaf. The argument is one array, whose path is empty: "
         "give it {'data': S(0)} itself, or use '*'.",
     ),

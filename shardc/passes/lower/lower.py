@@ -37,16 +37,17 @@ class Lowering:
         self.wire = MeshWire(self.sizes)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-        """The local results of a jaxpr from its local arguments."""
+        """The local results of a jaxpr from its local arguments. The user's rules of promotion are for their code."""
         env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Atom) -> Any:
             return atom.val if compat.is_literal(atom) else env[atom]
 
-        for eqn in jaxpr.eqns:
-            with compat.with_source(eqn):
-                results = self.equation(eqn, [read(a) for a in eqn.invars])
-            env |= dict(zip(eqn.outvars, results, strict=True))
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            for eqn in jaxpr.eqns:
+                with compat.with_source(eqn):
+                    results = self.equation(eqn, [read(a) for a in eqn.invars])
+                env |= dict(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

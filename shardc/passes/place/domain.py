@@ -168,13 +168,10 @@ class Domains(ValueTables):
             elif n.pin is not None and n.pin.fixed is None:
                 found.append(np.full(len(options), table.index[_partial_by(n.pin.placement, value.op)], np.int64))
             elif n.fixed is not None:
-                found.append(np.asarray([table.index[self._without_idle(n.fixed[1][i])]], np.int64))
+                found.append(np.asarray([table.index[n.fixed[1][i]]], np.int64))
             else:
                 found.append(self.rows_of(value, columns[options, i], orders))
         return tuple(found)
-
-    def _without_idle(self, p: Placement) -> Placement:
-        return p.without([a for a in self.mesh.sizes if a not in self.axes])
 
     def _plain(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
         """For each row of a value's table whether a jax.Array, or a PlacedArray that is split, can have it."""
@@ -239,7 +236,7 @@ class Domains(ValueTables):
         if n.pin is not None and n.pin.fixed is None:
             return (n.pin.placement,) * (len(n.operands) + len(n.results))
         if n.fixed is not None:
-            return tuple(map(self._without_idle, n.fixed[1]))
+            return n.fixed[1]
         d = self.of[n.number]
         if d.also is not None and d.tables[0] is not None and d.rows[0] is not None:
             return tuple(d.tables[0].placements[r[choice]] for r in (d.rows[0], d.also))

@@ -224,7 +224,8 @@ class Carried:
 class Builder:
     """The walk over a canonical program that builds its problem."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: Sequence[str]) -> None:
+        self.idle = idle
         self.nodes: list[Node] = []
         self.values: dict[Var, Value] = {}
         self._offered: dict[Hashable, _Offered] = {}
@@ -243,7 +244,8 @@ class Builder:
         self, kind: str, carried: Carried, operands: list[Value | None], outs: Sequence[tuple[Any, float]]
     ) -> Node:
         """A node with one sbp for all ports and no cost of its own. `outs`: aval and weight of each result."""
-        aval, op, pin = carried.aval, carried.op, carried.pin
+        aval, op = carried.aval, carried.op
+        pin = None if carried.pin is None else carried.pin.without(self.idle)
         pinned = tuple(pin.placement.splits) if pin is not None else ()
         ports = ((carried.shift_in,) * len(operands), (carried.shift_out,) * len(outs))
         options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
@@ -291,7 +293,8 @@ class Builder:
             along = unit_signatures(eqn)
             options = (whole_signature(eqn), *along.values())
             node = self.add(Node("operation", operands, [], options, weight, gathered(operation_of(eqn)), eqn=eqn))
-            node.fixed = ({a: i for i, a in enumerate(along, 1)}, unit_placements(eqn))
+            ports = tuple(p.without(self.idle) for p in unit_placements(eqn))
+            node.fixed = ({a: i for i, a in enumerate(along, 1)}, ports)
             node.results = [Value(v.aval, node, i, weight=weight) for i, v in enumerate(eqn.outvars)]
         else:
             rule, options, ops = self.offered(eqn, operands)
@@ -492,9 +495,13 @@ def build_problem(
     outputs: Sequence[Requirement],
     in_paths: Sequence[str],
     out_paths: Sequence[str],
+    idle: Sequence[str] = (),
 ) -> Problem:
-    """The problem of a canonical jaxpr under requirements on its arguments and results."""
-    b = Builder()
+    """The problem of a canonical jaxpr under requirements on its arguments and results.
+
+    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes.
+    """
+    b = Builder(idle)
     sources: list[Node] = []
     for var, asked, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
         node = b.carrier("source", Carried(var.aval, pin=asked.pin), [None], [(var.aval, 1.0)])

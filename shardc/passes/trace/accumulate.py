@@ -134,9 +134,9 @@ class _Loop:
 
         def once(rows: Any, whole: Any, state: Any, held: Any) -> list[Any]:
             out, after = self.call(rows, whole, state, held)
-            leaves = leaves_by_path(out)
-            arrays = [x for _, x in leaves if is_array(x)]
-            found[:] = [out, leaves, len(arrays)]
+            arrays = [x for _, x in leaves_by_path(out) if is_array(x)]
+            out = jax.tree.map(_without_tracer, out)
+            found[:] = [out, leaves_by_path(out), len(arrays)]
             return [*arrays, *after]
 
         call, held = self.call, self.call.opened.paths if self.call.opened is not None else ()
@@ -355,3 +355,11 @@ def _cotangents(gradients: Sequence[Any], primals: Sequence[Any], factor: Any) -
         np.zeros(jnp.shape(x), jax.dtypes.float0) if g is None else (g * factor).astype(g.dtype)
         for g, x in zip(gradients, primals, strict=True)
     ]
+
+
+def _without_tracer(x: Any) -> Any:
+    """The type of an array; what is none stays."""
+    if not is_array(x):
+        return x
+    aval = compat.aval_of(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from shardc import compat
 from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
+from shardc.ir.constrain import constrain_p
 from shardc.ir.host_callback import ONCE
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
@@ -94,6 +95,10 @@ class _Inliner:
             slices = _slices_of(eqn, invars[0])
             self.eqns += slices
             return [e.outvars[0] for e in slices]
+        if eqn.primitive is constrain_p:  # inside a shardc trace a pin is one by axis names
+            eqn = eqn.replace(params={"pin": eqn.params["pin"]})
+            if eqn.params["pin"].fixed == frozenset():
+                return invars[:1]
         if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
             return invars[:1]
         call = _inlined(eqn, invars)
@@ -176,12 +181,20 @@ def _without_shardings(eqn: Eqn) -> dict[str, Any]:
 _OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
 
 
+_OVER_DIMENSIONS: Final = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+"""JAX's collectives that vmap leaves over the dimensions of a mapped axis, as reductions."""
+
+
 def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[Atom]] | None:
     """The body that an equation only names, and its arguments; None if it is no call."""
     if eqn.primitive.name == "custom_linear_solve":
         consts, ends = eqn.params["const_lengths"], itertools.accumulate(eqn.params["const_lengths"])
         *_, end, all_consts = ends  # constants of matvec, vecmat, solve and transpose_solve
         return eqn.params["jaxprs"].solve, [*invars[end - consts.solve : end], *invars[all_consts:]]
+    if eqn.primitive.name in _OVER_DIMENSIONS and all(isinstance(a, int) for a in eqn.params["axes"]):
+        reduce, (x,) = _OVER_DIMENSIONS[eqn.primitive.name], invars
+        value = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+        return jax.make_jaxpr(lambda x: reduce(x, eqn.params["axes"]))(value), invars
     body = next((eqn.params[k] for k in INLINED.get(eqn.primitive.name, ()) if k in eqn.params), None)
     return None if body is None else (body, invars)
 

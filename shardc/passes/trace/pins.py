@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardc import compat
-from shardc.errors import PlacementError, did_you_mean
+from shardc.errors import PlacementError, all_offenders, did_you_mean
 from shardc.ir.constrain import pin_of
 from shardc.ir.program import Program
 from shardc.ir.user_shard_map import is_unit, unit_body, wrong_unit
@@ -30,25 +30,38 @@ from shardc.sbp.placement import AUTO, Auto, B, Broadcast, P, Pin, Placement, S,
 
 @dataclass(frozen=True)
 class Rules:
-    """Placements by patterns over leaf paths; the first pattern that matches decides."""
+    """Placements by patterns over leaf paths; the first pattern that matches decides. `optional`: those that may match
+    no leaf."""
 
     patterns: tuple[tuple[str, Any], ...]
+    optional: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "rules({" + ", ".join(f"{p!r}: {leaf_text(s)}" for p, s in self.patterns) + "})"
+        optional = f", optional={list(self.optional)}" if self.optional else ""
+        return "rules({" + ", ".join(f"{p!r}: {leaf_text(s)}" for p, s in self.patterns) + f"}}{optional})"
 
 
-def rules(patterns: Mapping[str, Any]) -> Rules:
+def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) -> Rules:
     """Placements by pattern over the paths of an argument's leaves.
 
     A path joins keys, attribute names and indices by `/`, as `layers/0/attn/kernel`. `*` matches any text, `/`
     included. The first pattern that matches decides; leaves that none matches are AUTO; `{}` is B everywhere.
 
+    Args:
+      patterns: the placement of each pattern. One that matches no leaf is an error, unless it is optional.
+      optional: a pattern, or several, that may match no leaf: for the rules of a family of models.
+
+    Raises:
+      PlacementError: `optional` names what is none of the patterns.
+
     Example:
       >>> str(rules({"*/up/kernel": {"model": S(1)}, "*": {}}))
       "rules({'*/up/kernel': {model: S(1)}, '*': {}})"
     """
-    return Rules(tuple(patterns.items()))
+    names = (optional,) if isinstance(optional, str) else tuple(optional)
+    if wrong := [f"{n!r} is none of the patterns.{did_you_mean(n, patterns)}" for n in names if n not in patterns]:
+        raise PlacementError(all_offenders("shardc.rules, optional", wrong))
+    return Rules(tuple(patterns.items()), names)
 
 
 def leaf_text(spec: Any) -> str:
@@ -215,8 +228,20 @@ def wrong_constraints(program: Program, mesh: MeshView) -> list[str]:
             _fits(pin.placement, tuple(aval.shape), aval.dtype, mesh, border=False)
         except PlacementError as error:
             what = "shardc.constrain" if ours else "jax.lax.with_sharding_constraint"
-            lines.append(f"{what} of {aval.str_short(short_dtypes=True)} at {compat.source_line(eqn)}: {error}")
+            value, line = aval.str_short(short_dtypes=True), compat.source_line(eqn)
+            if pin.said:
+                lines.append(f"{pin.said}, called at {line}, pins {value}: {error}{_missing_axes(pin, mesh)}")
+            else:
+                lines.append(f"{what} of {value} at {line}: {error}")
     return list(dict.fromkeys(lines))
+
+
+def _missing_axes(pin: Pin, mesh: MeshView) -> str:
+    """The fix for a pin of another shardc function that is called in this one, whose mesh has not all axes."""
+    missing = ", ".join(f"{a}=1" for a in pin.placement if a not in mesh.sizes and a != mesh.taken)
+    if not missing:
+        return ""
+    return f" Make this mesh with {missing} too, or leave {'it' if ',' not in missing else 'them'} out of that pin."
 
 
 def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[tuple[str, Any]]:
@@ -229,7 +254,7 @@ def _by_rules(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[tuple[str, Any]]:
 def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
     paths = [leaf.inner for leaf in leaves if leaf.inner]
     for pattern, said in spec.patterns:
-        if any(map(matcher(pattern).match, (leaf.inner for leaf in leaves))):
+        if pattern in spec.optional or any(map(matcher(pattern).match, (leaf.inner for leaf in leaves))):
             continue
         help_ = f" Leaves are {_some(paths)}."
         if not leaves:
@@ -237,7 +262,8 @@ def _idle_patterns(spec: Rules, leaves: Sequence[Leaf]) -> Iterator[str]:
         elif not paths:
             help_ = f" The argument is one array, whose path is empty: give it {code_text(said)} itself, or use '*'."
         near = did_you_mean(pattern.replace("*", "").strip("/"), paths)
-        yield f"the pattern {pattern!r} matches no leaf.{near or help_}"
+        mend = "" if near else f" If it need not match: rules(..., optional={pattern!r})."
+        yield f"the pattern {pattern!r} matches no leaf.{near or help_}{mend if paths else ''}"
 
 
 def several_matches(spec: Rules, leaves: Sequence[Leaf]) -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
+import shardc
 from shardc import compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.trace.canonicalize import canonicalize, with_own_bodies
@@ -69,3 +70,31 @@ def test_a_copy_of_a_loop_has_variables_of_its_own():
     (loop,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
     ours, theirs = (compat.scan_of(e).body for e in (loop, with_own_bodies(loop)))
     assert not {*ours.invars, *ours.eqns[0].outvars} & {*theirs.invars, *theirs.eqns[0].outvars}
+
+
+def test_collectives_of_a_mapped_axis_are_reductions():
+    """Batch norm as it is written for pmap. No signatures are looked for, and nothing is replicated."""
+    over = ("batch", "copies")
+
+    def norm(x, scale):
+        mean = jax.lax.pmean(x.mean(0), over)
+        var = jax.lax.pmean((x**2).mean(0), over) - mean**2
+        return (
+            (x - mean) * jax.lax.rsqrt(var + 1e-5) * scale,
+            jax.lax.pmax(jax.lax.stop_gradient(x), over),
+            jax.lax.psum(1, over),
+        )
+
+    def loss(x, scale):
+        y, top, count = jax.vmap(jax.vmap(norm, (0, None), axis_name="batch"), (0, None), axis_name="copies")(x, scale)
+        low = jax.vmap(lambda x: jax.lax.pmin(jax.lax.stop_gradient(x), "rows"), axis_name="rows")(x[0, 0])
+        return (y**3).sum() / count.sum() + (top * low).sum()
+
+    x, scale = np.random.default_rng(0).normal(size=(2, 6, 4, 3)).astype("f"), np.ones(3, "f")
+    step = jax.value_and_grad(loss, (0, 1))
+    f = shardc.function(step, mesh=shardc.make_mesh(data=4), in_placements=({"data": shardc.S(1)}, {}))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), f(x, scale), step(x, scale))
+    names = {e.primitive.name for e in f.plan(x, scale).program.jaxpr.eqns}
+    assert {"reduce_sum", "reduce_max"} <= names
+    assert not names & {"psum", "pmax", "pmin"}
+    assert f.compile(x, scale).audit().ok

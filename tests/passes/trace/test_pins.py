@@ -1,5 +1,6 @@
 """Placement specs as pins: every form that a user may write, and the patterns that decide."""
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -79,3 +80,17 @@ def test_a_spec_prints_as_code():
     assert code_text({"data": S(0), ...: AUTO}) == "{'data': S(0), ...: AUTO}"
     assert code_text((S(0), P("max"))) == "(S(0), P('max'))"
     assert code_text(P) == "P"
+
+
+def test_optional_patterns_may_match_nothing():
+    family = {"*/up": {"model": S(1)}, "*/gate": {"model": S(0)}, "*": {}}
+    spec = shardc.rules(family, optional="*/gate")
+    assert str(spec) == "rules({'*/up': {model: S(1)}, '*/gate': {model: S(0)}, '*': {}}, optional=['*/gate'])"
+    f = shardc.function(lambda p: sum(jax.tree.leaves(p)), mesh=shardc.make_mesh(model=2), in_placements=(spec,))
+    w = np.ones((4, 4), np.float32)
+    assert str(f.plan({"a": {"up": w}}).in_placements.p["a"]["up"]) == "{model: S(1)}"
+    assert str(f.plan({"a": {"up": w, "gate": w}}).in_placements.p["a"]["gate"]) == "{model: S(0)}"
+    with pytest.raises(shardc.PlacementError, match=r"'\*/up' matches no leaf. .* rules\(..., optional='\*/up'\)"):
+        f.plan({"a": {"low": w, "gate": w}})
+    with pytest.raises(shardc.PlacementError, match=r"'\*/gat' is none of the patterns. Did you mean \"\*/gate\"\?"):
+        shardc.rules(family, optional=["*/up", "*/gat"])
