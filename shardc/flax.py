@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import jax
 from flax import linen, nnx
@@ -97,7 +97,7 @@ def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
 class FlaxFunction:
     """A function with nnx modules as arguments, which runs on a mesh and may write to them. Made by `function`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: Any, in_placements: Any, keywords: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self._mesh, self._in_placements, self._keywords = fn, mesh, in_placements, keywords
         self._signature = inspect.signature(fn)
@@ -224,7 +224,7 @@ class FlaxCompiled:
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -242,7 +242,7 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function. Each of its arguments has a name.
-      mesh: as for `shardc.function`. Without a mesh the result is `fn` itself.
+      mesh: as for `shardc.function`. With None the result is `fn` itself.
       in_placements: as for `shardc.function`. A module that it does not place gets the placements of its variables'
         metadata, as `placements` reads them; variables without metadata are AUTO.
       out_placements: placements of the result. The compiler chooses the placements of values that are written to a
@@ -259,8 +259,6 @@ def function(  # noqa: PLR0913  # a public face
     api.refuse_unknown("shardc.flax.function", fn, unknown, function)
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        if mesh is None and not (pipeline and pipeline.meshes):
-            return fn
         static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         keywords = {
             "out_placements": (AUTO, AUTO, out_placements),
@@ -270,7 +268,8 @@ def function(  # noqa: PLR0913  # a public face
             "plan": plan,
             "replicate": replicate,
         }
-        return FlaxFunction(fn, cast(AnyMesh, mesh), in_placements, keywords)
+        made = FlaxFunction(fn, mesh, in_placements, keywords)
+        return fn if api.is_one_device(mesh, pipeline) else made
 
     return decorate if fn is None else decorate(fn)
 

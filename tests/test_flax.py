@@ -272,7 +272,7 @@ def test_static_arguments_defaults_and_no_mesh(mesh):
     model, _ = net()
     assert forward(model, ROWS).shape == (16, 32)
     assert not np.allclose(forward(model, ROWS), forward(model, ROWS, train=True))
-    assert shardc.flax.function(train) is train
+    assert shardc.flax.function(train, mesh=None) is train
 
 
 def test_one_argument_for_many_is_an_error(mesh):
