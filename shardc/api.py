@@ -159,14 +159,16 @@ class Function:
     @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call without running it."""
-        plan = self._plan(self._arguments.take_apart(args, kwargs))
+        call = self._arguments.take_apart(args, kwargs)
+        made_for = call.tree, call.constants
+        plan = self._plan(call)
         executable = self._executable(plan)
         _ = executable.compiled
         if isinstance(plan, PipelinePlan):
             assert isinstance(executable, PipelineExecutable)
-            return CompiledPipeline(self._arguments, executable, plan)
+            return CompiledPipeline(self._arguments, made_for, executable, plan)
         assert isinstance(executable, Executable)
-        return Compiled(self._arguments, executable, plan)
+        return Compiled(self._arguments, made_for, executable, plan)
 
     def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from shardc import api, compat
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
+from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_nnx, leaves_by_path, path_text
@@ -145,13 +146,14 @@ class FlaxFunction:
         values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
         with nnx.split_context(_TAG) as context:
-            graph, state = context.split(nodes)
+            split, state = context.split(nodes)
+        graph = _Graph(split)
         # a variable of several arguments is listed under the first one, so another may have none
         states: dict[str, Any] = {n: state.get(n, {}) for n in nodes}
         function = self._function(graph, states)
         return use(function, {**values, **{n: nnx.as_pure(part) for n, part in states.items()}, _GRAPH: graph})
 
-    def _function(self, graph: Any, states: Mapping[str, Any]) -> api.Function:
+    def _function(self, graph: _Graph, states: Mapping[str, Any]) -> api.Function:
         """The function of arrays for modules with this structure and these annotations."""
         key = (graph, tuple(spmd.get_logical_axis_rules()))
         if key not in self._made:
@@ -180,7 +182,7 @@ class FlaxFunction:
 
         def of_arrays(**values: Any) -> Any:
             with nnx.merge_context(_TAG, inner=True) as context:
-                nodes: Any = context.merge(values.pop(_GRAPH), nnx.State({n: values[n] for n in names}))
+                nodes: Any = context.merge(values.pop(_GRAPH).graph, nnx.State({n: values[n] for n in names}))
             bound = signature.bind_partial()
             bound.arguments.update({**values, **nodes})
             out = fn(*bound.args, **bound.kwargs)
@@ -194,6 +196,27 @@ class FlaxFunction:
         graph = inspect.Parameter(_GRAPH, inspect.Parameter.KEYWORD_ONLY)
         of_arrays.__signature__ = signature.replace(parameters=[*by_name, graph])  # pyright: ignore[reportFunctionMemberAccess]
         return of_arrays
+
+
+class _Graph:
+    """The structure of nnx modules as a static argument.
+
+    Attributes without a hash are compared by their contents at the time of the call.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        parts = (*graph.nodes, *graph.attributes)
+        if not has_hash(parts):
+            parts = tuple(x if has_hash(x) else snapshot_of(x) for x in parts)
+        types = tuple(type(getattr(x, "value", None)) for _, x in graph.attributes)  # 2 and 2.0 are equal
+        self.key, self._hash = (parts, types, hash(parts)), hash(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Graph) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 RunFunction: TypeAlias = Callable[[Any, dict[str, Any]], Any]

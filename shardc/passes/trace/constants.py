@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
@@ -55,6 +56,20 @@ def key_of(x: Any) -> Any:
 def key_of_static(x: Any) -> Any:
     """A key of a static argument, which is what its `==` and its hash say; a hash that changes tells another value."""
     return type(x), hash(x), x
+
+
+def snapshot_of(x: Any) -> Any:
+    """A hashable key of what a value is now: of one without a hash, as a config that can change, by its contents."""
+    if has_hash(x):
+        return (key_of if is_constant(x) else key_of_static)(x)
+    if isinstance(x, Mapping):
+        return type(x), *((snapshot_of(k), snapshot_of(v)) for k, v in x.items())
+    if isinstance(x, np.ndarray) and not x.dtype.hasobject:
+        return type(x), x.shape, x.dtype, x.tobytes()
+    if is_dataclass(x) or hasattr(x, "__dict__"):
+        names = [f.name for f in fields(x)] if is_dataclass(x) else []
+        return type(x), *((n, snapshot_of(getattr(x, n))) for n in dict.fromkeys([*names, *getattr(x, "__dict__", ())]))
+    return (type(x), *map(snapshot_of, x)) if isinstance(x, Collection) else (type(x), id(x))
 
 
 def has_hash(x: object) -> bool:

@@ -22,7 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.passes.trace.constants import has_hash, why_no_constant
+from shardc.passes.trace.constants import has_hash, key_of, key_of_static, why_no_constant
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 
 
@@ -72,6 +72,12 @@ class Call:
     @property
     def paths(self) -> list[str]:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Keys of the static arguments and of the leaves that are no arrays, by path."""
+        fixed = {path: key_of(x) for path, x in zip(self.paths, self.leaves, strict=True) if not is_array(x)}
+        return fixed | {name: key_of_static(x) for name, x in self.static}
 
 
 def is_array(x: Any) -> bool:
