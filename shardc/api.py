@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -125,12 +126,26 @@ class Function:
                 )
             self._view = replace(self._view, avoids=AVOIDS)
         self._in_placements = _checked_placements(arguments, options, self._view)
+        self._moved_from: list[Mesh] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins with nothing traced, planned or compiled."""
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
         self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
-        self._moved_from: list[Mesh] = []
+
+    def __deepcopy__(self, memo: Any) -> Function:
+        """The function anew, on the same mesh."""
+        made = copy.copy(self)
+        fn = copy.deepcopy(self._arguments.fn, memo)
+        functools.update_wrapper(made, fn)
+        made._arguments = Arguments(fn, self._options.static)
+        made._moved_from = list(self._moved_from)
+        made._begin()
+        return made
 
     # -- calls
 

@@ -6,6 +6,7 @@ with leaves that are not arrays.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -70,11 +71,15 @@ class EquinoxFunction:
             args, kwargs = _open((args, kwargs))
             return _close(fn(*args, **kwargs))
 
+        self._fn, self._keywords = fn, keywords
         self._function: api.Function = api.function(of_arrays, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
+
+    def __deepcopy__(self, memo: Any) -> EquinoxFunction:
+        return EquinoxFunction(copy.deepcopy(self._fn, memo), self._keywords)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

@@ -6,6 +6,7 @@ modules, and passes the values that a microbatch writes to them on to the next m
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,9 @@ class FlaxFunction:
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> FlaxFunction:
+        return FlaxFunction(copy.deepcopy(self._fn, memo), self._mesh, self._in_placements, self._keywords)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

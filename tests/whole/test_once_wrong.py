@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import copy, deepcopy
 from dataclasses import dataclass
 
 import jax
@@ -319,3 +321,44 @@ def test_a_constant_is_known_by_its_value(function):
 def test_an_iterator_is_no_constant():
     with pytest.raises(shardc.ArgumentError, match="config: a list_iterator can change"):
         shardc.function(lambda x, config: x * next(config), mesh=MESH)(jnp.ones(4), iter([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("function", [shardc.function, flax.function, equinox.function], ids=["", "flax", "equinox"])
+def test_what_holds_a_function_can_be_copied(function):
+    """`copy.deepcopy` of a trainer ended in `TypeError: cannot pickle 'mappingproxy' object`."""
+
+    class Trainer:
+        def __init__(self):
+            self.scale = 2.0
+            self.step = function(self.scaled, mesh=MESH, in_placements={"x": {"a": S(0)}})
+
+        def scaled(self, x):
+            return x * self.scale
+
+    one, x = Trainer(), np.arange(5.0, dtype=np.float32)
+    np.testing.assert_array_equal(one.step(x), 2 * x)
+    other = deepcopy(one)
+    other.scale = 3.0
+    np.testing.assert_array_equal(other.step(x), 3 * x)
+    np.testing.assert_array_equal(one.step(x), 2 * x)
+    assert other.step.__name__ == "scaled" and other.step.__wrapped__.__self__ is other
+    assert other.step.plan(x).in_placements == one.step.plan(x).in_placements
+
+
+def test_plans_are_their_own_copies_and_are_saved_instead_of_pickled(tmp_path):
+    def step(p, x):
+        loss = shardc.accumulate(lambda p, x: (shardc.stage_boundary(x * p["a"]) * p["b"]).sum(), microbatches=2)
+        return jax.grad(loss)(p, x)
+
+    args = {"a": 2.0, "b": 3.0}, np.ones(4, np.float32)
+    piped = shardc.function(step, mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline())
+    for f in (shardc.function(step, mesh=MESH), piped):
+        plan = f.plan(*args)
+        assert deepcopy({"plan": plan})["plan"] is plan and copy(plan) is plan
+        with pytest.raises(shardc.ArgumentError, match=r"cannot be pickled.* plan\.save"):
+            pickle.dumps(plan)
+        plan.save(tmp_path / "plan.json")
+        saved = shardc.load_plan(tmp_path / "plan.json")
+        assert pickle.loads(pickle.dumps(saved)) == saved == deepcopy(saved)
+    again = deepcopy(piped)
+    assert jax.tree.map(float, again(*args)) == jax.tree.map(float, step(*args))
