@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, GenericAlias, MethodType, ModuleType
+from types import FunctionType, GenericAlias, ModuleType
 from typing import Any, Final
 
 import jax
@@ -33,8 +33,8 @@ def is_constant(x: Any) -> bool:
     """Whether a value cannot change: text, numbers, functions, types, and frozen dataclasses and tuples of these."""
     if isinstance(x, _FIXED):
         return True
-    if isinstance(x, MethodType | BuiltinFunctionType):
-        return is_constant(x.__self__)
+    if callable(x) and (owner := getattr(x, "__self__", None)) is not None:  # a method, or a function of a module
+        return is_constant(owner)
     if isinstance(x, functools.partial):
         return all(isinstance(v, jax.Array) or is_constant(v) for v in (x.func, *x.args, *x.keywords.values()))
     if isinstance(x, tuple | frozenset):

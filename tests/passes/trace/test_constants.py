@@ -29,6 +29,9 @@ class Kind(enum.Enum):
 class Plain:
     def method(self) -> None: ...
 
+    @shardc.function(mesh=MESH)
+    def bound(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Frozen:
@@ -91,7 +94,14 @@ OTHERS = [
         np.random.default_rng(0).normal,
     ),
     *(Frozen(Plain()), Frozen((Plain(),)), ByIdentity([1]), ByIdentity(np.ones(2)), Net(Plain()), Net(Plain()).apply),
-    *(functools.partial(Plain().method), functools.partial(abs, np.ones(2)), {"a": 1}, [1], bytearray(b"a")),
+    *(
+        functools.partial(Plain().method),
+        functools.partial(abs, np.ones(2)),
+        {"a": 1},
+        [1],
+        bytearray(b"a"),
+        Plain().bound,
+    ),
     jax.new_ref(jnp.ones(2)),
 ]
 
