@@ -102,7 +102,7 @@ OTHERS = [
         bytearray(b"a"),
         Plain().bound,
     ),
-    jax.new_ref(jnp.ones(2)),
+    *(jax.new_ref(jnp.ones(2)), Plain().bound),
 ]
 
 
