@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from os import PathLike
 from typing import Any, Final, TypeAlias
 
@@ -37,12 +39,13 @@ from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.ir.program import Program
-from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
+from shardc.machine.mesh import AnyMesh, MeshView, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
-from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
-from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
+from shardc.passes.trace.constants import key_of, key_of_static
+from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, says_names, wrong_constraints
+from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.make import make_pipeline_plan
 from shardc.pipeline.plan import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
@@ -116,38 +119,34 @@ class Function:
             self._view = replace(view(self._ranks[0]), taken="" if pipeline.meshes else pipeline.axis)
         strict = options.in_placements
         self._strict = strict if isinstance(strict, DataParallel) else None
-        self._in_placements = options.in_placements
         if self._strict is not None:
             if pipeline is not None:
                 raise PipelineError(
                     f"{arguments.where}: {strict} is for one mesh, and a pipeline has several; pin the batch, "
                     'with in_placements={...: {"data": S(0)}}.'
                 )
-            self._in_placements = self._strict.placements(arguments.names, options.static, arguments.where)
             self._view = replace(self._view, avoids=AVOIDS)
-        self._refuse_wrong_names()
+        self._in_placements = _checked_placements(arguments, options, self._view)
+        self._moved_from: list[Mesh] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins with nothing traced, planned or compiled."""
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
         self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
-        self._moved_from: list[Mesh] = []
 
-    def _refuse_wrong_names(self) -> None:
-        """Raises ArgumentError if options name what is no argument."""
-        arguments, options, spec = self._arguments, self._options, self._in_placements
-        named = list(map(str, spec)) if says_names(spec, arguments.names, self._view) else []
-        wrong = arguments.check(options.donate, "donate_argnames")
-        wrong += arguments.check(options.static, "static_argnames")
-        wrong += arguments.check(named, "in_placements")
-        wrong += [
-            f"{what} names {n!r}, which is static: a constant lives nowhere; leave it out."
-            for what, names in (("donate_argnames", options.donate), ("in_placements", named))
-            for n in names
-            if n in options.static
-        ]
-        if wrong:
-            raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
+    def __deepcopy__(self, memo: Any) -> Function:
+        """The function anew, on the same mesh."""
+        made = copy.copy(self)
+        fn = copy.deepcopy(self._arguments.fn, memo)
+        functools.update_wrapper(made, fn)
+        made._arguments = Arguments(fn, self._options.static)
+        made._moved_from = list(self._moved_from)
+        made._begin()
+        return made
 
     # -- calls
 
@@ -176,14 +175,20 @@ class Function:
     @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call without running it."""
-        plan = self._plan(self._arguments.take_apart(args, kwargs))
+        call = self._arguments.take_apart(args, kwargs)
+        made_for = call.tree, call.constants
+        plan = self._plan(call)
         executable = self._executable(plan)
         _ = executable.compiled
         if isinstance(plan, PipelinePlan):
             assert isinstance(executable, PipelineExecutable)
-            return CompiledPipeline(self._arguments, executable, plan)
+            return CompiledPipeline(self._arguments, made_for, executable, plan)
         assert isinstance(executable, Executable)
-        return Compiled(self._arguments, executable, plan)
+        return Compiled(self._arguments, made_for, executable, plan)
+
+    def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""
+        self._arguments.take_apart(args, kwargs)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
@@ -224,10 +229,11 @@ class Function:
 
     def _key(self, call: Call) -> Any:
         leaves = tuple(
-            (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else (x,)
+            (a.shape, a.dtype, a.weak_type) if (a := leaf_aval(x) if is_array(x) else None) is not None else key_of(x)
             for x in call.leaves
         )
-        return (call.tree, leaves, call.static, settings(), jax.sharding.get_abstract_mesh())
+        static = tuple((n, key_of_static(v)) for n, v in call.static)  # 2 and 2.0 are equal, their programs are not
+        return (call.tree, leaves, static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
         key = self._key(call)
@@ -369,11 +375,21 @@ class Function:
         return program, [*into.pins, *out.pins]
 
 
+class Unsaid(Enum):
+    """The type of `UNSAID`."""
+
+    UNSAID = "the default of `mesh=`"
+
+
+UNSAID: Final = Unsaid.UNSAID
+"""The value of `mesh=` where nobody has said one."""
+
+
 @compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -389,7 +405,8 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function: plain JAX, with jax.grad, flax and optax inside.
-      mesh: a jax Mesh or AbstractMesh, whatever its axis types. Without one, `fn` itself comes back.
+      mesh: a jax Mesh or AbstractMesh, whatever its axis types; not needed with `Pipeline(meshes=...)`. None is one
+        device: `fn` itself comes back, once the names in the other arguments are checked.
       in_placements: where arguments live: a dict by argument name, a tuple with an entry for each argument, or one
         placement for all; each a leaf, `shardc.rules`, or a pytree prefix of leaves. A leaf is AUTO (the compiler
         chooses), a dict from axis to sbp, a Placement, a tuple with one sbp for each mesh axis, a PartitionSpec or a
@@ -412,7 +429,8 @@ def function(  # noqa: PLR0913  # a public face
     Raises:
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
-        program, with all that differs.
+        program, with all that differs; an argument's leaf that is neither an array nor a constant.
+      MeshError: no mesh is given, or None with a pipeline or a plan.
 
     Example:
       >>> mesh = make_mesh(data=1)
@@ -435,15 +453,64 @@ def function(  # noqa: PLR0913  # a public face
         )
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        over = pipeline.meshes[0] if mesh is None and pipeline is not None and pipeline.meshes else mesh
-        if over is None:
-            return fn
         donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
         static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
         whole = tuple(_words(replicate))
-        return Function(fn, over, Options(in_placements, out_placements, donate, static, pipeline, saved, whole))
+        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole)
+        if (over := _mesh_to_use(mesh, options, fn)) is not None:
+            return Function(fn, over, options)
+        _checked_placements(Arguments(fn, static), options, None)
+        return fn
 
     return decorate if fn is None else decorate(fn)
+
+
+def is_one_device(mesh: AnyMesh | Unsaid | None, pipeline: Pipeline | None) -> bool:
+    """Whether `mesh=None` is said, and no pipeline has meshes of its own."""
+    return mesh is None and not (pipeline is not None and pipeline.meshes)
+
+
+def _mesh_to_use(mesh: AnyMesh | Unsaid | None, options: Options, fn: Callable[..., Any]) -> AnyMesh | None:
+    """The mesh of a function, or the first one of its pipeline; None: one device."""
+    pipeline = options.pipeline
+    if (mesh is None or mesh is UNSAID) and pipeline is not None and pipeline.meshes:
+        return pipeline.meshes[0]
+    if mesh is UNSAID:
+        raise MeshError(
+            f"{where_of(fn)}: no mesh is given; write mesh=shardc.make_mesh(data=8), or mesh=None for one device."
+        )
+    if mesh is None and (pipeline is not None or options.saved is not None):
+        what = "pipeline" if pipeline is not None else "plan"
+        raise MeshError(
+            f"{where_of(fn)}: mesh=None is one device, and {what}= is for several; write {what}=None, or a mesh, as "
+            f"mesh=shardc.make_mesh({'pipe=2, data=4' if pipeline is not None else 'data=8'})."
+        )
+    return mesh
+
+
+def _checked_placements(arguments: Arguments, options: Options, view: MeshView | None) -> Any:
+    """`in_placements`, with those of a strategy by argument name. Without a view, nothing is known of axes.
+
+    Raises:
+      ArgumentError: options name what is no argument.
+    """
+    spec = options.in_placements
+    if isinstance(spec, DataParallel):
+        spec = spec.placements(arguments.names, options.static, arguments.where)
+    by_name = says_names(spec, arguments.names, view) if view else isinstance(spec, dict) and not is_leaf_spec(spec)
+    named = list(map(str, spec)) if by_name else []
+    wrong = arguments.check(options.donate, "donate_argnames")
+    wrong += arguments.check(options.static, "static_argnames")
+    wrong += arguments.check(named, "in_placements")
+    wrong += [
+        f"{what} names {n!r}, which is static: a constant lives nowhere; leave it out."
+        for what, names in (("donate_argnames", options.donate), ("in_placements", named))
+        for n in names
+        if n in options.static
+    ]
+    if wrong:
+        raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
+    return spec
 
 
 _OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placements"}

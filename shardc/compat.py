@@ -42,6 +42,7 @@ Eqn: TypeAlias = Any
 Var: TypeAlias = Any
 Atom: TypeAlias = Any
 Tracer = _core.Tracer
+ExtendedDType = _dtypes.ExtendedDType
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -362,6 +363,13 @@ def aval_of(x: Any) -> Any:
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak = bool(getattr(aval, "weak_type", False))
     return shaped_array(tuple(aval.shape), aval.dtype, weak)
+
+
+# Why: the weak type of a leaf decides dtypes of results, and each repeated call compares it: this takes a third of
+# the time of `jax.typeof`.
+def is_weak(x: Any) -> bool:
+    """Whether JAX types a leaf weakly, as a Python number."""
+    return bool(_dtypes.is_weakly_typed(x))
 
 
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, all_offenders
 from shardc.execute.agreement import check_call
 from shardc.execute.call_cache import CallCache
-from shardc.execute.executable import Executable
+from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
@@ -29,13 +29,19 @@ PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 class CompiledCall(Generic[ExecutableT, PlanT]):
     """The executable of one plan, called like the function.
 
+    Args:
+      arguments: the names of the function's arguments.
+      made_for: the structure and the constants of the call that was compiled.
+
     Attributes:
       executable: what runs.
       plan: its plan.
     """
 
-    def __init__(self, arguments: Arguments, executable: ExecutableT, plan: PlanT) -> None:
-        self._arguments = arguments
+    def __init__(
+        self, arguments: Arguments, made_for: tuple[Any, dict[str, Any]], executable: ExecutableT, plan: PlanT
+    ) -> None:
+        self._arguments, self._made_for = arguments, made_for
         self._cached_calls = CallCache(arguments)
         self.executable = executable
         self.plan = plan
@@ -57,6 +63,17 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         """The call, if it is one that the plan is for."""
         call = self._arguments.take_apart(args, kwargs)
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
+        tree, constants = self._made_for
+        now = call.constants
+        wrong = [
+            f"{path}: another constant than it was compiled for."
+            for path in constants
+            if constants[path] != now.get(path)
+        ]
+        if not wrong and call.tree != tree:
+            wrong = [f"the arguments have another structure: compiled for {tree}, got {call.tree}."]
+        if wrong:
+            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
         return call
 
 
@@ -146,7 +163,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan]):
           PipelineError: it wants other tasks, cannot be, or deadlocks.
         """
         made = self.executable.with_schedule(schedule)
-        return CompiledPipeline(self._arguments, made, PipelinePlan.of(made.plan))
+        return CompiledPipeline(self._arguments, self._made_for, made, PipelinePlan.of(made.plan))
 
 
 _OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_schedule"))

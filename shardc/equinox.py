@@ -6,6 +6,7 @@ with leaves that are not arrays.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,11 @@ from os import PathLike
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from shardc import api
-from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, where_of
+from shardc.passes.trace.constants import key_of, key_of_static
+from shardc.passes.trace.trace import is_array, is_number
 from shardc.pipeline.plan import Pipeline
 from shardc.plan.plan import keep_computed
 from shardc.plan.saved_plan import SavedPlan
@@ -34,14 +34,13 @@ class _Fixed:
     """A leaf that is not an array, as a part of a pytree's structure: another value is another structure."""
 
     value: Any
+    key: Any
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Fixed) or type(self.value) is not type(other.value):
-            return False
-        return self.value is other.value or bool(self.value == other.value)
+        return isinstance(other, _Fixed) and bool(self.key == other.key)
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return hash(self.key[0])
 
 
 def _is_fixed(x: object) -> bool:
@@ -50,11 +49,11 @@ def _is_fixed(x: object) -> bool:
 
 def _is_traced(x: object) -> bool:
     """Whether a leaf is traced. As in `filter_jit`, arrays of JAX and NumPy are, Python's numbers are not."""
-    return is_array(x) and (not isinstance(x, int | float | complex) or isinstance(x, np.generic))
+    return is_array(x) and not is_number(x)
 
 
 def _close(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if _is_traced(x) else _Fixed(x), tree)
+    return jax.tree.map(lambda x: x if _is_traced(x) else _Fixed(x, (key_of_static(x), key_of(x))), tree)
 
 
 def _open(tree: Any) -> Any:
@@ -66,18 +65,21 @@ class EquinoxFunction:
 
     def __init__(self, fn: Callable[..., Any], keywords: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn)
-        self._where = where_of(fn)
 
         @functools.wraps(fn, updated=())
         def of_arrays(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _open((args, kwargs))
             return _close(fn(*args, **kwargs))
 
+        self._fn, self._keywords = fn, keywords
         self._function: api.Function = api.function(of_arrays, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
+
+    def __deepcopy__(self, memo: Any) -> EquinoxFunction:
+        return EquinoxFunction(copy.deepcopy(self._fn, memo), self._keywords)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -93,16 +95,8 @@ class EquinoxFunction:
         return EquinoxCompiled(self, self._function.compile(*args, **kwargs))
 
     def _closed(self, args: Any, kwargs: Any) -> Any:
-        closed = _close((args, kwargs))
-        fixed = [(p, x.value) for p, x in leaves_by_path(closed, _is_fixed) if isinstance(x, _Fixed)]
-        wrong = [
-            f"argument {path_text(p[1:])}: a {type(x).__name__} is neither an array nor a hashable constant."
-            for p, x in fixed
-            if getattr(x, "__hash__", None) is None
-        ]
-        if wrong:
-            raise ArgumentError(all_offenders(f"{self._where}: invalid arguments", wrong))
-        return closed
+        self._function.refuse_changing(args, kwargs)
+        return _close((args, kwargs))
 
 
 class EquinoxCompiled:
@@ -122,7 +116,7 @@ class EquinoxCompiled:
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -139,7 +133,7 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function.
-      mesh: as for `shardc.function`. Without a mesh the result is `fn` itself.
+      mesh: as for `shardc.function`. With None the result is `fn` itself.
       in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
         `shardc.function`.
 
@@ -151,14 +145,13 @@ def function(  # noqa: PLR0913  # a public face
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        if mesh is None and not (pipeline and pipeline.meshes):
-            return fn
         keywords = {
             "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
             "plan": plan, "replicate": replicate,
         }  # fmt: skip
-        return EquinoxFunction(fn, keywords)
+        made = EquinoxFunction(fn, keywords)
+        return fn if api.is_one_device(mesh, pipeline) else made
 
     return decorate if fn is None else decorate(fn)
 

@@ -6,12 +6,13 @@ modules, and passes the values that a microbatch writes to them on to the next m
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import jax
 from flax import linen, nnx
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 from shardc import api, compat
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
+from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_nnx, leaves_by_path, path_text
@@ -97,7 +99,7 @@ def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
 class FlaxFunction:
     """A function with nnx modules as arguments, which runs on a mesh and may write to them. Made by `function`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, in_placements: Any, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: Any, in_placements: Any, keywords: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self._mesh, self._in_placements, self._keywords = fn, mesh, in_placements, keywords
         self._signature = inspect.signature(fn)
@@ -113,6 +115,9 @@ class FlaxFunction:
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> FlaxFunction:
+        return FlaxFunction(copy.deepcopy(self._fn, memo), self._mesh, self._in_placements, self._keywords)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -145,13 +150,14 @@ class FlaxFunction:
         values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
         with nnx.split_context(_TAG) as context:
-            graph, state = context.split(nodes)
+            split, state = context.split(nodes)
+        graph = _Graph(split)
         # a variable of several arguments is listed under the first one, so another may have none
         states: dict[str, Any] = {n: state.get(n, {}) for n in nodes}
         function = self._function(graph, states)
         return use(function, {**values, **{n: nnx.as_pure(part) for n, part in states.items()}, _GRAPH: graph})
 
-    def _function(self, graph: Any, states: Mapping[str, Any]) -> api.Function:
+    def _function(self, graph: _Graph, states: Mapping[str, Any]) -> api.Function:
         """The function of arrays for modules with this structure and these annotations."""
         key = (graph, tuple(spmd.get_logical_axis_rules()))
         if key not in self._made:
@@ -180,7 +186,7 @@ class FlaxFunction:
 
         def of_arrays(**values: Any) -> Any:
             with nnx.merge_context(_TAG, inner=True) as context:
-                nodes: Any = context.merge(values.pop(_GRAPH), nnx.State({n: values[n] for n in names}))
+                nodes: Any = context.merge(values.pop(_GRAPH).graph, nnx.State({n: values[n] for n in names}))
             bound = signature.bind_partial()
             bound.arguments.update({**values, **nodes})
             out = fn(*bound.args, **bound.kwargs)
@@ -194,6 +200,27 @@ class FlaxFunction:
         graph = inspect.Parameter(_GRAPH, inspect.Parameter.KEYWORD_ONLY)
         of_arrays.__signature__ = signature.replace(parameters=[*by_name, graph])  # pyright: ignore[reportFunctionMemberAccess]
         return of_arrays
+
+
+class _Graph:
+    """The structure of nnx modules as a static argument.
+
+    Attributes without a hash are compared by their contents at the time of the call.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        parts = (*graph.nodes, *graph.attributes)
+        if not has_hash(parts):
+            parts = tuple(x if has_hash(x) else snapshot_of(x) for x in parts)
+        types = tuple(type(getattr(x, "value", None)) for _, x in graph.attributes)  # 2 and 2.0 are equal
+        self.key, self._hash = (parts, types, hash(parts)), hash(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Graph) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 RunFunction: TypeAlias = Callable[[Any, dict[str, Any]], Any]
@@ -224,7 +251,7 @@ class FlaxCompiled:
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh | None = None,
+    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -242,7 +269,7 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function. Each of its arguments has a name.
-      mesh: as for `shardc.function`. Without a mesh the result is `fn` itself.
+      mesh: as for `shardc.function`. With None the result is `fn` itself.
       in_placements: as for `shardc.function`. A module that it does not place gets the placements of its variables'
         metadata, as `placements` reads them; variables without metadata are AUTO.
       out_placements: placements of the result. The compiler chooses the placements of values that are written to a
@@ -259,8 +286,6 @@ def function(  # noqa: PLR0913  # a public face
     api.refuse_unknown("shardc.flax.function", fn, unknown, function)
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        if mesh is None and not (pipeline and pipeline.meshes):
-            return fn
         static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         keywords = {
             "out_placements": (AUTO, AUTO, out_placements),
@@ -270,7 +295,8 @@ def function(  # noqa: PLR0913  # a public face
             "plan": plan,
             "replicate": replicate,
         }
-        return FlaxFunction(fn, cast(AnyMesh, mesh), in_placements, keywords)
+        made = FlaxFunction(fn, mesh, in_placements, keywords)
+        return fn if api.is_one_device(mesh, pipeline) else made
 
     return decorate if fn is None else decorate(fn)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
-from shardc.errors import ShardcError
+from shardc.errors import ArgumentError, ShardcError
 from shardc.pipeline.make import with_schedule
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.counterfactual import Counterfactual
@@ -29,8 +29,29 @@ from shardc.report.trace_file import write_trace
 from shardc.report.whys import pins_section, why_in_stages, why_section
 
 
+class _Shared:
+    """What cannot change, and is therefore its own copy."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """A plan holds its program, and JAX cannot pickle programs.
+
+        Raises:
+          ArgumentError: always.
+        """
+        raise ArgumentError(
+            f"{self!r} cannot be pickled, as it holds the traced program; write plan.save('plan.json'), and pickle "
+            "shardc.load_plan('plan.json')."
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan(SpmdPlan):
+class Plan(_Shared, SpmdPlan):
     """A program placed on a mesh, its collectives, and what it costs. Needs no devices."""
 
     @classmethod
@@ -89,7 +110,7 @@ class Plan(SpmdPlan):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PipelinePlan(MpmdPlan):
+class PipelinePlan(_Shared, MpmdPlan):
     """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
 
     @classmethod

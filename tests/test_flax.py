@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
@@ -308,7 +310,7 @@ def test_static_arguments_defaults_and_no_mesh(mesh):
     model, _ = net()
     assert forward(model, ROWS).shape == (16, 32)
     assert not np.allclose(forward(model, ROWS), forward(model, ROWS, train=True))
-    assert shardc.flax.function(train) is train
+    assert shardc.flax.function(train, mesh=None) is train
 
 
 def test_one_argument_for_many_is_an_error(mesh):
@@ -349,6 +351,47 @@ def test_shardc_function_takes_modules_that_are_read_or_returned(mesh):
     after, y = returned(model, ROWS)
     assert (int(after.calls[...]), int(model.calls[...])) == (1, 0)
     np.testing.assert_allclose(y, model(ROWS), rtol=1e-4, atol=1e-5)
+
+
+@dataclass
+class Thawed:
+    scale: float
+
+
+@dataclass(frozen=True)
+class Holder:
+    values: list | dict | np.ndarray
+
+
+class Configured(nnx.Module):
+    def __init__(self, config):
+        self.config, self.layer = config, nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        config = self.config
+        return self.layer(x) * (config.scale if isinstance(config, Thawed) else config.values[0])
+
+
+CONFIGS = [(2, Thawed(1)), (8, Holder([1, 2])), (2, Holder({0: 1})), (8, Holder(np.ones(2)))]
+
+
+@pytest.mark.parametrize(("n", "config"), CONFIGS, ids=["dataclass", "list", "dict", "array"])
+def test_attributes_without_a_hash_are_compared_by_what_they_hold(n, config):
+    """Regression: `TypeError: unhashable type`. What changes in them is seen, also while the object stays."""
+    config, rows = deepcopy(config), {"x": {"data": S(0)}}
+    f = shardc.flax.function(lambda model, x: model(x), mesh=shardc.make_mesh(data=n), in_placements=rows)
+    model, x = Configured(config), ROWS[:13]
+    for scale in (1, 10.0, 1):
+        if isinstance(config, Thawed):
+            config.scale = scale
+        else:
+            config.values[0] = scale
+        np.testing.assert_allclose(f(model, x), model(x), rtol=1e-5, atol=1e-6)
+    assert len(f._made) == 2  # the third call is the first one again
+    compiled = f.compile(model, x)
+    np.testing.assert_allclose(compiled(model, x), model(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(shardc.ArgumentError, match="nnx_graph: another constant than it was compiled for"):
+        compiled(Configured(Thawed(4)), x)
 
 
 class Two(nnx.Module):

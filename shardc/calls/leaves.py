@@ -22,8 +22,8 @@ def leaf_of(path: str, inner: str, x: Any) -> Leaf | None:
 
 
 def abstract(x: Any) -> Any:
-    """An array's shape, dtype and weak type in its place; what is no array, or a number, as it is."""
-    if not is_array(x) or isinstance(x, bool | int | float | complex):
+    """An array's shape, dtype and weak type in its place; what is no array as it is."""
+    if not is_array(x):
         return x
     aval = leaf_aval(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -21,6 +21,7 @@ from shardc.arrays.placed import is_placed
 from shardc.errors import PipelineError
 from shardc.execute.agreement import check_call
 from shardc.execute.executable import looks_for_nans
+from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import Arguments, is_array, settings
 
 
@@ -57,7 +58,7 @@ class CachedCall:
     def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runnable) -> None:
         self.executable = executable
         args, kwargs = jax.tree.unflatten(tree, [_Slot(i) for i in range(len(leaves))])
-        slots = arguments.take_apart(args, kwargs).leaves
+        slots = arguments.flatten(args, kwargs).leaves
         self._order: list[int] = []  # numbers of leaves, then of defaults
         self._defaults: list[Any] = []
         self._unlike: list[int] = []  # places in the order whose placement JAX cannot express
@@ -75,13 +76,14 @@ class CachedCall:
         pool = [*leaves, *self._defaults]
         self._kind = _kind_and_home if executable.moves_arguments else _kind
         self.kinds = [self._kind(pool[i]) for i in self._order]
-        self._constants = [(i, x) for i, x in enumerate(leaves) if i not in traced]
+        fixed = {slot.index for slot in slots if isinstance(slot, _Slot)} - traced
+        keys = [(i, key_of if i in fixed else key_of_static) for i in range(len(leaves)) if i not in traced]
+        self._constants = [(i, key_of_one, key_of_one(leaves[i])) for i, key_of_one in keys]
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any] | None:
         """The result in a tuple; None if this is another call."""
-        for i, x in self._constants:
-            if type(leaves[i]) is not type(x) or leaves[i] != x:
-                return None
+        if any(key_of_one(leaves[i]) != key for i, key_of_one, key in self._constants):
+            return None
         pool = [*leaves, *self._defaults]
         args = [pool[i] for i in self._order]
         if [self._kind(x) for x in args] != self.kinds or settings() != self.executable.settings or looks_for_nans():
@@ -135,7 +137,7 @@ def _kind(x: Any) -> tuple[bool, bool]:
     """Whether a leaf is weakly typed, as a Python number is; and whether it is placed."""
     if isinstance(x, jax.Array):
         return getattr(x, "weak_type", False), is_placed(x)
-    return isinstance(x, int | float | complex), False
+    return compat.is_weak(x), False
 
 
 def _kind_and_home(x: Any) -> tuple[Any, ...]:

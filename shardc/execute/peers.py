@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.machine.devices import is_far
-from shardc.passes.trace.trace import settings
+from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.cluster import Cluster, refuse_unlike
 from shardc.runtime.exchange import Exchange
@@ -218,7 +218,7 @@ def given_whole(x: Any) -> bool:
 
 def value_text(x: Any) -> str:
     """A checksum of a whole value."""
-    if isinstance(x, bool | int | float | complex):
+    if is_number(x):
         return repr(x)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -147,6 +147,26 @@ def test_a_compiled_call_refuses_others(mesh):
         compiled(np.zeros(9, np.float32))
 
 
+def test_a_compiled_call_refuses_other_constants(mesh):
+    """It ran with those that it was compiled for."""
+
+    def scaled(x, by, sign, tree):
+        return x * by * (-1 if sign == "-" else 1)
+
+    f = shardc.function(mesh=mesh, static_argnames="by")(scaled)
+    x = np.ones(8, np.float32)
+    compiled = f.compile(x, 2, "-", {"a": x})
+    np.testing.assert_array_equal(compiled(x, 2, "-", {"a": x}), -2 * x)
+    head = "scaled: not the call that was compiled:"
+    with pytest.raises(ArgumentError) as error:
+        compiled(x, 3, "+", {"a": x})
+    assert str(error.value) == (
+        f"{head}\n  sign: another constant than it was compiled for.\n  by: another constant than it was compiled for."
+    )
+    with pytest.raises(ArgumentError, match=f"{head}\n  the arguments have another structure: compiled for PyTreeDef"):
+        compiled(x, 2, "-", {"b": x})
+
+
 def test_arguments_of_a_plan_stand_in_the_order_of_the_function(mesh):
     f = shardc.function(mesh=mesh, in_placements={"b": {"data": S(0)}})(lambda b, a: b * a.sum())
     plan = f.plan(np.zeros(8), np.zeros(8))

@@ -1,6 +1,7 @@
 """Bad input: each mistake by the full text of its error, and what a failed call leaves as it was."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -380,6 +381,40 @@ def test_arguments_without_a_hash(mesh):
     )
 
 
+def test_arguments_that_can_change(mesh):
+    """The fix is valid code; a leaf inside of an argument needs one of its own."""
+
+    class Config:
+        scale = 2.0
+
+    @dataclass
+    class Sizes:
+        width: int = 8
+
+    def scaled(x, config, options):
+        return x
+
+    f = shardc.function(scaled, mesh=mesh)
+    given = (ROWS, Config(), {"sizes": Sizes(), "rng": np.random.default_rng(0)})
+    wants = lines(
+        f"{line(scaled)}: invalid arguments",
+        "config: a Config can change, and a compiled program would not see it; mark it static, with "
+        'static_argnames="config", or pass its numbers.',
+        "options/rng: a Generator can change, and a compiled program would not see it; give it an argument of its own, "
+        'rng, and mark it static, with static_argnames="rng", or pass its numbers.',
+        "options/sizes: a Sizes is neither an array nor a hashable constant; write @dataclass(frozen=True) above "
+        "Sizes, with hashable fields.",
+    )
+    for call in (f, f.plan, f.compile):
+        assert text_of(ArgumentError, call, *given) == wants
+    microbatched = shardc.accumulate(scaled, microbatches=2)
+    assert text_of(ArgumentError, microbatched, ROWS, Config(), {}) == lines(
+        f"accumulate: {line(scaled)}: invalid arguments",
+        "config: a Config can change, and one trace is for all microbatches; close over it, as functools.partial does, "
+        "or pass its numbers.",
+    )
+
+
 def test_arrays_that_live_elsewhere(mesh):
     def many(*xs):
         return xs[0]
@@ -493,7 +528,36 @@ def test_meshes(asked, said):
     assert text_of(MeshError, shardc.make_mesh, **asked) == said
 
 
-def test_no_mesh():
+def test_no_mesh(tmp_path):
+    wants = f"{line(step)}: no mesh is given; write mesh=shardc.make_mesh(data=8), or mesh=None for one device."
+    with jax.set_mesh(shardc.make_mesh(data=2)):  # the mesh in context is not taken for it
+        assert text_of(MeshError, shardc.function, step, in_placements={"batch": {"data": S(0)}}) == wants
+    assert text_of(MeshError, shardc.function(donate_argnames="params"), step) == wants
+    assert text_of(MeshError, shardc.function, step, mesh=None, pipeline=shardc.Pipeline()) == (
+        f"{line(step)}: mesh=None is one device, and pipeline= is for several; write pipeline=None, or a mesh, as "
+        "mesh=shardc.make_mesh(pipe=2, data=4)."
+    )
+    shardc.function(same, mesh=shardc.make_mesh(data=2)).plan(ROWS).save(tmp_path / "plan.json")
+    assert text_of(MeshError, shardc.function, same, mesh=None, plan=tmp_path / "plan.json") == (
+        f"{line(same)}: mesh=None is one device, and plan= is for several; write plan=None, or a mesh, as "
+        "mesh=shardc.make_mesh(data=8)."
+    )
+
+
+def test_names_are_checked_on_one_device_too(mesh):
+    options = {"in_placements": {"batc": {"data": S(0)}}, "donate_argnames": "prams", "static_argnames": "flag"}
+    wants = lines(
+        f"{line(step)}: names that do not fit",
+        "donate_argnames names 'prams', which is no argument of step(params, batch). Did you mean \"params\"?",
+        "static_argnames names 'flag', which is no argument of step(params, batch).",
+        "in_placements names 'batc', which is no argument of step(params, batch). Did you mean \"batch\"?",
+    )
+    for at in (mesh, None):
+        assert text_of(ArgumentError, shardc.function, step, mesh=at, **options) == wants
+    assert shardc.function(step, mesh=None, in_placements={"batch": S(0), "data": B}) is step
+
+
+def test_a_wrong_mesh():
     assert text_of(MeshError, shardc.function, step, mesh=8) == (
         f"{line(step)}: mesh=8 is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
     )

@@ -563,7 +563,7 @@ def test_without_a_mesh_it_is_the_function_itself():
     def f(x):
         return x
 
-    assert shardc.function(f) is f
+    assert shardc.function(f, mesh=None, in_placements={"x": {"data": S(0)}}, donate_argnames="x") is f
     assert shardc.function(mesh=None)(f) is f
 
 
@@ -651,9 +651,19 @@ def test_methods():
         def plus(self, x):
             return x + self.scale
 
+    @dataclass(frozen=True)
+    class Frozen:
+        scale: float
+
+        @shardc.function(mesh=LINE)
+        def plus(self, x):
+            return x + self.scale
+
     two, three = Model(2), Model(3)
     x = arange(8)
-    assert_same((two(x), three(x), two.plus(x), three.plus(x=x)), (x * 2, x * 3, x + 2, x + 3))
+    assert_same((two(x), three(x), Frozen(2).plus(x), Frozen(3).plus(x=x)), (x * 2, x * 3, x + 2, x + 3))
+    with pytest.raises(shardc.ArgumentError, match=r'self: a Model can change, .* static_argnames="self"'):
+        two.plus(x)
 
 
 def test_partial_objects_and_lambdas():

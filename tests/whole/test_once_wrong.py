@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import copy, deepcopy
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 from jax import lax
 
 import shardc
-from shardc import P, S
+from shardc import P, S, equinox, flax
 
 MESH = shardc.make_mesh(a=2)
 
@@ -259,3 +263,102 @@ def test_an_uneven_call_and_then_an_even_one():
     for rows in (5, 4, 0, 5):
         x = np.arange(rows, dtype=np.float32)
         np.testing.assert_array_equal(f(x), 2 * x)
+
+
+def with_float(p, lr):
+    return p * lr
+
+
+NUMBERS = (0.5, np.float64(0.5), np.float32(0.5), True, np.bool_(True), 2, np.int64(2), 1j, np.complex128(1j))
+
+
+@pytest.mark.parametrize(("n", "first"), [(2, 0.5), (8, NUMBERS[1]), (2, 1j), (8, NUMBERS[-1])], ids=str)
+def test_numbers_of_python_and_of_numpy_have_programs_of_their_own(first, n):
+    """np.float64 is a float for Python: whichever came first decided the dtype of bfloat16 weights for both."""
+    f = shardc.function(with_float, mesh=shardc.make_mesh(data=n), in_placements={"p": {"data": S(0)}})
+    p = jnp.ones(16, "bfloat16")
+    for lr in (first, *NUMBERS, first):
+        assert f(p, lr).dtype == jax.jit(with_float)(p, lr).dtype, lr
+        if isinstance(lr, np.generic) != isinstance(first, np.generic):
+            assert jax.jit(lambda p, lr: f(p, lr))(p, lr).dtype == jax.jit(with_float)(p, lr).dtype, lr
+
+
+class Config:
+    def __init__(self):
+        self.scale = 1.0
+
+
+def scaled(x, config):
+    return (x * (config["it"] if isinstance(config, dict) else config).scale).sum()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("make", [Config, lambda: np.random.default_rng(0), lambda: Config().__init__], ids=range(3))
+@pytest.mark.parametrize("function", [shardc.function, flax.function, equinox.function], ids=["", "flax", "equinox"])
+def test_an_object_that_can_change_is_no_constant(function, make, nested):
+    """It was one by its identity: 128.0 again after `config.scale = 10`, the same random number in each call."""
+    given = {"it": make()} if nested else make()
+    f = function(scaled, mesh=MESH, in_placements={"x": {"a": S(0)}})
+    for call in (f, f.plan, f.compile):
+        with pytest.raises(shardc.ArgumentError, match=r"config.* can change, and a compiled program would not see it"):
+            call(jnp.ones(16), given)
+
+
+@pytest.mark.parametrize("function", [shardc.function, flax.function, equinox.function], ids=["", "flax", "equinox"])
+def test_a_constant_is_known_by_its_value(function):
+    @dataclass(frozen=True)
+    class Frozen:
+        scale: float
+
+    f = function(scaled, mesh=MESH)
+    x = jnp.arange(4)
+    for value in (2, 2.0, 3.0, 2):
+        got = f(x, Frozen(value))
+        assert (got.dtype, float(got)) == ((x * value).dtype, 6.0 * value)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+def test_an_iterator_is_no_constant():
+    with pytest.raises(shardc.ArgumentError, match="config: a list_iterator can change"):
+        shardc.function(lambda x, config: x * next(config), mesh=MESH)(jnp.ones(4), iter([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("function", [shardc.function, flax.function, equinox.function], ids=["", "flax", "equinox"])
+def test_what_holds_a_function_can_be_copied(function):
+    """`copy.deepcopy` of a trainer ended in `TypeError: cannot pickle 'mappingproxy' object`."""
+
+    class Trainer:
+        def __init__(self):
+            self.scale = 2.0
+            self.step = function(self.scaled, mesh=MESH, in_placements={"x": {"a": S(0)}})
+
+        def scaled(self, x):
+            return x * self.scale
+
+    one, x = Trainer(), np.arange(5.0, dtype=np.float32)
+    np.testing.assert_array_equal(one.step(x), 2 * x)
+    other = deepcopy(one)
+    other.scale = 3.0
+    np.testing.assert_array_equal(other.step(x), 3 * x)
+    np.testing.assert_array_equal(one.step(x), 2 * x)
+    assert other.step.__name__ == "scaled" and other.step.__wrapped__.__self__ is other
+    assert other.step.plan(x).in_placements == one.step.plan(x).in_placements
+
+
+def test_plans_are_their_own_copies_and_are_saved_instead_of_pickled(tmp_path):
+    def step(p, x):
+        loss = shardc.accumulate(lambda p, x: (shardc.stage_boundary(x * p["a"]) * p["b"]).sum(), microbatches=2)
+        return jax.grad(loss)(p, x)
+
+    args = {"a": 2.0, "b": 3.0}, np.ones(4, np.float32)
+    piped = shardc.function(step, mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline())
+    for f in (shardc.function(step, mesh=MESH), piped):
+        plan = f.plan(*args)
+        assert deepcopy({"plan": plan})["plan"] is plan and copy(plan) is plan
+        with pytest.raises(shardc.ArgumentError, match=r"cannot be pickled.* plan\.save"):
+            pickle.dumps(plan)
+        plan.save(tmp_path / "plan.json")
+        saved = shardc.load_plan(tmp_path / "plan.json")
+        assert pickle.loads(pickle.dumps(saved)) == saved == deepcopy(saved)
+    again = deepcopy(piped)
+    assert jax.tree.map(float, again(*args)) == jax.tree.map(float, step(*args))

@@ -21,10 +21,12 @@ import numpy as np
 from shardc.compat import short_text
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.ir.boundary import microbatches_p
+from shardc.passes.trace.constants import is_constant
 from shardc.passes.trace.trace import (
     held_by_nnx,
     is_array,
     is_nnx,
+    is_number,
     leaves_by_path,
     path_text,
     refuse_lost_writes,
@@ -159,6 +161,8 @@ def microbatch_call(
         if name not in objects:
             for (path, x), axis in zip(leaves_by_path(value), _spread(where, name, axes[name], value), strict=True):
                 pools.add(name, path_text(path), x, axis)
+    if pools.changing:
+        raise ArgumentError(all_offenders(f"accumulate: {where}: invalid arguments", pools.changing))
     if pools.wrong:
         raise ArgumentError(
             all_offenders(f"accumulate: {where}: batches that cannot be split into microbatches", pools.wrong)
@@ -184,6 +188,7 @@ class _Pools:
       roles: the pool of each leaf, in order.
       sizes: rows of one microbatch in the batches.
       wrong: a line for each leaf that cannot be split.
+      changing: a line for each leaf that is neither an array nor a constant.
     """
 
     def __init__(self, where: str, split: Split, carried: Sequence[str]) -> None:
@@ -192,12 +197,18 @@ class _Pools:
         self.roles: list[str] = []
         self.sizes: set[int] = set()
         self.wrong: list[str] = []
+        self.changing: list[str] = []
 
     def add(self, name: str, inner: str, x: Any, axis: int | None) -> None:
         """Adds a leaf of the argument `name`, whose batch dimension is `axis`."""
         at, m = "/".join(filter(None, (name, inner))), self.split.microbatches
         role, leaf = "whole", x
-        if not is_array(x) or (isinstance(x, _NUMBERS) and (axis is None or isinstance(x, bool))):
+        if not is_array(x) and not is_constant(x):
+            self.changing.append(
+                f"{at}: a {type(x).__name__} can change, and one trace is for all microbatches; close over it, as "
+                "functools.partial does, or pass its numbers."
+            )
+        if not is_array(x) or (is_number(x) and (axis is None or isinstance(x, bool))):
             role = "static"
         if name in self.carried and is_array(x):
             role = "state"
@@ -222,9 +233,6 @@ def _by_name(where: str, known: Sequence[str], args: Sequence[Any], kwargs: Mapp
     if twice:
         raise ArgumentError(f"accumulate: {where}: argument {twice[0]!r} is given twice, by position and by name.")
     return dict(zip([*names, *kwargs], [*args, *kwargs.values()], strict=True))
-
-
-_NUMBERS: Final = (int, float, complex)
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:
@@ -265,7 +273,7 @@ def _open(where: str, objects: Mapping[str, Any]) -> Opened | None:
 
 def _is_flag(x: Any) -> bool:
     """Whether an argument is a flag, a number or an option, which has no batch unless `in_axes` says so."""
-    return x is None or isinstance(x, _NUMBERS) or (not is_array(x) and jax.tree.structure(x).num_nodes == 1)
+    return x is None or is_number(x) or (not is_array(x) and jax.tree.structure(x).num_nodes == 1)
 
 
 def _axes_for(

@@ -23,6 +23,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.chunk_scans import Chunks, ScanMaker
+from shardc.passes.trace.constants import has_hash, key_of, key_of_static, why_no_constant
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 
 
@@ -73,15 +74,23 @@ class Call:
     def paths(self) -> list[str]:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Keys of the static arguments and of the leaves that are no arrays, by path."""
+        fixed = {path: key_of(x) for path, x in zip(self.paths, self.leaves, strict=True) if not is_array(x)}
+        return fixed | {name: key_of_static(x) for name, x in self.static}
+
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; other leaves are constants of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
-        isinstance(x, _NUMBERS) or compat.is_tracer(x)
+        is_number(x) or compat.is_tracer(x)
     )
 
 
-_NUMBERS: Final = (int, float, complex)
+def is_number(x: Any) -> bool:
+    """Whether a leaf is a number of Python; NumPy's have a dtype of their own, though some are floats for Python."""
+    return isinstance(x, int | float | complex) and not isinstance(x, np.generic)
 
 
 @lru_cache(maxsize=256)
@@ -150,8 +159,30 @@ class Arguments:
         """The leaves of a call.
 
         Raises:
-          ArgumentError: a call that does not fit the signature, or an argument that is neither an array nor hashable.
+          ArgumentError: a call that does not fit the signature, a static argument without a hash, or a leaf that is
+            neither an array nor a constant.
         """
+        call, given = self._bind(args, kwargs)
+        wrong = [
+            f"{n}: a static argument has to be hashable, and a {type(v).__name__} is not; pass a tuple, or "
+            "another immutable value."
+            for n, v in call.static
+            if not has_hash(v)
+        ]
+        for name, inner, x in zip(call.names, call.inner, call.leaves, strict=True):
+            # a default that is not passed is fixed with the function, as what it closes over
+            if not is_array(x) and (name in given or not has_hash(x)) and (line := why_no_constant(name, inner, x)):
+                wrong.append(line)
+        if wrong:
+            raise ArgumentError(all_offenders(f"{self.where}: invalid arguments", wrong))
+        return call
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The leaves of a call, whatever they are."""
+        return self._bind(args, kwargs)[0]
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, set[str]]:
+        """The leaves of a call, and the names of the arguments that are given."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -160,28 +191,14 @@ class Arguments:
         given = set(bound.arguments)
         bound.apply_defaults()
         # a default number is static, so that `if train:` can read it; jax.jit does the same
-        fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and isinstance(v, _NUMBERS)}
+        fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and is_number(v)}
         # pytrees sort the keys of a dict, not those of an OrderedDict: leaves keep the order of the signature
         dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
         static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
         flat, tree = leaves_by_path(dynamic), jax.tree.structure(dynamic)
         names = tuple(_entry(path[0]) for path, _ in flat)
         inner = tuple(path_text(path[1:]) for path, _ in flat)
-        call = Call(names, inner, tuple(x for _, x in flat), tree, static)
-        wrong = [
-            f"{n}: a static argument has to be hashable, and a {type(v).__name__} is not; pass a tuple, or "
-            "another immutable value."
-            for n, v in static
-            if not _has_hash(v)
-        ]
-        wrong += [
-            f"{path}: a {type(x).__name__} is neither an array nor a hashable constant; pass an array."
-            for path, x in zip(call.paths, call.leaves, strict=True)
-            if not is_array(x) and not _has_hash(x)
-        ]
-        if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: invalid arguments", wrong))
-        return call
+        return Call(names, inner, tuple(x for _, x in flat), tree, static), given
 
     def call(self, values: Mapping[str, Any]) -> Any:
         """Calls the function with values by name."""
@@ -232,14 +249,6 @@ def refuse_lost_writes(
         raise TracingError(
             f"{where} writes to nnx modules among its arguments, and what it writes would be lost: {some}. {fix}"
         )
-
-
-def _has_hash(x: object) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def settings() -> tuple[Any, ...]:
