@@ -106,7 +106,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("x", "want"), [(x, True) for x in CONSTANTS] + [(x, False) for x in OTHERS], ids=repr)
+@pytest.mark.parametrize(("x", "want"), [(x, True) for x in CONSTANTS] + [(x, False) for x in OTHERS])
 def test_constants(x, want):
     assert is_constant(x) == want
     if want:
