@@ -40,6 +40,7 @@ from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
+from shardc.passes.trace.compose_windows import compose_windows
 from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
 from shardc.pipeline.make import make_pipeline_plan
@@ -266,7 +267,8 @@ class Function:
         saved, strict = self._options.saved, self._strict
         pins = [a.pin for a in request.arguments]
         shared = None if saved is None else saved.shared
-        program = share_loops(request.program, pins, self._view, self._options.replicate, shared)
+        program = compose_windows(request.program)
+        program = share_loops(program, pins, self._view, self._options.replicate, shared)
         request = replace(request, program=program)
         if saved is not None:
             return Plan.of(replay(saved, request))
