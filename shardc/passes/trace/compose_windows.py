@@ -16,6 +16,7 @@ along odd dimensions move up; of the others the value is made, and shifted.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """The view of a value: begin and end along each dimension; both may lie outside."""
 
 MOST_RANGES: Final = 8
+MOST_TERMS: Final = 4
 MOST_ROWS: Final = 4
 """Rows of a wall that are broadcast one by one."""
 
@@ -66,7 +68,7 @@ def composed(jaxpr: Jaxpr) -> Jaxpr:
             eqn = eqn.replace(params=compat.with_bodies(eqn, changed))
         eqns.append(eqn)
     facts = _Facts()
-    found = [e for e in map(facts.add, eqns) if e is not None]
+    found = [made for e in eqns for made in facts.add(e)]
     outvars = [facts.named(a) for a in jaxpr.outvars]
     views = _Views(facts)
     views.read(found, outvars)
@@ -92,22 +94,51 @@ class Home(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that consists of ranges of one array along a dimension, with zeros elsewhere. `joins`: not slices
-    alone."""
+    """A value that is a sum of terms: each consists of ranges of one array along `dim`, with zeros elsewhere. `joins`:
+    not slices alone."""
 
-    source: Var
     dim: int
-    ranges: Ranges
+    terms: tuple[tuple[Var, Ranges], ...]
     joins: bool
 
-    def seen(self, begin: int, end: int) -> Ranges:
-        """The ranges of a view."""
-        found: list[tuple[int, int, int]] = []
-        for at, start, stop in self.ranges:
-            low, high = max(at, begin), min(at + stop - start, end)
-            if low < high:
-                found.append((low - begin, start + low - at, start + high - at))
-        return _merged(found)
+    def seen(self, begin: int, end: int) -> Moved:
+        """The terms of a view."""
+        found: list[tuple[Var, Ranges]] = []
+        for source, ranges in self.terms:
+            inside: list[tuple[int, int, int]] = []
+            for at, start, stop in ranges:
+                low, high = max(at, begin), min(at + stop - start, end)
+                if low < high:
+                    inside.append((low - begin, start + low - at, start + high - at))
+            if inside:
+                found.append((source, _merged(inside)))
+        return self._replace(terms=tuple(found))
+
+    def placed(self, at: int) -> Moved:
+        """The same further on."""
+        terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
+        return self._replace(terms=terms)
+
+
+def _sum_of(dim: int, terms: Sequence[tuple[Var, Ranges]]) -> Moved:
+    """The sum of terms, in as few as possible: ranges of one array that do not meet are in one."""
+    packed: dict[Var, list[list[tuple[int, int, int]]]] = {}
+    for source, ranges in terms:
+        packed.setdefault(source, []).append(list(ranges))
+    for source, lists in packed.items():
+        found: list[list[tuple[int, int, int]]] = []
+        for one in sorted((r for ranges in lists for r in ranges), key=lambda r: r[1] - r[2]):
+            free = next((f for f in found if not any(_meet(one, r) for r in f)), None)
+            if free is None:
+                found.append([one])
+            else:
+                free.append(one)
+        packed[source] = found
+    return Moved(dim, tuple((x, _merged(r)) for x, lists in packed.items() for r in lists), True)
+
+
+def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    return a[0] < b[0] + b[2] - b[1] and b[0] < a[0] + a[2] - a[1]
 
 
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ranges:
@@ -156,16 +187,19 @@ class _Facts:
     def named(self, atom: Atom) -> Atom:
         return atom if compat.is_literal(atom) else self.same.get(atom, atom)
 
-    def add(self, eqn: Eqn) -> Eqn | None:
-        """The static form of an equation; None if it only copies a value."""
+    def add(self, eqn: Eqn) -> list[Eqn]:
+        """The static form of an equation; none if it only copies a value."""
         if any(a in self.same for a in eqn.invars if not compat.is_literal(a)):
             eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
         copied = same_as(eqn, self.made)
         if copied is not None:
-            self.same[eqn.outvars[0]] = copied
-            return None
-        old, eqn = eqn, static_form(eqn, self.made)
-        self.folded |= eqn is not old and eqn.primitive.name == "conv_general_dilated"
+            self.same[eqn.outvars[0]] = self.named(copied)
+            return []
+        *before, eqn = static_form(eqn, self.made)
+        found = [made for e in before for made in self.add(e)]
+        if before:
+            eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
+        self.folded |= bool(before) and eqn.primitive.name == "conv_general_dilated"
         write = write_of(eqn, self.made)
         if write is not None:
             eqn = padded_form(eqn, write, self.made) or eqn
@@ -174,14 +208,15 @@ class _Facts:
         self.made |= dict.fromkeys(eqn.outvars, eqn)
         if len(eqn.outvars) == 1 and not is_extended(eqn.outvars[0].aval.dtype) and math.prod(_shape(eqn.outvars[0])):
             self._learn(eqn, eqn.outvars[0])
-        return eqn
+        return [*found, eqn]
 
     def _learn(self, eqn: Eqn, out: Var) -> None:
         name = eqn.primitive.name
         mover = _MOVERS.get(name)
         if mover is not None and (found := mover(self, eqn)) is not None:
-            ranges, size, n = found.ranges, _shape(out)[found.dim], _shape(found.source)[found.dim]
-            if 0 < len(ranges) <= MOST_RANGES and 2 * size <= 3 * n:
+            size = _shape(out)[found.dim]
+            fits = all(len(r) <= MOST_RANGES and 2 * size <= 3 * _shape(x)[found.dim] for x, r in found.terms)
+            if fits and 0 < len(found.terms) <= MOST_TERMS:
                 self.moved[out] = found
         way = way_of(eqn)
         if way is not None:
@@ -206,7 +241,7 @@ class _Facts:
         found = self.moved.get(atom)
         if found is not None and found.dim == dim:
             return found
-        return Moved(atom, dim, ((0, 0, _shape(atom)[dim]),), False)
+        return Moved(dim, ((atom, ((0, 0, _shape(atom)[dim]),)),), False)
 
 
 # --- ranges of one array ----------------------------------------------------------------------------------------------
@@ -219,7 +254,7 @@ def _sliced(facts: _Facts, eqn: Eqn) -> Moved | None:
         return None
     (d,) = cut
     found = facts.moves_of(x, d)
-    return found and found._replace(ranges=found.seen(starts[d], limits[d]))
+    return found and found.seen(starts[d], limits[d])
 
 
 def _padded(facts: _Facts, eqn: Eqn) -> Moved | None:
@@ -230,32 +265,27 @@ def _padded(facts: _Facts, eqn: Eqn) -> Moved | None:
     (d,) = dims
     found = facts.moves_of(eqn.invars[0], d)
     n = _shape(eqn.invars[0])[d]
-    return found and found._replace(ranges=found.seen(-int(config[d][0]), n + int(config[d][1])), joins=True)
+    return found and found.seen(-int(config[d][0]), n + int(config[d][1]))._replace(joins=True)
 
 
 def _joined(facts: _Facts, eqn: Eqn) -> Moved | None:
     d, begin = eqn.params["dimension"], 0
-    ranges: list[tuple[int, int, int]] = []
-    parts = [facts.moves_of(a, d) for a in eqn.invars]
-    first = parts[0]
-    if first is None or any(p is None or p.source is not first.source for p in parts):
-        return None
-    for part, a in zip(parts, eqn.invars, strict=True):
-        assert part is not None
-        ranges += [(at + begin, start, stop) for at, start, stop in part.ranges]
+    terms: list[tuple[Var, Ranges]] = []
+    for a in eqn.invars:
+        part = facts.moves_of(a, d)
+        if part is None:
+            return None
+        terms += part.placed(begin).terms
         begin += _shape(a)[d]
-    return Moved(first.source, d, _merged(ranges), True)
+    return _sum_of(d, terms) if len({id(x) for x, _ in terms}) == 1 else None
 
 
 def _added(facts: _Facts, eqn: Eqn) -> Moved | None:
-    """The sum of ranges that do not meet, zeros elsewhere: gradients of slices and of rotations."""
+    """A sum of sums: gradients of slices, of rotations, of padding that repeats elements."""
     known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
-    if len(known) != 2 or known[0][:2] != known[1][:2]:
+    if len(known) != 2 or known[0].dim != known[1].dim:
         return None
-    ranges = sorted((*known[0].ranges, *known[1].ranges))
-    if any(a + stop - start > b for (a, start, stop), (b, *_) in zip(ranges, ranges[1:], strict=False)):
-        return None
-    return Moved(*known[0][:2], _merged(ranges), True)
+    return _sum_of(known[0].dim, (*known[0].terms, *known[1].terms))
 
 
 _MOVERS: Final[Mapping[str, Callable[[_Facts, Eqn], Moved | None]]] = {
@@ -441,9 +471,9 @@ def _part(facts: _Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[A
     (lo, hi), n = box[d], _shape(a)[d]
     if n * FEW < hi - lo and not compat.is_literal(a):
         found = facts.moved.get(a)
-        if found is not None and found.dim == d and all(k == d for k in _seen(a, box)):
-            ranges = found.seen(lo - begin, hi - begin)
-            return (found.source, full(found.source)), lambda x: _from_ranges(x, d, hi - lo, ranges)
+        if found is not None and found.dim == d and len(found.terms) == 1 and all(k == d for k in _seen(a, box)):
+            ((source, ranges),) = found.seen(lo - begin, hi - begin).terms
+            return (source, full(source)), lambda x: _from_ranges(x, d, hi - lo, ranges)
         if n <= MOST_ROWS:
             view = tuple((0, n) if k == d else side for k, side in enumerate(box))
             return (a, view), lambda x: _rows_at(x, d, begin - lo, hi - lo)
@@ -612,27 +642,41 @@ class _Views:
 
     def _begun(self, eqn: Eqn, out: Var) -> Recipe | None:
         """The recipe of a whole result, if it begins a composition."""
-        moved, name = self.facts.moved.get(out), eqn.primitive.name
-        if moved is not None and moved.joins and _shape(out)[moved.dim] * FEW >= _shape(moved.source)[moved.dim]:
-            above = None if compat.is_literal(eqn.invars[0]) else self.facts.moved.get(eqn.invars[0])
-            again = above is not None and above.dim == moved.dim
-            if name in ("concatenate", "add", "add_any") or (again and (name == "pad" or above.joins)):
-                return self._ranges(moved, moved.ranges, _shape(out)[moved.dim], eqn)
+        if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
+            return _terms(moved, _shape(out)[moved.dim], eqn)
         if out in self.facts.writes:
             return self._written(self.facts.writes[out], eqn)
-        way = _WAYS.get(name)
+        way = _WAYS.get(eqn.primitive.name)
         if way is None or not math.prod(_shape(out)) or is_extended(out.aval.dtype) or not way.begins(self.facts, eqn):
             return None
         return way.up(self.facts, eqn, full(out))
+
+    def _joins(self, moved: Moved, eqn: Eqn, out: Var) -> bool:
+        """Whether the ranges of a whole result are composed: there are fewer terms than before, or operations."""
+        few = any(_shape(out)[moved.dim] * FEW < _shape(x)[moved.dim] for x, _ in moved.terms)
+        if few or not moved.joins:
+            return False
+        above = [self.facts.moved.get(a) for a in eqn.invars if not compat.is_literal(a)]
+        known = [m for m in above if m is not None and m.dim == moved.dim]
+        match eqn.primitive.name:
+            case "concatenate":
+                return True
+            case "pad":
+                return bool(known)
+            case "slice":
+                return any(m.joins for m in known)
+            case _:
+                return len(moved.terms) < sum(len(m.terms) for m in known)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
         """A window that is written as a select; None for small ones, and constants."""
         x, update, starts, combine = write
         shape, size = _shape(x), _shape(update)
         parts = [d for d, (n, k) in enumerate(zip(shape, size, strict=True)) if n != k]
-        small = any(size[d] * FEW < shape[d] for d in parts)
-        if not parts or small or is_extended(x.aval.dtype) or fill_of(update, self.facts.made) is not None:
+        if not parts or is_extended(x.aval.dtype) or fill_of(update, self.facts.made) is not None:
             return None
+        if any(size[d] * FEW < shape[d] for d in parts):
+            return self._few_written(write, parts, eqn)
         if constant(update, self.facts.made) is not None:
             return None
         inside = [(d, starts[d], starts[d] + size[d]) for d in parts]
@@ -643,22 +687,32 @@ class _Views:
 
         return Recipe([(x, full(x)), (update, box)], written, like=eqn)
 
+    def _few_written(self, write: Write, parts: Sequence[int], eqn: Eqn) -> Recipe | None:
+        """A few rows that are written, if they are rows of an array."""
+        x, update, starts, combine = write
+        moved = None if compat.is_literal(update) else self.facts.moved.get(update)
+        if len(parts) > 1 or moved is None or moved.dim != parts[0] or len(moved.terms) != 1:
+            return None
+        (d,), (lo, hi) = parts, (starts[parts[0]], _shape(update)[parts[0]] + starts[parts[0]])
+        ((source, ranges),) = moved.seen(-lo, _shape(x)[d] - lo).terms
+
+        def written(old: Any, rows: Any) -> Any:
+            new = _from_ranges(rows, d, old.shape[d], ranges)
+            return lax.select(within(old.shape, [(d, lo, hi)]), new if combine is None else combine(old, new), old)
+
+        return Recipe([(x, full(x)), (source, full(source))], written, like=eqn)
+
     def _of_ranges(self, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe | None:
         """A view as ranges, where there are several or few elements are read; None: it moves up otherwise."""
         begin, end = box[moved.dim]
-        ranges, n = moved.seen(begin, end), _shape(moved.source)[moved.dim]
-        if len(ranges) == 1:
-            _, start, stop = ranges[0]
-            if _edges(ranges[0], end - begin, n) is None and (stop - start) * FEW >= n:
-                return None
-        return self._ranges(moved, ranges, end - begin, eqn) if ranges else None
-
-    def _ranges(self, moved: Moved, ranges: Ranges, size: int, eqn: Eqn | None) -> Recipe:
-        source = moved.source
-        fn = None if ranges == ((0, 0, _shape(source)[moved.dim]),) and size == _shape(source)[moved.dim] else (
-            lambda x: _from_ranges(x, moved.dim, size, ranges)
-        )
-        return Recipe([(source, full(source))], fn, like=eqn)
+        seen = moved.seen(begin, end)
+        for x, ranges in seen.terms:
+            if len(ranges) == 1:
+                _, start, stop = ranges[0]
+                n = _shape(x)[moved.dim]
+                if _edges(ranges[0], end - begin, n) is None and (stop - start) * FEW >= n:
+                    return None
+        return _terms(seen, end - begin, eqn) if seen.terms else None
 
     def _share(self, out: Var, eqn: Eqn) -> None:
         """Several views of one computation: it is made once, where it is at home, and shifted."""
@@ -727,3 +781,13 @@ def _shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
     """A view from another one, shifted."""
     widths = [(h[0] - lo, hi - h[1], 0) for h, (lo, hi) in zip(held, box, strict=True)]
     return Recipe([(out, held)], lambda x: lax.pad(x, np.zeros((), x.dtype), widths), like=None)
+
+
+def _terms(moved: Moved, size: int, eqn: Eqn | None) -> Recipe:
+    """The recipe of a sum of ranges."""
+
+    def added(*sources: Any) -> Any:
+        parts = [_from_ranges(x, moved.dim, size, r) for x, (_, r) in zip(sources, moved.terms, strict=True)]
+        return functools.reduce(lax.add, parts)
+
+    return Recipe([(x, full(x)) for x, _ in moved.terms], added, like=eqn)

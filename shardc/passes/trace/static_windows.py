@@ -18,6 +18,7 @@ from jax.lax import GatherScatterMode
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.walk import ADDITIONS, LINEAR
 
 _COMBINES: Final[Mapping[str, Any]] = {
     "scatter": None, "scatter-add": lax.add, "scatter-sub": lax.sub, "scatter-mul": lax.mul, "scatter-max": lax.max,
@@ -68,23 +69,54 @@ def is_zero(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
     return value is not None and not np.any(value)
 
 
+def is_zeros(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
+    """Whether all elements of a value are known to be zeros."""
+    if compat.is_literal(atom):
+        return not np.any(np.asarray(atom.val))
+    eqn = made.get(atom)
+    if eqn is None:
+        return False
+    if eqn.primitive.name == "reduce_sum":
+        return not math.prod(eqn.invars[0].aval.shape)
+    return (eqn.primitive.name in LINEAR or eqn.primitive.name in ("pad", "slice")) and all(
+        is_zeros(a, made) for a in eqn.invars
+    )
+
+
 def same_as(eqn: Eqn, made: Mapping[Var, Eqn]) -> Atom | None:
     """The value that an equation only copies; None if it does not."""
     if eqn.primitive.name == "concatenate":
         parts = [a for a in eqn.invars if a.aval.shape[eqn.params["dimension"]]]
         return parts[0] if len(parts) == 1 and not compat.is_literal(parts[0]) else None
-    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None or compat.is_literal(eqn.invars[0]):
-        return None
-    before = made.get(eqn.invars[0])
-    if before is None or before.primitive.name != "broadcast_in_dim" or compat.is_literal(before.invars[0]):
-        return None
-    x = before.invars[0]
-    copies = math.prod(eqn.invars[0].aval.shape) == math.prod(x.aval.shape) > 0
-    return x if copies and x.aval.shape == eqn.outvars[0].aval.shape else None
+    if eqn.primitive.name in ("slice", "pad") and not compat.is_literal(eqn.invars[0]):
+        p, whole = eqn.params, eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+        inner = not any(any(c) for c in p["padding_config"]) if "padding_config" in p else not any(p["start_indices"])
+        return eqn.invars[0] if whole and inner else None
+    if eqn.primitive.name in ADDITIONS:
+        same = [a for a in eqn.invars if not compat.is_literal(a) and a.aval.shape == eqn.outvars[0].aval.shape]
+        return next((a for a, b in zip(same, eqn.invars[::-1], strict=False) if len(same) == 2 and is_zeros(b, made)), None)
+    before: Eqn | None = eqn
+    while before is not None and adds_ones(before) and not compat.is_literal(before.invars[0]):
+        x = before.invars[0]
+        if x.aval.shape == eqn.outvars[0].aval.shape:
+            return x
+        before = made.get(x)
+    return None
 
 
-def static_form(eqn: Eqn, made: Mapping[Var, Eqn]) -> Eqn:
-    """The equation, or its static form."""
+def adds_ones(eqn: Eqn) -> bool:
+    """Whether an operation only adds or removes dimensions of size 1."""
+    if eqn.primitive.name not in _OF_ONES or (eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None):
+        return False
+    old, new = ([n for n in v.aval.shape if n != 1] for v in (eqn.invars[0], eqn.outvars[0]))
+    return old == new and 0 not in old
+
+
+_OF_ONES: Final = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "reduce_min")
+
+
+def static_form(eqn: Eqn, made: Mapping[Var, Eqn]) -> list[Eqn]:
+    """The equation, or the equations of its static form."""
     name = eqn.primitive.name
     if name == "gather":
         return _slice(eqn, _gathered(eqn, made), eqn.params["slice_sizes"])
@@ -92,7 +124,28 @@ def static_form(eqn: Eqn, made: Mapping[Var, Eqn]) -> Eqn:
         return _slice(eqn, _clamped(eqn, eqn.invars[1:], made, eqn.outvars[0].aval.shape), eqn.outvars[0].aval.shape)
     if name == "conv_general_dilated":
         return _padded_convolution(eqn, made)
-    return eqn
+    if name in _COMBINES:
+        return _with_all_dimensions(eqn)
+    return [eqn]
+
+
+def _with_all_dimensions(eqn: Eqn) -> list[Eqn]:
+    """A scatter of rows, `x.at[1].set(u)`, as one of a window of the operand's rank."""
+    numbers = eqn.params["dimension_numbers"]
+    inserted = numbers.inserted_window_dims
+    x, indices, update = eqn.invars
+    if not inserted or numbers.operand_batching_dims or len(indices.aval.shape) != 1 or compat.is_literal(update):
+        return [eqn]
+    rest = iter(update.aval.shape)
+    shape = tuple(1 if d in inserted else next(rest) for d in range(len(x.aval.shape)))
+    wide = compat.fresh_var(compat.shaped_array(shape, update.aval.dtype))
+    dims = tuple(d for d in range(len(shape)) if d not in inserted)
+    params = {"shape": shape, "broadcast_dimensions": dims, "sharding": None}
+    numbers = numbers._replace(inserted_window_dims=(), update_window_dims=tuple(range(len(shape))))
+    return [
+        compat.new_eqn([update], [wide], lax.broadcast_in_dim_p, params, eqn),
+        eqn.replace(invars=[x, indices, wide], params={**eqn.params, "dimension_numbers": numbers}),
+    ]
 
 
 def write_of(eqn: Eqn, made: Mapping[Var, Eqn]) -> Write | None:
@@ -124,12 +177,12 @@ def padded_form(eqn: Eqn, write: Write, made: Mapping[Var, Eqn]) -> Eqn | None:
     return compat.new_eqn([write.update, fill], eqn.outvars, lax.pad_p, {"padding_config": config}, eqn)
 
 
-def _slice(eqn: Eqn, starts: Sequence[int] | None, sizes: Sequence[int]) -> Eqn:
+def _slice(eqn: Eqn, starts: Sequence[int] | None, sizes: Sequence[int]) -> list[Eqn]:
     if starts is None:
-        return eqn
+        return [eqn]
     limits = tuple(s + n for s, n in zip(starts, sizes, strict=True))
     params = {"start_indices": tuple(starts), "limit_indices": limits, "strides": None}
-    return compat.new_eqn(eqn.invars[:1], eqn.outvars, lax.slice_p, params, eqn)
+    return [compat.new_eqn(eqn.invars[:1], eqn.outvars, lax.slice_p, params, eqn)]
 
 
 def _gathered(eqn: Eqn, made: Mapping[Var, Eqn]) -> tuple[int, ...] | None:
@@ -161,15 +214,31 @@ def _clamped(eqn: Eqn, at: Sequence[Atom], made: Mapping[Var, Eqn], sizes: Seque
     return tuple(min(max(int(s), 0), n - k) for s, n, k in zip(starts, shape, sizes, strict=True))
 
 
-def _padded_convolution(eqn: Eqn, made: Mapping[Var, Eqn]) -> Eqn:
-    x, kernel = eqn.invars
-    pad = None if compat.is_literal(x) else made.get(x)
-    p = compat.params_of(eqn)
-    if pad is None or pad.primitive.name != "pad" or any(n != 1 for n in p["lhs_dilation"]):
-        return eqn
-    config, spatial = pad.params["padding_config"], p["dimension_numbers"].lhs_spec[2:]
-    fits = all(inside == 0 and low >= 0 and high >= 0 for low, high, inside in config)
-    if not fits or not is_zero(pad.invars[1], made) or any(config[d][:2] != (0, 0) for d in p["dimension_numbers"].lhs_spec[:2]):
-        return eqn
-    padding = tuple((int(a + config[d][0]), int(b + config[d][1])) for d, (a, b) in zip(spatial, p["padding"], strict=True))
-    return eqn.replace(invars=[pad.invars[0], kernel], params={**eqn.params, "padding": padding})
+def _padded_convolution(eqn: Eqn, made: Mapping[Var, Eqn]) -> list[Eqn]:
+    """A convolution of what is padded with zeros, whose padding is the convolution's own."""
+    (x, kernel), p = eqn.invars, compat.params_of(eqn)
+    above = None if compat.is_literal(x) else made.get(x)
+    wider = above if above is not None and adds_ones(above) and above.primitive.name == "broadcast_in_dim" else None
+    if wider is not None:
+        above = None if compat.is_literal(wider.invars[0]) else made.get(wider.invars[0])
+    if above is None or above.primitive.name != "pad" or any(n != 1 for n in p["lhs_dilation"]):
+        return [eqn]
+    config = [tuple(map(int, c)) for c in above.params["padding_config"]]
+    rank = len(x.aval.shape)
+    dims = range(rank) if wider is None else wider.params["broadcast_dimensions"]
+    widths = {d: c for d, c in zip(dims, config, strict=True) if c != (0, 0, 0)}
+    spatial = p["dimension_numbers"].lhs_spec[2:]
+    fits = all(d in spatial and inside == 0 and low >= 0 and high >= 0 for d, (low, high, inside) in widths.items())
+    if not fits or not is_zero(above.invars[1], made):
+        return [eqn]
+    shape = tuple(n - sum(widths.get(d, ())) for d, n in enumerate(x.aval.shape))
+    inner = compat.fresh_var(compat.shaped_array(shape, x.aval.dtype))
+    params = {"shape": shape, "broadcast_dimensions": tuple(dims), "sharding": None}
+    padding = tuple(
+        (int(low + widths.get(d, (0, 0))[0]), int(high + widths.get(d, (0, 0))[1]))
+        for d, (low, high) in zip(spatial, p["padding"], strict=True)
+    )
+    return [
+        compat.new_eqn(above.invars[:1], [inner], lax.broadcast_in_dim_p, params, eqn),
+        eqn.replace(invars=[inner, kernel], params={**eqn.params, "padding": padding}),
+    ]
