@@ -39,8 +39,8 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
-from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
 from shardc.passes.trace.compose_windows import compose_windows
+from shardc.passes.trace.pins import Pins, code_text, says_names, wrong_constraints
 from shardc.passes.trace.share_loops import share_loops
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
 from shardc.pipeline.make import make_pipeline_plan

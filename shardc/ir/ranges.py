@@ -1,6 +1,6 @@
 """The primitive that joins ranges of one array: a rotation, the edges that padding repeats, and their gradients.
 
-    join_ranges x  =  zeros, but result[at : at + stop - start] = x[start:stop] along `dim` for each range
+join_ranges x  =  zeros, but result[at : at + stop - start] = x[start:stop] along `dim` for each range
 """
 
 from __future__ import annotations

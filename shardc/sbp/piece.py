@@ -158,7 +158,9 @@ def _reading(
     high = np.where(valid > 0, -(-ends // dilation), low)
     phases = low * dilation - starts
     length = max(int((-(-(span - phases) // dilation)).max()), 0)
-    return Reading(axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, [(low, high, low)]))
+    return Reading(
+        axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, [(low, high, low)])
+    )
 
 
 @lru_cache(maxsize=65536)

@@ -362,7 +362,9 @@ def _strides(eqn: Eqn) -> Sequence[int]:
 
 
 def _slice_homes(facts: _Facts, eqn: Eqn) -> Sequence[Home]:
-    cuts = zip(facts.homes_of(eqn.invars[0]), eqn.params["start_indices"], _strides(eqn), _shape(eqn.outvars[0]), strict=True)
+    cuts = zip(
+        facts.homes_of(eqn.invars[0]), eqn.params["start_indices"], _strides(eqn), _shape(eqn.outvars[0]), strict=True
+    )
     return [h.moved(start) if step == 1 else Home(n) for h, start, step, n in cuts]
 
 
@@ -377,7 +379,9 @@ def _slice_up(facts: _Facts, eqn: Eqn, box: Box) -> Recipe:
     if all(s == 1 for s in steps):
         return Recipe([(x, above)], like=eqn)
     assert all(steps[d] == 1 for d in _seen(out, box))
-    cut = [(0, hi - lo, 1) if k == 1 else (s, e, k) for (lo, hi), s, e, k in zip(above, starts, limits, steps, strict=True)]
+    cut = [
+        (0, hi - lo, 1) if k == 1 else (s, e, k) for (lo, hi), s, e, k in zip(above, starts, limits, steps, strict=True)
+    ]
     return Recipe([(x, above)], lambda v: lax.slice(v, *([c[i] for c in cut] for i in range(3))), like=eqn)
 
 
@@ -483,7 +487,9 @@ def _part(facts: _Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[A
 def _rows_at(x: Any, d: int, at: int, size: int) -> Any:
     """A few rows where they belong; elsewhere any of them. Nothing of a row that is whole on each device moves."""
     shape = (*x.shape[:d], size, *x.shape[d + 1 :])
-    rows = [lax.broadcast_in_dim(lax.slice_in_dim(x, i, i + 1, axis=d), shape, range(len(shape))) for i in range(x.shape[d])]
+    rows = [
+        lax.broadcast_in_dim(lax.slice_in_dim(x, i, i + 1, axis=d), shape, range(len(shape))) for i in range(x.shape[d])
+    ]
     whole = rows[-1]
     for i in reversed(range(len(rows) - 1)):
         if at + i + 1 > 0:
@@ -534,6 +540,38 @@ def _of_ones(eqn: Eqn) -> Sequence[int | None]:
     return [next(rest) if n != 1 else None for n in new]
 
 
+def _space(eqn: Eqn) -> Mapping[int, tuple[int, int]]:
+    """For each dimension of space of the operand, its number in the result and in the kernel; empty if a convolution
+    has strides or dilated operands."""
+    p = compat.params_of(eqn)
+    if any(n != 1 for n in (*p["window_strides"], *p["lhs_dilation"])):
+        return {}
+    numbers = p["dimension_numbers"]
+    return dict(zip(numbers.lhs_spec[2:], zip(numbers.out_spec[2:], numbers.rhs_spec[2:], strict=True), strict=True))
+
+
+def _convolution_homes(facts: _Facts, eqn: Eqn) -> Sequence[Home]:
+    x, kernel = eqn.invars
+    p, found = compat.params_of(eqn), [Home(n) for n in _shape(eqn.outvars[0])]
+    sides = zip(_space(eqn).items(), p["padding"], p["rhs_dilation"], strict=False)
+    for (d, (out, k)), (low, _), dilation in sides:
+        home = facts.homes_of(x)[d]
+        found[out] = home.moved((_shape(kernel)[k] - 1) * dilation // 2 - int(low))
+    return found
+
+
+def _convolution_up(facts: _Facts, eqn: Eqn, box: Box) -> Recipe:
+    """A view of a convolution is one with other padding."""
+    out, p = eqn.outvars[0], compat.params_of(eqn)
+    padding = [tuple(map(int, side)) for side in p["padding"]]
+    for i, (d, _) in enumerate(_space(eqn).values()):
+        padding[i] = (padding[i][0] - box[d][0], padding[i][1] + box[d][1] - _shape(out)[d])
+    if any(side < 0 for pair in padding for side in pair):
+        return _shifted(out, full(out), box, eqn)
+    other = eqn.replace(params={**eqn.params, "padding": tuple(padding)})
+    return Recipe([(a, full(a)) for a in eqn.invars], eqn=other, like=eqn)
+
+
 _WAYS: Final[Mapping[str, Way]] = {
     "slice": Way(_slice_homes, _slice_up, _slice_begins),
     "pad": Way(_pad_homes, _pad_up, _pad_begins),
@@ -546,6 +584,8 @@ _WAYS: Final[Mapping[str, Way]] = {
     ),
     "reshape": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
     "squeeze": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
+    "conv_general_dilated": Way(_convolution_homes, _convolution_up),
+    "reduce_sum": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
     "expand_dims": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
 }
 
@@ -554,7 +594,11 @@ def _from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
     """Ranges of an array and zeros, by the simplest operation."""
     n = x.shape[dim]
     if len(ranges) == 1 and (edge := _edges(ranges[0], size, n)) is not None:
-        return x if edge == (0, 0) else lax.pad(x, np.zeros((), x.dtype), [(*edge, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
+        return (
+            x
+            if edge == (0, 0)
+            else lax.pad(x, np.zeros((), x.dtype), [(*edge, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
+        )
     return join_ranges_p.bind(x, dim=dim, size=size, ranges=ranges)
 
 
@@ -631,6 +675,9 @@ class _Views:
             return found
         if (out, box) in self.recipes:
             return self.recipes[out, box]
+        if any(hi <= 0 or lo >= n for (lo, hi), n in zip(box, _shape(out), strict=True)):  # nothing of it
+            shape = tuple(hi - lo for lo, hi in box)
+            return Recipe([], lambda: lax.full(shape, 0, out.aval.dtype), like=eqn)
         moved = self.facts.moved.get(out)
         if moved is not None and seen == [moved.dim] and (found := self._of_ranges(moved, box, eqn)) is not None:
             return found

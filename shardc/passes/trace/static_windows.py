@@ -1,9 +1,9 @@
 """Static forms of what reads and writes a window at constants.
 
-    gather x [1], dynamic_slice x 1      -->  slice x
-    reshape (broadcast x), of x's shape  -->  x
-    conv (pad x 0)                       -->  conv x, with more padding
-    scatter x [1] u, dynamic_update_slice x u 1: a `Write`; if x is constant: pad u
+gather x [1], dynamic_slice x 1      -->  slice x
+reshape (broadcast x), of x's shape  -->  x
+conv (pad x 0)                       -->  conv x, with more padding
+scatter x [1] u, dynamic_update_slice x u 1: a `Write`; if x is constant: pad u
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def same_as(eqn: Eqn, made: Mapping[Var, Eqn]) -> Atom | None:
         return eqn.invars[0] if whole and inner else None
     if eqn.primitive.name in ADDITIONS:
         same = [a for a in eqn.invars if not compat.is_literal(a) and a.aval.shape == eqn.outvars[0].aval.shape]
-        return next((a for a, b in zip(same, eqn.invars[::-1], strict=False) if len(same) == 2 and is_zeros(b, made)), None)
+        return next(
+            (a for a, b in zip(same, eqn.invars[::-1], strict=False) if len(same) == 2 and is_zeros(b, made)), None
+        )
     before: Eqn | None = eqn
     while before is not None and adds_ones(before) and not compat.is_literal(before.invars[0]):
         x = before.invars[0]
@@ -180,14 +182,21 @@ def padded_form(eqn: Eqn, write: Write, made: Mapping[Var, Eqn]) -> Eqn | None:
 def _slice(eqn: Eqn, starts: Sequence[int] | None, sizes: Sequence[int]) -> list[Eqn]:
     if starts is None:
         return [eqn]
+    outs: Sequence[Var] = eqn.outvars
+    if tuple(sizes) != tuple(outs[0].aval.shape):  # dimensions of size 1 are left out
+        outs = [compat.fresh_var(compat.shaped_array(tuple(sizes), outs[0].aval.dtype))]
     limits = tuple(s + n for s, n in zip(starts, sizes, strict=True))
     params = {"start_indices": tuple(starts), "limit_indices": limits, "strides": None}
-    return [compat.new_eqn(eqn.invars[:1], eqn.outvars, lax.slice_p, params, eqn)]
+    made = [compat.new_eqn(eqn.invars[:1], outs, lax.slice_p, params, eqn)]
+    if outs is not eqn.outvars:
+        params = {"dimensions": tuple(eqn.params["dimension_numbers"].collapsed_slice_dims)}
+        made.append(compat.new_eqn(outs, eqn.outvars, lax.squeeze_p, params, eqn))
+    return made
 
 
 def _gathered(eqn: Eqn, made: Mapping[Var, Eqn]) -> tuple[int, ...] | None:
     numbers = eqn.params["dimension_numbers"]
-    if numbers.collapsed_slice_dims or numbers.operand_batching_dims:
+    if numbers.operand_batching_dims:
         return None
     x, indices = eqn.invars
     return _starts(indices, numbers.start_index_map, x, eqn.params["slice_sizes"], made)
