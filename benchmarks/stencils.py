@@ -40,7 +40,7 @@ LARGE = {1: (2**24,), 2: (8192, 8192), 3: (1024, 1024, 1024)}
 
 
 def shifted(u: Any, by: int, d: int, walls: str) -> Any:
-    """Element i is u[i - by]; what comes in from outside is the other end (roll, where) or zero (pad), or stays (set)."""
+    """Element i is u[i - by]; from outside comes the other end (roll, where), zero (pad), or what was (set)."""
     if walls in ("roll", "where"):
         return jnp.roll(u, by, d)
     inner, outer = (slice(None, -by), slice(by, None)) if by > 0 else (slice(-by, None), slice(None, by))
@@ -171,8 +171,8 @@ def cases() -> Iterator[Case]:
 def planned(case: Case, devices: int, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Bytes that a device sends, planned and by hand."""
     mesh = shardc.make_mesh(topology={8: "v5p:8x1x1", 64: "v5p:4x4x4"}[devices], data=devices)
-    where = {"in_placements": (case.placement,), "out_placements": case.placement}
-    plan = shardc.function(case.step, mesh=mesh, **where).plan(case.state(sizes))
+    step = shardc.function(case.step, mesh=mesh, in_placements=(case.placement,), out_placements=case.placement)
+    plan = step.plan(case.state(sizes))
     return plan.bytes_per_device, case.planes * 4 * int(np.prod(sizes[1:], dtype=int))
 
 
@@ -201,8 +201,8 @@ def measured(case: Case, turns: int, steps: int) -> tuple[Pair, int, int]:
 
         return run
 
-    found = [sent(text).total() for text in (exe.hlo(), peer.lower(state).compile().as_text())]
-    return by_turns(timed(ours), timed(peer), turns), *found
+    of_ours, of_peer = (sent(text).total() for text in (exe.hlo(), peer.lower(state).compile().as_text() or ""))
+    return by_turns(timed(ours), timed(peer), turns), of_ours, of_peer
 
 
 def main(argv: list[str]) -> int:

@@ -68,6 +68,10 @@ def far(q: Any) -> Any:
     return q[4:] | q[:-4] if q.dtype == bool else q[4:] + q[:-4]
 
 
+def near(q: Any) -> Any:
+    return q[2:] + q[:-2]
+
+
 STEPS: dict[str, Callable[[Any], Any]] = {
     "set": lambda u: u.at[1:-1].set(0.5 * (u[2:] + u[:-2])),
     "set in two dimensions": lambda u: u.at[1:-1, 1:].set(jnp.exp(u[2:, 1:] + u[:-2, :-1])),
@@ -165,7 +169,7 @@ def random_step(rng: np.random.Generator, u: Any) -> Any:
     for _ in range(8):
         x = values[rng.integers(max(0, len(values) - 3), len(values))]
         a, b = sorted(rng.integers(0, 4, 2).tolist())
-        match rng.integers(8):
+        match int(rng.integers(8)):
             case 0:
                 x = x[a : len(x) - b]
             case 1:
@@ -217,7 +221,7 @@ SENT: dict[str, tuple[int, Callable[[Any], Any]]] = {
     )[0, ..., 0]),
     "roll": (1, lambda u: jnp.roll(u, 1, 0)),
 } | {
-    mode: (2, lambda u, mode=mode: (lambda q: q[2:] + q[:-2] - 2 * u)(jnp.pad(u, ((1, 1), (0, 0), (0, 0)), mode=mode)))
+    mode: (2, lambda u, mode=mode: near(jnp.pad(u, ((1, 1), (0, 0), (0, 0)), mode=mode)) - 2 * u)
     for mode in ("constant", "edge", "wrap")
 }  # fmt: skip
 
