@@ -35,6 +35,9 @@ COVERED: Final[Mapping[str, str]] = {
     # data that others make and read
     "ir/box.py": "passes/place/test_insert_boxing.py",
     "ir/collective.py": "passes/estimate/test_plan_cost.py",
+    "ir/ranges.py": "passes/trace/test_compose_windows.py",
+    "passes/trace/static_windows.py": "passes/trace/test_compose_windows.py",
+    "passes/trace/window_ways.py": "passes/trace/test_compose_windows.py",
     "ir/program.py": "passes/test_passes.py",
     "ir/transfer.py": "pipeline/test_transfers.py",
     "plan/plan.py": "report/test_explain.py",

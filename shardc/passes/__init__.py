@@ -69,6 +69,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
     ),
     Pass(
+        "compose_windows",
+        f"{_TRACE}.compose_windows",
+        "program",
+        "program",
+        "q = pad x (1, 1); y = q[2:] --> y = pad x (-1, 1); concatenate x[1:] x[:1] --> join_ranges x",
+        of="one program",
+    ),
+    Pass(
         "chain_transforms",
         f"{_TRACE}.chain_transforms",
         "program, pins",

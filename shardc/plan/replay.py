@@ -42,7 +42,8 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
       ArgumentError: the program or the mesh is another one, and all that differs is named; or a pin of the function is
         not kept; or the file was changed so that it is no plan.
     """
-    request = rewritten(request, saved.rewrites, saved.shared)
+    pinned = {path: saved.arguments[path].placement for path in saved.pinned if path in saved.arguments}
+    request = rewritten(request, saved.rewrites, saved.shared, pinned)
     program, mesh = request.program, request.mesh
     where = f"{saved.name} is not a plan of {program.name} as it is called"
     if saved.operations is None:

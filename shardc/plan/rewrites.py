@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc.ir.program import Program
 from shardc.passes.trace.chain_transforms import chain_transforms
+from shardc.passes.trace.compose_windows import compose_windows
 from shardc.passes.trace.share_loops import share_loops
 from shardc.plan.request import Request
+from shardc.sbp.placement import Pin, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,13 @@ class RewriteTrial:
     taken: bool
 
 
+def _composed_windows(request: Request, _: Sequence[int] | None) -> Iterator[Program]:
+    """Slices, padding, joins and writes of one array as windows of it."""
+    made = compose_windows(request.program)
+    if made is not request.program:
+        yield made
+
+
 def _shared_loops(request: Request, known: Sequence[int] | None) -> Iterator[Program]:
     """Each loop over split rows shared among the devices that the pins split its rows over, and among all."""
     pins, program, mesh = [a.pin for a in request.arguments], request.program, request.mesh
@@ -61,7 +70,11 @@ def _chained_transforms(request: Request, _: Sequence[int] | None) -> Iterator[P
         yield made
 
 
-REWRITES: Final = (Rewrite("share_loops", _shared_loops), Rewrite("chain_transforms", _chained_transforms))
+REWRITES: Final = (
+    Rewrite("compose_windows", _composed_windows),
+    Rewrite("chain_transforms", _chained_transforms),
+    Rewrite("share_loops", _shared_loops),
+)
 
 
 def rewrites_of(program: Program) -> tuple[str, ...]:
@@ -70,9 +83,20 @@ def rewrites_of(program: Program) -> tuple[str, ...]:
     return tuple(name for name, _ in program.passed if name in names)
 
 
-def rewritten(request: Request, names: Sequence[str], shared: Sequence[int]) -> Request:
-    """The request of a saved plan: its program by the rewrites that were taken, and their `Program.shared`."""
+def rewritten(
+    request: Request, names: Sequence[str], shared: Sequence[int], pinned: Mapping[str, Placement]
+) -> Request:  # fmt: skip
+    """The request of a saved plan: its program by the rewrites that were taken.
+
+    Args:
+      names: of the rewrites.
+      shared: `Program.shared`.
+      pinned: the placements of the arguments that were pinned when they were taken, by path.
+    """
+    paths = zip(request.program.in_paths, request.arguments, strict=False)
+    arguments = [replace(a, pin=Pin(pinned[path]) if path in pinned else None) for path, a in paths]
+    asked = replace(request, arguments=arguments)
     for rewrite in REWRITES:
         if rewrite.name in names:
-            request = replace(request, program=next(rewrite.programs(request, shared), request.program))
-    return request
+            asked = replace(asked, program=next(rewrite.programs(asked, shared), asked.program))
+    return replace(request, program=asked.program)

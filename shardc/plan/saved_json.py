@@ -46,6 +46,7 @@ def to_json(saved: SavedPlan) -> str:
         **({"recomputed": list(saved.recomputed)} if saved.recomputed else {}),
         **({"cheaper": list(saved.cheaper)} if saved.cheaper else {}),
         **({"rewrites": list(saved.rewrites)} if saved.rewrites else {}),
+        **({"pinned": list(saved.pinned)} if saved.pinned else {}),
         **({"shared": list(saved.shared)} if saved.shared else {}),
         **({"scans": dict(saved.scans)} if saved.scans else {}),
     }
@@ -129,7 +130,7 @@ def from_json(text: str, name: str) -> SavedPlan:
                 None if data["operations"] is None else _operations_of(data["operations"]),
                 {r: _chain_of(chain) for chain, readers in data["boxings"].items() for r in readers.split()},
                 data["digests"], name,
-                *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper", "rewrites")),
+                *(tuple(map(str, data.get(k, ()))) for k in ("recomputed", "cheaper", "rewrites", "pinned")),
                 shared=tuple(map(int, data.get("shared", ()))),
                 scans=tuple((str(kind), int(n)) for kind, n in data.get("scans", {}).items()),
             )  # fmt: skip

@@ -63,6 +63,7 @@ class SavedPlan:
         boxings and digests are those of the program that does so.
       cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
       rewrites: the rewrites that made the program (`shardc.plan.rewrites`).
+      pinned: the arguments that were pinned then, by path; none where there are no rewrites.
       shared: how many devices share the rounds of each loop (`share_loops`).
       scans: the number of chunks of each kind of associative scan (`chunk_scans`).
     """
@@ -81,6 +82,7 @@ class SavedPlan:
     recomputed: Sequence[str] = ()
     cheaper: Sequence[str] = ()
     rewrites: Sequence[str] = ()
+    pinned: Sequence[str] = ()
     shared: Sequence[int] = ()
     scans: Sequence[tuple[str, int]] = ()
 
@@ -116,7 +118,10 @@ def record(plan: SpmdPlan) -> SavedPlan:
     names = [done.names if done else () for done in (plan.recomputed, plan.cheaper)]
     borders = record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap)
     operations, boxings = recorder.operations, recorder.boxings
-    return replace(borders, operations=operations, boxings=boxings, recomputed=names[0], cheaper=names[1])
+    pins = zip(borders.arguments, plan.arguments, strict=False)
+    pinned = tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else ()
+    found = replace(borders, operations=operations, boxings=boxings, pinned=pinned)
+    return replace(found, recomputed=names[0], cheaper=names[1])
 
 
 def record_borders(

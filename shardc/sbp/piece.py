@@ -22,7 +22,7 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import OperandWindow, Rule, Setting, Site, neutral_value
+from shardc.sbp.signature import OperandWindow, Ranges, Rule, Setting, Site, neutral_value
 
 Positions: TypeAlias = NDArray[np.intp]
 
@@ -50,16 +50,16 @@ class Shift:
       sent: whether the elements go to another device.
       length: elements that each source sends.
       block: elements of a piece.
-      overlaps: (source, target, begin, end) of each, with the numbers of the devices along the axes.
-      held, wanted: begin of each device's piece and of its window.
+      overlaps: (source, target, begin, end, origin) of each, with the numbers of the devices along the axes; the
+        target's window would begin at element `origin`, if all of it were as this overlap.
+      held: begin of each device's piece.
     """
 
     sent: bool
     length: int
     block: int
-    overlaps: tuple[tuple[int, int, int, int], ...]
+    overlaps: tuple[tuple[int, int, int, int, int], ...]
     held: tuple[int, ...]
-    wanted: tuple[int, ...]
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -70,7 +70,7 @@ class Shift:
     def first(self) -> tuple[int, ...]:
         """For each device, the begin of the sent range in its piece."""
         found = [0] * len(self.held)
-        for source, _, begin, _ in self.overlaps:
+        for source, _, begin, *_ in self.overlaps:
             found[source] = self._first(source, begin)
         return tuple(found)
 
@@ -78,8 +78,8 @@ class Shift:
     def at(self) -> tuple[int, ...]:
         """For each device, the position in its window of the first element that it gets; may be outside."""
         places = {
-            target: self.held[source] + self._first(source, begin) - self.wanted[target]
-            for source, target, begin, _ in self.overlaps
+            target: self.held[source] + self._first(source, begin) - origin
+            for source, target, begin, _, origin in self.overlaps
         }
         one = next(iter(places.values()))  # also for devices that get nothing: equal numbers need no table
         return tuple(places.get(k, one) for k in range(len(self.held)))
@@ -88,8 +88,8 @@ class Shift:
     def fills(self) -> tuple[tuple[int, int], ...]:
         """For each device, begin and end of the part of its window that this fills."""
         found = [(0, 0)] * len(self.held)
-        for _, target, begin, end in self.overlaps:
-            found[target] = begin - self.wanted[target], end - self.wanted[target]
+        for _, target, begin, end, origin in self.overlaps:
+            found[target] = begin - origin, end - origin
         return tuple(found)
 
     def _first(self, source: int, begin: int) -> int:
@@ -125,7 +125,8 @@ def reading(rule: Rule, w: OperandWindow, setting: Setting) -> Reading | None:
     if not axes:
         return None
     reach = _Reach(*(int(n) for n in (w.start, w.step, w.width, w.dilation)))  # padding may be NumPy's integers
-    return _reading(axes, dim, reach, setting.cut(w.operand, dim), setting.cut(w.by, by_dim))
+    cuts = setting.cut(w.operand, dim), setting.cut(w.by, by_dim)
+    return _range_reading(axes, dim, w.ranges, *cuts) if w.ranges else _reading(axes, dim, reach, *cuts)
 
 
 class _Reach(NamedTuple):
@@ -157,13 +158,71 @@ def _reading(
     high = np.where(valid > 0, -(-ends // dilation), low)
     phases = low * dilation - starts
     length = max(int((-(-(span - phases) // dilation)).max()), 0)
-    return Reading(axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, low, high))
+    return Reading(
+        axes, dim, length, span, tuple(phases.tolist()), _shifts(extents(*operand), block, [(low, high, low)])
+    )
 
 
-def _shifts(held: Sequence[tuple[int, int]], block: int, low: Positions, high: Positions) -> tuple[Shift, ...]:
-    """The overlaps of held ranges (begin and length) and wanted ranges (begin and end), one shift for each distance
-    between the devices."""
+@lru_cache(maxsize=65536)
+def _range_reading(
+    axes: tuple[str, ...],
+    dim: int,
+    ranges: Ranges,
+    operand: tuple[int, tuple[int, ...]],
+    by: tuple[int, tuple[int, ...]],
+) -> Reading:
+    """The reading of several ranges, each by the devices in whose part of the result it falls."""
+    block, count = block_sizes(*operand)[-1], block_sizes(*by)[-1]
+    offsets, valid = np.asarray(extents(*by)).T
+    wants: list[tuple[Positions, Positions, Positions]] = []
+    for at, start, stop in ranges:
+        origin = offsets + (start - at)
+        low = np.maximum(origin, start)
+        wants.append((low, np.maximum(np.minimum(origin + valid, stop), low), origin))
+    return Reading(axes, dim, count, count, (0,) * offsets.size, _shifts(extents(*operand), block, wants))
+
+
+def _shifts(
+    held: Sequence[tuple[int, int]], block: int, wants: Sequence[tuple[Positions, Positions, Positions]]
+) -> tuple[Shift, ...]:
+    """The overlaps of held ranges (begin and length) with each of the wanted ranges (begin, end and origin): one shift
+    for each distance between the devices, if every device sends one of them."""
     offsets, valid = np.asarray(held).T
+    found = [_overlaps(offsets, valid, *want) for want in wants]
+    overlaps = np.concatenate(found) if len(found) > 1 else found[0]
+    size = offsets.size
+    group = (overlaps[:, 1] - overlaps[:, 0]) % size
+    if len(found) > 1:
+        group = group * len(wants) + _repeats(group * size + overlaps[:, 0])
+    overlaps = overlaps[np.argsort(group, kind="stable")]
+    groups, first = np.unique(np.sort(group), return_index=True)
+    longest = np.maximum.reduceat(overlaps[:, 3] - overlaps[:, 2], first) if first.size else first
+    rows, pieces = list(map(tuple, overlaps.tolist())), tuple(offsets.tolist())
+    return tuple(
+        Shift(d > 0, length if d else block, block, tuple(rows[at:until]), pieces)
+        for d, length, at, until in zip(
+            (groups // len(wants)).tolist(), longest.tolist(), first.tolist(), np.append(first, len(rows))[1:].tolist(),
+            strict=True,
+        )
+    )  # fmt: skip
+
+
+def _repeats(keys: Positions) -> Positions:
+    """How often each key came before.
+
+    Example:
+      >>> _repeats(np.asarray([7, 3, 7, 7])).tolist()
+      [0, 0, 1, 2]
+    """
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    found = np.empty_like(keys)
+    found[order] = np.arange(keys.size) - np.searchsorted(ordered, ordered, "left")
+    return found
+
+
+def _overlaps(offsets: Positions, valid: Positions, low: Positions, high: Positions, origin: Positions) -> Positions:
+    """Rows of (source, target, begin, end, origin), in the order of targets."""
     owners = np.flatnonzero(valid)
     begins = offsets[owners]
     first = np.maximum(np.searchsorted(begins, low, "right") - 1, 0)
@@ -171,18 +230,7 @@ def _shifts(held: Sequence[tuple[int, int]], block: int, low: Positions, high: P
     target = np.repeat(np.arange(low.size), some)
     source = owners[np.arange(target.size) - np.repeat(np.cumsum(some) - some - first, some)]
     begin, end = np.maximum(low[target], offsets[source]), np.minimum(high[target], (offsets + valid)[source])
-    overlaps = np.stack([source, target, begin, end], 1)[begin < end]
-    distance = (overlaps[:, 1] - overlaps[:, 0]) % low.size
-    overlaps = overlaps[np.argsort(distance, kind="stable")]
-    distances, first = np.unique(np.sort(distance), return_index=True)
-    longest = np.maximum.reduceat(overlaps[:, 3] - overlaps[:, 2], first) if first.size else first
-    rows, pieces, windows = list(map(tuple, overlaps.tolist())), tuple(offsets.tolist()), tuple(low.tolist())
-    return tuple(
-        Shift(d > 0, length if d else block, block, tuple(rows[at:until]), pieces, windows)
-        for d, length, at, until in zip(
-            distances.tolist(), longest.tolist(), first.tolist(), np.append(first, len(rows))[1:].tolist(), strict=True
-        )
-    )
+    return np.stack([source, target, begin, end, origin[target]], 1)[begin < end]
 
 
 def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:

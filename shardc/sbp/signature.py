@@ -35,6 +35,8 @@ Factors: TypeAlias = tuple[str | None, ...]
 """The factor of each dimension of one operand or result; None is never split."""
 Partials: TypeAlias = tuple[tuple[ReduceOp | None, ...], ReduceOp]
 """Operands that are partial (None: B), and the partial op of all results."""
+Ranges: TypeAlias = tuple[tuple[int, int, int], ...]
+"""(at, start, stop) of ranges of an array that stand in another one from `at` on; there they do not overlap."""
 Neutral: TypeAlias = Literal["zero", "one", "lowest", "highest"]
 
 
@@ -178,6 +180,8 @@ class OperandWindow:
       dilation: positions are counted with dilation - 1 elements of `fill` between every two elements of the dimension.
       fill: the value outside of the dimension and between its elements: a neutral element, or the number of a scalar
         operand.
+      ranges: in place of `start` ... `dilation`, (at, start, stop) of each range: element r of at ... at + stop - start
+        - 1 reads element r - at + start, and other elements read `fill`.
     """
 
     operand: int
@@ -188,6 +192,7 @@ class OperandWindow:
     width: int = 1
     dilation: int = 1
     fill: Neutral | int = "zero"
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +304,11 @@ def rule(*names: str) -> Callable[[_Fn], _Fn]:
 
 def has_rule(name: str) -> bool:
     return name in _RULES
+
+
+def family_of(name: str) -> str:
+    """The file of a primitive's rule, as `elementwise`; empty if it has none."""
+    return _RULES[name].__module__.rpartition(".")[2] if name in _RULES else ""
 
 
 def rule_names() -> tuple[str, ...]:

@@ -201,3 +201,12 @@ def pad(op: Operation) -> Rule:
 def _pad_window(site: Site, x: Any, value: Any) -> Sequence[Any]:
     config, split = site.op.params["padding_config"], site.operands[0].splits
     return site.bind(x, value, padding_config=tuple((0, 0, 0) if d in split else c for d, c in enumerate(config)))
+
+
+@rule("join_ranges")
+def join_ranges(op: Operation) -> Rule:
+    """Every dimension. A device reads, range by range, what falls into its part of the result; ranges that travel
+    equally far around the devices go in one permute."""
+    names, dim = dims(len(op.operands[0].shape)), op.params["dim"]
+    window = OperandWindow(0, names[dim], 1, ranges=op.params["ranges"])
+    return Rule((names,), (names,), partials=passes(1, (0,)), windows=(window,), across=lambda site, x: [x])

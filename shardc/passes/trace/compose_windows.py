@@ -1,0 +1,310 @@
+"""Composes windows: what slices, padding, concatenation and writes do to an array becomes one window of it.
+
+    q = pad u (1, 1); q[2:] + q[:-2]         -->  pad u (-1, 1) + pad u (1, -1)
+    u.at[1:-1].set(f(u[2:], u[:-2]))         -->  select (1 <= i < n - 1) (f (pad u (-1, 1)) (pad u (1, -1))) u
+    concatenate u[-1:] u[:-1]                -->  join_ranges u
+
+Arrays of another length (n + 2, n - 2) are cut at other places than their neighbours, and every device sends what lies
+between. Here they are read as *views*: the elements lo ... hi - 1 of a value along each dimension, where lo may be
+negative and hi beyond its end; what lies outside is any number. A view of what is elementwise is the same of its
+operands; a view of a slice or of padding is another view of the operand.
+
+Two sweeps. Forwards: for each dimension of a value the size of the array that it comes from, its *home*, and where
+its elements are there; a value of another size is *odd*. Backwards: which views are read of each value. Only views
+along odd dimensions move up; of the others the value is made, and shifted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.ir.program import Program
+from shardc.passes.trace.static_windows import Write, constant, fill_of
+from shardc.passes.trace.window_ways import (
+    ELEMENTWISE,
+    WAYS,
+    Box,
+    Facts,
+    Moved,
+    Recipe,
+    cut_dims,
+    edges_of,
+    from_ranges,
+    full,
+    shape_of,
+    shifted,
+    terms_of,
+    way_of,
+    within,
+)
+from shardc.sbp.rules.slicing import FEW
+from shardc.sbp.signature import is_extended
+
+
+def compose_windows(program: Program) -> Program:
+    """The program with composed windows; the same object if there is nothing to compose."""
+    jaxpr = composed(program.jaxpr)
+    return program if jaxpr is program.jaxpr else program.after("compose_windows", jaxpr)
+
+
+def composed(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with composed windows, nested bodies too; the same object if there is nothing to compose."""
+    eqns: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        bodies = bodies_of(eqn)
+        changed = [composed(b) for b in bodies]
+        if any(new is not old for new, old in zip(changed, bodies, strict=True)):
+            eqn = eqn.replace(params=compat.with_bodies(eqn, changed))
+        eqns.append(eqn)
+    facts = Facts()
+    found = [made for e in eqns for made in facts.add(e)]
+    outvars = [facts.named(a) for a in jaxpr.outvars]
+    views = _Views(facts)
+    views.read(found, outvars)
+    if views.composes or facts.folded:
+        eqns, outvars = views.write(found, outvars)
+        jaxpr = compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
+        return compat.remove_dead(jaxpr, [True] * len(outvars))
+    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr)
+
+
+@dataclass
+class _Views:
+    """The views that a jaxpr reads, and how they are made.
+
+    Attributes:
+      facts: what is known of its values.
+      wanted: the views that are read of each variable, in the order in which they were found.
+      recipes: how each is made; the plain equation if there is none.
+      composes: whether anything is composed.
+      made: the atoms of views that are made.
+      eqns: the new equations.
+    """
+
+    facts: Facts
+    wanted: dict[Var, dict[Box, None]] = field(default_factory=dict[Var, "dict[Box, None]"])
+    recipes: dict[tuple[Var, Box], Recipe] = field(default_factory=dict[tuple[Var, Box], Recipe])
+    composes: bool = False
+    made: dict[tuple[Var, Box], Atom] = field(default_factory=dict[tuple[Var, Box], Atom])
+    eqns: list[Eqn] = field(default_factory=list[Eqn])
+
+    # backwards
+
+    def ask(self, atom: Atom, box: Box | None = None) -> None:
+        if not compat.is_literal(atom):
+            self.wanted.setdefault(atom, {})[full(atom) if box is None else box] = None
+
+    def read(self, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> None:
+        """Find the views, from the results back."""
+        for a in outvars:
+            self.ask(a)
+        for eqn in reversed(eqns):
+            for out in eqn.outvars:
+                self._choose(out, eqn)
+            whole = any(full(v) in self.wanted.get(v, ()) and (v, full(v)) not in self.recipes for v in eqn.outvars)
+            if whole or eqn.effects:
+                for a in eqn.invars:
+                    self.ask(a)
+        for v in [v for v in self.wanted if v not in self.facts.made]:
+            self._choose(v, None)
+
+    def _choose(self, out: Var, eqn: Eqn | None) -> None:
+        """A recipe for each view of a variable."""
+        if eqn is not None and len(self.wanted.get(out, ())) > 1:
+            self._share(out, eqn)
+        done = set[Box]()
+        while left := [b for b in self.wanted.get(out, ()) if b not in done]:
+            for box in left:
+                done.add(box)
+                recipe = self._recipe(out, box, eqn)
+                if recipe is not None:
+                    self.recipes[out, box] = recipe
+                    for a, b in recipe.reads:
+                        self.ask(a, b)
+
+    def _recipe(self, out: Var, box: Box, eqn: Eqn | None) -> Recipe | None:
+        """The recipe of a view; None: the equation itself."""
+        seen = cut_dims(out, box)
+        if not seen:
+            found = None if eqn is None or len(eqn.outvars) > 1 else self._begun(eqn, out)
+            self.composes |= found is not None
+            return found
+        if (out, box) in self.recipes:
+            return self.recipes[out, box]
+        if any(hi <= 0 or lo >= n for (lo, hi), n in zip(box, shape_of(out), strict=True)):  # nothing of it
+            shape = tuple(hi - lo for lo, hi in box)
+            return Recipe([], lambda: lax.full(shape, 0, out.aval.dtype), like=eqn)
+        moved = self.facts.moved.get(out)
+        if moved is not None and seen == [moved.dim] and (found := self._of_ranges(moved, box, eqn)) is not None:
+            return found
+        odd = [d for d in seen if self.facts.odd(out, d)]
+        if odd == seen and eqn is not None and (way := way_of(eqn)) is not None:
+            return way.up(self.facts, eqn, box)
+        inner = tuple(side if d in odd else (0, n) for d, (side, n) in enumerate(zip(box, shape_of(out), strict=True)))
+        return shifted(out, inner if odd != seen else full(out), box, eqn)
+
+    def _begun(self, eqn: Eqn, out: Var) -> Recipe | None:
+        """The recipe of a whole result, if it begins a composition."""
+        if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
+            return terms_of(moved, shape_of(out)[moved.dim], eqn)
+        if out in self.facts.writes:
+            return self._written(self.facts.writes[out], eqn)
+        way = WAYS.get(eqn.primitive.name)
+        if (
+            way is None
+            or not math.prod(shape_of(out))
+            or is_extended(out.aval.dtype)
+            or not way.begins(self.facts, eqn)
+        ):
+            return None
+        return way.up(self.facts, eqn, full(out))
+
+    def _joins(self, moved: Moved, eqn: Eqn, out: Var) -> bool:
+        """Whether the ranges of a whole result are composed: there are fewer terms than before, or operations."""
+        few = any(shape_of(out)[moved.dim] * FEW < shape_of(x)[moved.dim] for x, _ in moved.terms)
+        if few or not moved.joins:
+            return False
+        above = [self.facts.moved.get(a) for a in eqn.invars if not compat.is_literal(a)]
+        known = [m for m in above if m is not None and m.dim == moved.dim]
+        match eqn.primitive.name:
+            case "concatenate":
+                return True
+            case "pad":
+                return bool(known)
+            case "slice":
+                return any(m.joins for m in known)
+            case _:
+                return len(moved.terms) < sum(len(m.terms) for m in known)
+
+    def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
+        """A window that is written as a select; None for small ones, and constants."""
+        x, update, starts, combine = write
+        shape, size = shape_of(x), shape_of(update)
+        parts = [d for d, (n, k) in enumerate(zip(shape, size, strict=True)) if n != k]
+        if not parts or is_extended(x.aval.dtype) or fill_of(update, self.facts.made) is not None:
+            return None
+        if any(size[d] * FEW < shape[d] for d in parts):
+            return self._few_written(write, parts, eqn)
+        if constant(update, self.facts.made) is not None:
+            return None
+        inside = [(d, starts[d], starts[d] + size[d]) for d in parts]
+        box = tuple((-s, n - s) for s, n in zip(starts, shape, strict=True))
+
+        def written(old: Any, new: Any) -> Any:
+            return lax.select(within(shape, inside), new if combine is None else combine(old, new), old)
+
+        return Recipe([(x, full(x)), (update, box)], written, like=eqn)
+
+    def _few_written(self, write: Write, parts: Sequence[int], eqn: Eqn) -> Recipe | None:
+        """A few rows that are written, if they are rows of an array."""
+        x, update, starts, combine = write
+        moved = None if compat.is_literal(update) else self.facts.moved.get(update)
+        if len(parts) > 1 or moved is None or moved.dim != parts[0] or len(moved.terms) != 1:
+            return None
+        (d,), (lo, hi) = parts, (starts[parts[0]], shape_of(update)[parts[0]] + starts[parts[0]])
+        ((source, ranges),) = moved.seen(-lo, shape_of(x)[d] - lo).terms
+
+        def written(old: Any, rows: Any) -> Any:
+            new = from_ranges(rows, d, old.shape[d], ranges)
+            return lax.select(within(old.shape, [(d, lo, hi)]), new if combine is None else combine(old, new), old)
+
+        return Recipe([(x, full(x)), (source, full(source))], written, like=eqn)
+
+    def _of_ranges(self, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe | None:
+        """A view as ranges, where there are several or few elements are read; None: it moves up otherwise."""
+        begin, end = box[moved.dim]
+        seen = moved.seen(begin, end)
+        for x, ranges in seen.terms:
+            if len(ranges) == 1:
+                _, start, stop = ranges[0]
+                n = shape_of(x)[moved.dim]
+                if edges_of(ranges[0], end - begin, n) is None and (stop - start) * FEW >= n:
+                    return None
+        return terms_of(seen, end - begin, eqn) if seen.terms else None
+
+    def _share(self, out: Var, eqn: Eqn) -> None:
+        """Several views of one computation: it is made once, where it is at home, and shifted."""
+        if way_of(eqn) is not ELEMENTWISE or out in self.facts.moved:
+            return
+        homes, shape = self.facts.homes_of(out), shape_of(out)
+        views = [
+            b
+            for b in self.wanted[out]
+            if (seen := cut_dims(out, b))
+            and all(self.facts.odd(out, d) and b[d][1] - b[d][0] == homes[d].size for d in seen)
+        ]
+        if len(views) < 2:
+            return
+        seen = sorted({d for b in views for d in cut_dims(out, b)})
+        at = {d: (homes[d].first + homes[d].last) // 2 for d in seen}
+        middle = tuple((-at[d], homes[d].size - at[d]) if d in at else (0, n) for d, n in enumerate(shape))
+        for b in views:
+            needed = [(max(lo, 0), min(hi, n)) for (lo, hi), n in zip(b, shape, strict=True)]
+            holds = all(low <= lo and hi <= high for (lo, hi), (low, high) in zip(needed, middle, strict=True))
+            if b != middle and holds:
+                self.recipes[out, b] = shifted(out, middle, b, eqn)
+
+    # forwards
+
+    def write(self, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
+        """The equations with composed windows, and the results."""
+        for eqn in eqns:
+            plain = [v for v in eqn.outvars if (v, full(v)) in self.recipes]
+            for v in plain:
+                self.view(v, full(v), eqn)
+            if not plain and (eqn.effects or any(full(v) in self.wanted.get(v, ()) for v in eqn.outvars)):
+                invars = [self.view(a, full(a), eqn) for a in eqn.invars]
+                self.eqns.append(eqn.replace(invars=invars))
+        return self.eqns, [self.view(a, full(a), None) for a in outvars]
+
+    def view(self, atom: Atom, box: Box, reader: Eqn | None) -> Atom:
+        """A view of a value, made where it is read first. Long chains of views are made without recursion."""
+        todo = [(atom, box, reader)]
+        while todo:
+            a, b, like = todo[-1]
+            if self._is_there(a, b):
+                todo.pop()
+                continue
+            recipe = self.recipes[a, b]
+            like = recipe.like if recipe.like is not None else like
+            missing = [(x, seen, like) for x, seen in recipe.reads if not self._is_there(x, seen)]
+            if missing:
+                todo += reversed(missing)
+                continue
+            args = [x if compat.is_literal(x) else self.made.get((x, seen), x) for x, seen in recipe.reads]
+            self.made[a, b] = self._emit(recipe, args, a, b, like)
+        return atom if compat.is_literal(atom) else self.made.get((atom, box), atom)
+
+    def _is_there(self, atom: Atom, box: Box) -> bool:
+        """Whether a view need not be made: it is the value itself, or was made before."""
+        if compat.is_literal(atom) or (atom, box) in self.made:
+            return True
+        return (atom, box) not in self.recipes and not cut_dims(atom, box)
+
+    def _emit(self, recipe: Recipe, args: list[Atom], atom: Var, box: Box, like: Eqn | None) -> Atom:
+        if recipe.eqn is not None:
+            aval = compat.shaped_array(tuple(hi - lo for lo, hi in box), atom.aval.dtype, atom.aval.weak_type)
+            self.eqns.append(recipe.eqn.replace(invars=args, outvars=[out := compat.fresh_var(aval)]))
+            return out
+        if recipe.fn is None:
+            return args[0]
+        closed = jax.make_jaxpr(recipe.fn)(*(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args))
+        names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, args, strict=True))
+        assert not closed.consts
+        for inner in closed.jaxpr.eqns:
+            outs = [compat.fresh_var(v.aval) for v in inner.outvars]
+            invars = [a if compat.is_literal(a) else names[a] for a in inner.invars]
+            names |= zip(inner.outvars, outs, strict=True)
+            self.eqns.append(compat.new_eqn(invars, outs, inner.primitive, inner.params, like))
+        (out,) = closed.jaxpr.outvars
+        return out if compat.is_literal(out) else names[out]

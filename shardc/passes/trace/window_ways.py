@@ -1,0 +1,576 @@
+"""How views pass operations (`compose_windows`): where values come from, and what a view of a result reads.
+
+Forwards, `Facts` finds for each dimension of a value the size of the array that it comes from, its *home*, and where
+its elements are there; a value of another size is *odd*. It also finds sums of ranges of one array.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from jax import lax
+
+from shardc import compat
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.ranges import join_ranges_p
+from shardc.passes.trace.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
+from shardc.sbp.rules.slicing import FEW
+from shardc.sbp.signature import Ranges, family_of, is_extended
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""The view of a value: begin and end along each dimension; both may lie outside."""
+
+MOST_RANGES: Final = 8
+MOST_TERMS: Final = 4
+MOST_ROWS: Final = 4
+"""Rows of a wall that are broadcast one by one."""
+
+
+class Home(NamedTuple):
+    """Where the elements of a value are along one dimension: element 0 is element `first` ... `last` of an array of
+    `size` (operands may differ)."""
+
+    size: int
+    first: int = 0
+    last: int = 0
+
+    def moved(self, by: int) -> Home:
+        return Home(self.size, self.first + by, self.last + by)
+
+
+class Moved(NamedTuple):
+    """A value that is a sum of terms: each consists of ranges of one array along `dim`, with zeros elsewhere. `joins`:
+    not slices alone."""
+
+    dim: int
+    terms: tuple[tuple[Var, Ranges], ...]
+    joins: bool
+
+    def seen(self, begin: int, end: int) -> Moved:
+        """The terms of a view."""
+        found: list[tuple[Var, Ranges]] = []
+        for source, ranges in self.terms:
+            inside: list[tuple[int, int, int]] = []
+            for at, start, stop in ranges:
+                low, high = max(at, begin), min(at + stop - start, end)
+                if low < high:
+                    inside.append((low - begin, start + low - at, start + high - at))
+            if inside:
+                found.append((source, _merged(inside)))
+        return self._replace(terms=tuple(found))
+
+    def placed(self, at: int) -> Moved:
+        """The same further on."""
+        terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
+        return self._replace(terms=terms)
+
+
+def _sum_of(dim: int, terms: Sequence[tuple[Var, Ranges]]) -> Moved:
+    """The sum of terms, in as few as possible: ranges of one array that do not meet are in one."""
+    packed: dict[Var, list[list[tuple[int, int, int]]]] = {}
+    for source, ranges in terms:
+        packed.setdefault(source, []).append(list(ranges))
+    for source, lists in packed.items():
+        found: list[list[tuple[int, int, int]]] = []
+        for one in sorted((r for ranges in lists for r in ranges), key=lambda r: r[1] - r[2]):
+            free = next((f for f in found if not any(_meet(one, r) for r in f)), None)
+            if free is None:
+                found.append([one])
+            else:
+                free.append(one)
+        packed[source] = found
+    return Moved(dim, tuple((x, _merged(r)) for x, lists in packed.items() for r in lists), True)
+
+
+def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    return a[0] < b[0] + b[2] - b[1] and b[0] < a[0] + a[2] - a[1]
+
+
+def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ranges:
+    found: list[tuple[int, int, int]] = []
+    for at, start, stop in sorted(ranges):
+        if found and found[-1][2] == start and found[-1][0] + start - found[-1][1] == at:
+            found[-1] = (*found[-1][:2], stop)
+        elif stop > start:
+            found.append((at, start, stop))
+    return tuple(found)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    return tuple(int(n) for n in atom.aval.shape)
+
+
+def full(atom: Atom) -> Box:
+    """The view of the value itself."""
+    return tuple((0, n) for n in shape_of(atom))
+
+
+def cut_dims(atom: Atom, box: Box) -> list[int]:
+    """The dimensions along which a view is not the whole value."""
+    return [d for d, (n, side) in enumerate(zip(shape_of(atom), box, strict=True)) if side != (0, n)]
+
+
+class Facts:
+    """What is known of values, from the equations that make them.
+
+    Attributes:
+      made: the equation of each variable.
+      homes: where variables come from; others are at home.
+      moved: variables that consist of ranges of one array.
+      writes: variables that are an array with a window written.
+      folded: whether padding became part of a convolution.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Var, Eqn] = {}
+        self.homes: dict[Var, tuple[Home, ...]] = {}
+        self.moved: dict[Var, Moved] = {}
+        self.writes: dict[Var, Write] = {}
+        self.same: dict[Var, Atom] = {}
+        self.folded = False
+
+    def named(self, atom: Atom) -> Atom:
+        return atom if compat.is_literal(atom) else self.same.get(atom, atom)
+
+    def add(self, eqn: Eqn) -> list[Eqn]:
+        """The static form of an equation; none if it only copies a value."""
+        if any(a in self.same for a in eqn.invars if not compat.is_literal(a)):
+            eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
+        copied = same_as(eqn, self.made)
+        if copied is not None:
+            self.same[eqn.outvars[0]] = self.named(copied)
+            return []
+        *before, eqn = static_form(eqn, self.made)
+        found = [made for e in before for made in self.add(e)]
+        if before:
+            eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
+        self.folded |= bool(before) and eqn.primitive.name == "conv_general_dilated"
+        write = write_of(eqn, self.made)
+        if write is not None:
+            eqn = padded_form(eqn, write, self.made) or eqn
+            if eqn.primitive is not lax.pad_p:
+                self.writes[eqn.outvars[0]] = write
+        self.made |= dict.fromkeys(eqn.outvars, eqn)
+        if len(eqn.outvars) == 1 and not is_extended(eqn.outvars[0].aval.dtype) and math.prod(shape_of(eqn.outvars[0])):
+            self._learn(eqn, eqn.outvars[0])
+        return [*found, eqn]
+
+    def _learn(self, eqn: Eqn, out: Var) -> None:
+        name = eqn.primitive.name
+        mover = _MOVERS.get(name)
+        if mover is not None and (found := mover(self, eqn)) is not None:
+            size = shape_of(out)[found.dim]
+            fits = all(len(r) <= MOST_RANGES and 2 * size <= 3 * shape_of(x)[found.dim] for x, r in found.terms)
+            if fits and 0 < len(found.terms) <= MOST_TERMS:
+                self.moved[out] = found
+        way = way_of(eqn)
+        if way is not None:
+            homes = way.homes(self, eqn)
+            kept = tuple(
+                h if 3 * abs(n - h.size) <= h.size else Home(n) for h, n in zip(homes, shape_of(out), strict=True)
+            )
+            if any(h.size != n for h, n in zip(kept, shape_of(out), strict=True)):
+                self.homes[out] = tuple(Home(n) if h.size == n else h for h, n in zip(kept, shape_of(out), strict=True))
+
+    def homes_of(self, atom: Atom) -> tuple[Home, ...]:
+        found = None if compat.is_literal(atom) else self.homes.get(atom)
+        return found or tuple(Home(n) for n in shape_of(atom))
+
+    def odd(self, atom: Atom, d: int) -> bool:
+        return self.homes_of(atom)[d].size != shape_of(atom)[d]
+
+    def moves_of(self, atom: Atom, dim: int) -> Moved | None:
+        """An array as ranges along a dimension: of its source, or all of itself."""
+        if compat.is_literal(atom):
+            return None
+        found = self.moved.get(atom)
+        if found is not None and found.dim == dim:
+            return found
+        return Moved(dim, ((atom, ((0, 0, shape_of(atom)[dim]),)),), False)
+
+
+# --- ranges of one array ----------------------------------------------------------------------------------------------
+
+
+def _sliced(facts: Facts, eqn: Eqn) -> Moved | None:
+    (x,), starts, limits = eqn.invars, eqn.params["start_indices"], eqn.params["limit_indices"]
+    cut = cut_dims(x, tuple(zip(starts, limits, strict=True)))
+    if len(cut) != 1 or any(s != 1 for s in eqn.params["strides"] or ()):
+        return None
+    (d,) = cut
+    found = facts.moves_of(x, d)
+    return found and found.seen(starts[d], limits[d])
+
+
+def _padded(facts: Facts, eqn: Eqn) -> Moved | None:
+    config = eqn.params["padding_config"]
+    dims = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
+    if len(dims) != 1 or any(c[2] for c in config) or not is_zero(eqn.invars[1], facts.made):
+        return None
+    (d,) = dims
+    found = facts.moves_of(eqn.invars[0], d)
+    n = shape_of(eqn.invars[0])[d]
+    return found and found.seen(-int(config[d][0]), n + int(config[d][1]))._replace(joins=True)
+
+
+def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
+    d, begin = eqn.params["dimension"], 0
+    terms: list[tuple[Var, Ranges]] = []
+    for a in eqn.invars:
+        part = facts.moves_of(a, d)
+        if part is None:
+            return None
+        terms += part.placed(begin).terms
+        begin += shape_of(a)[d]
+    return _sum_of(d, terms) if len({id(x) for x, _ in terms}) == 1 else None
+
+
+def _added(facts: Facts, eqn: Eqn) -> Moved | None:
+    """A sum of sums: gradients of slices, of rotations, of padding that repeats elements."""
+    known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
+    if len(known) != 2 or known[0].dim != known[1].dim:
+        return None
+    return _sum_of(known[0].dim, (*known[0].terms, *known[1].terms))
+
+
+_MOVERS: Final[Mapping[str, Callable[[Facts, Eqn], Moved | None]]] = {
+    "slice": _sliced, "pad": _padded, "concatenate": _joined, "add": _added, "add_any": _added,
+}  # fmt: skip
+
+
+# --- ways up ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recipe:
+    """How a view is made: `fn` of views of other values. `eqn`: the equation itself, of other operands.
+
+    Attributes:
+      reads: the values that it reads, and their views.
+      fn: what it does with them; None: nothing.
+      like: the equation that gives its source line.
+    """
+
+    reads: list[tuple[Atom, Box]]
+    fn: Callable[..., Any] | None = None
+    eqn: Eqn | None = None
+    like: Eqn | None = None
+
+
+class Way(NamedTuple):
+    """How views pass an operation.
+
+    Attributes:
+      homes: where its result comes from.
+      up: the recipe of a view of the result.
+      begins: whether the view of its whole result is composed.
+    """
+
+    homes: Callable[[Facts, Eqn], Sequence[Home]]
+    up: Callable[[Facts, Eqn, Box], Recipe]
+    begins: Callable[[Facts, Eqn], bool] = lambda facts, eqn: False
+
+
+def way_of(eqn: Eqn) -> Way | None:
+    """The way of an operation; None: it stays as it is."""
+    found = WAYS.get(eqn.primitive.name)
+    if found is not None or len(eqn.outvars) != 1 or eqn.effects or not eqn.invars:
+        return found
+    return ELEMENTWISE if family_of(eqn.primitive.name) == "elementwise" else None
+
+
+def _same_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+    """Homes of an elementwise result: those of its odd operands."""
+    out = shape_of(eqn.outvars[0])
+    found = [Home(n) for n in out]
+    for a in eqn.invars:
+        if shape_of(a) == out:
+            for d, (old, new) in enumerate(zip(found, facts.homes_of(a), strict=True)):
+                if old.size == out[d]:
+                    found[d] = new
+                elif old.size == new.size:
+                    found[d] = Home(old.size, min(old.first, new.first), max(old.last, new.last))
+    return found
+
+
+def _same_views(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+    out = shape_of(eqn.outvars[0])
+    reads = [(a, box if shape_of(a) == out else full(a)) for a in eqn.invars]
+    return Recipe(reads, eqn=eqn, like=eqn)
+
+
+ELEMENTWISE: Final = Way(_same_homes, _same_views)
+
+
+def _strides(eqn: Eqn) -> Sequence[int]:
+    return eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
+
+
+def _slice_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+    cuts = zip(
+        facts.homes_of(eqn.invars[0]), eqn.params["start_indices"], _strides(eqn), shape_of(eqn.outvars[0]), strict=True
+    )
+    return [h.moved(start) if step == 1 else Home(n) for h, start, step, n in cuts]
+
+
+def _slice_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+    """A view of a slice; strided dimensions are sliced after it."""
+    (x,), out = eqn.invars, eqn.outvars[0]
+    starts, limits, steps = eqn.params["start_indices"], eqn.params["limit_indices"], _strides(eqn)
+    above = tuple(
+        (low + start, high + start) if step == 1 else (0, size)
+        for (low, high), start, step, size in zip(box, starts, steps, shape_of(x), strict=True)
+    )
+    if all(s == 1 for s in steps):
+        return Recipe([(x, above)], like=eqn)
+    assert all(steps[d] == 1 for d in cut_dims(out, box))
+    cut = [
+        (0, hi - lo, 1) if k == 1 else (s, e, k) for (lo, hi), s, e, k in zip(above, starts, limits, steps, strict=True)
+    ]
+    return Recipe([(x, above)], lambda v: lax.slice(v, *([c[i] for c in cut] for i in range(3))), like=eqn)
+
+
+def _slice_begins(facts: Facts, eqn: Eqn) -> bool:
+    """A slice of something longer than its home, or one that is home again."""
+    x, out = eqn.invars[0], shape_of(eqn.outvars[0])
+    for d, (h, n) in enumerate(zip(facts.homes_of(x), shape_of(x), strict=True)):
+        if h.size != n != out[d] and (n > h.size or out[d] == h.size) and _strides(eqn)[d] == 1:
+            return True
+    return False
+
+
+def _pad_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+    pairs = zip(facts.homes_of(eqn.invars[0]), eqn.params["padding_config"], shape_of(eqn.outvars[0]), strict=True)
+    return [Home(n) if inner else h.moved(-int(low)) for h, (low, _, inner), n in pairs]
+
+
+def _pad_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+    x, value = eqn.invars
+    size = shape_of(x)
+    config: list[tuple[int, int, int]] = [(int(a), int(b), int(c)) for a, b, c in eqn.params["padding_config"]]
+    above = tuple(
+        (lo, hi) if inner else (lo - low, hi - low) for (lo, hi), (low, _, inner) in zip(box, config, strict=True)
+    )
+    if not any(facts.odd(x, d) for d in range(len(box)) if above[d] != (0, size[d])):
+        widths = [c if c[2] else (-lo, hi - n, 0) for c, (lo, hi), n in zip(config, above, size, strict=True)]
+        return Recipe([(x, full(x)), (value, ())], lambda v, fill: lax.pad(v, fill, widths), like=eqn)
+    assert not any(c[2] for c in config)
+    outside = [(d, -lo, n - lo) for d, ((lo, hi), n) in enumerate(zip(above, size, strict=True)) if lo < 0 or hi > n]
+
+    def filled(v: Any, fill: Any) -> Any:
+        return lax.select(within(v.shape, outside), v, lax.broadcast(fill, v.shape)) if outside else v
+
+    return Recipe([(x, above), (value, ())], filled, like=eqn)
+
+
+def _pad_begins(facts: Facts, eqn: Eqn) -> bool:
+    config = eqn.params["padding_config"]
+    odd = any(facts.odd(eqn.invars[0], d) for d, c in enumerate(config) if tuple(c) != (0, 0, 0))
+    return odd and not any(c[2] for c in config)
+
+
+def within(shape: Sequence[int], sides: Sequence[tuple[int, int, int]]) -> Any:
+    """A mask: begin <= position < end along each dimension of `sides`."""
+    mask = None
+    for d, begin, end in sides:
+        at = lax.broadcasted_iota(np.int32, shape, d)
+        if begin > 0:
+            mask = _both(mask, lax.ge(at, np.int32(begin)))
+        if end < shape[d]:
+            mask = _both(mask, lax.lt(at, np.int32(end)))
+    return lax.full(shape, True) if mask is None else mask
+
+
+def _both(a: Any, b: Any) -> Any:
+    return b if a is None else lax.bitwise_and(a, b)
+
+
+def _join_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+    """Homes of the longest operand."""
+    d = eqn.params["dimension"]
+    sizes = [shape_of(a)[d] for a in eqn.invars]
+    i = int(np.argmax(sizes))
+    return [h.moved(-sum(sizes[:i])) if k == d else h for k, h in enumerate(facts.homes_of(eqn.invars[i]))]
+
+
+def _join_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+    """A view of joined parts: each where it is."""
+    d, begin = eqn.params["dimension"], 0
+    (lo, hi), reads, made, ends = box[d], [], [], []
+    for a in eqn.invars:
+        n = shape_of(a)[d]
+        if max(lo, begin) < min(hi, begin + n):
+            read, fn = _part(facts, a, box, d, begin)
+            reads.append(read)
+            made.append(fn)
+            ends.append(begin + n - lo)
+        begin += n
+
+    def joined(*parts: Any) -> Any:
+        views = [v if fn is None else fn(v) for fn, v in zip(made, parts, strict=True)]
+        whole = views[-1]
+        for v, end in zip(reversed(views[:-1]), reversed(ends[:-1]), strict=True):
+            whole = lax.select(within(v.shape, [(d, 0, end)]), v, whole)
+        return whole
+
+    return Recipe(reads, joined, like=eqn)
+
+
+def _part(facts: Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[Atom, Box], Any]:
+    """What is read of an operand of a concatenation that begins at `begin`, and how it becomes the view."""
+    (lo, hi), n = box[d], shape_of(a)[d]
+    if n * FEW < hi - lo and not compat.is_literal(a):
+        found = facts.moved.get(a)
+        if found is not None and found.dim == d and len(found.terms) == 1 and all(k == d for k in cut_dims(a, box)):
+            ((source, ranges),) = found.seen(lo - begin, hi - begin).terms
+            return (source, full(source)), lambda x: from_ranges(x, d, hi - lo, ranges)
+        if n <= MOST_ROWS:
+            view = tuple((0, n) if k == d else side for k, side in enumerate(box))
+            return (a, view), lambda x: _rows_at(x, d, begin - lo, hi - lo)
+    return (a, tuple((lo - begin, hi - begin) if k == d else side for k, side in enumerate(box))), None
+
+
+def _rows_at(x: Any, d: int, at: int, size: int) -> Any:
+    """A few rows where they belong; elsewhere any of them. Nothing of a row that is whole on each device moves."""
+    shape = (*x.shape[:d], size, *x.shape[d + 1 :])
+    rows = [
+        lax.broadcast_in_dim(lax.slice_in_dim(x, i, i + 1, axis=d), shape, range(len(shape))) for i in range(x.shape[d])
+    ]
+    whole = rows[-1]
+    for i in reversed(range(len(rows) - 1)):
+        if at + i + 1 > 0:
+            whole = lax.select(within(shape, [(d, 0, at + i + 1)]), rows[i], whole)
+    return whole
+
+
+def _join_begins(facts: Facts, eqn: Eqn) -> bool:
+    d = eqn.params["dimension"]
+    return any(facts.odd(a, d) for a in eqn.invars)
+
+
+def _dims_way(along: Callable[[Eqn], Sequence[int | None]], made: Callable[..., Any]) -> Way:
+    """The way of an operation whose dimension d is dimension `along[d]` of its operand."""
+
+    def homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+        above = facts.homes_of(eqn.invars[0])
+        return [Home(n) if k is None else above[k] for k, n in zip(along(eqn), shape_of(eqn.outvars[0]), strict=True)]
+
+    def up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+        view = list(full(eqn.invars[0]))
+        for side, k in zip(box, along(eqn), strict=True):
+            if k is not None:
+                view[k] = side
+        shape = tuple(hi - lo for lo, hi in box)
+        return Recipe([(eqn.invars[0], tuple(view))], lambda x: made(eqn, x, shape), like=eqn)
+
+    return Way(homes, up)
+
+
+def _of_broadcast(eqn: Eqn) -> Sequence[int | None]:
+    found: list[int | None] = [None] * len(shape_of(eqn.outvars[0]))
+    for k, d in enumerate(eqn.params["broadcast_dimensions"]):
+        if shape_of(eqn.invars[0])[k] == shape_of(eqn.outvars[0])[d]:
+            found[d] = k
+    return found
+
+
+def _of_ones(eqn: Eqn) -> Sequence[int | None]:
+    """Dimensions of a reshape that only adds and removes sizes of 1; none pass any other."""
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    left = [k for k, n in enumerate(old) if n != 1]
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        return [None] * len(new)
+    if [old[k] for k in left] != [n for n in new if n != 1]:
+        return [None] * len(new)
+    rest = iter(left)
+    return [next(rest) if n != 1 else None for n in new]
+
+
+def _space(eqn: Eqn) -> Mapping[int, tuple[int, int]]:
+    """For each dimension of space of the operand, its number in the result and in the kernel; empty if a convolution
+    has strides or dilated operands."""
+    p = compat.params_of(eqn)
+    if any(n != 1 for n in (*p["window_strides"], *p["lhs_dilation"])):
+        return {}
+    numbers = p["dimension_numbers"]
+    return dict(zip(numbers.lhs_spec[2:], zip(numbers.out_spec[2:], numbers.rhs_spec[2:], strict=True), strict=True))
+
+
+def _convolution_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
+    x, kernel = eqn.invars
+    p, found = compat.params_of(eqn), [Home(n) for n in shape_of(eqn.outvars[0])]
+    sides = zip(_space(eqn).items(), p["padding"], p["rhs_dilation"], strict=False)
+    for (d, (out, k)), (low, _), dilation in sides:
+        home = facts.homes_of(x)[d]
+        found[out] = home.moved((shape_of(kernel)[k] - 1) * dilation // 2 - int(low))
+    return found
+
+
+def _convolution_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
+    """A view of a convolution is one with other padding."""
+    out, p = eqn.outvars[0], compat.params_of(eqn)
+    padding = [tuple(map(int, side)) for side in p["padding"]]
+    for i, (d, _) in enumerate(_space(eqn).values()):
+        padding[i] = (padding[i][0] - box[d][0], padding[i][1] + box[d][1] - shape_of(out)[d])
+    if any(side < 0 for pair in padding for side in pair):
+        return shifted(out, full(out), box, eqn)
+    other = eqn.replace(params={**eqn.params, "padding": tuple(padding)})
+    return Recipe([(a, full(a)) for a in eqn.invars], eqn=other, like=eqn)
+
+
+WAYS: Final[Mapping[str, Way]] = {
+    "slice": Way(_slice_homes, _slice_up, _slice_begins),
+    "pad": Way(_pad_homes, _pad_up, _pad_begins),
+    "concatenate": Way(_join_homes, _join_up, _join_begins),
+    "transpose": _dims_way(
+        lambda eqn: eqn.params["permutation"], lambda eqn, x, shape: lax.transpose(x, eqn.params["permutation"])
+    ),
+    "broadcast_in_dim": _dims_way(
+        _of_broadcast, lambda eqn, x, shape: lax.broadcast_in_dim(x, shape, eqn.params["broadcast_dimensions"])
+    ),
+    "reshape": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
+    "squeeze": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
+    "conv_general_dilated": Way(_convolution_homes, _convolution_up),
+    "reduce_sum": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
+    "expand_dims": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
+}
+
+
+def from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
+    """Ranges of an array and zeros, by the simplest operation."""
+    n = x.shape[dim]
+    if len(ranges) == 1 and (edge := edges_of(ranges[0], size, n)) is not None:
+        return (
+            x
+            if edge == (0, 0)
+            else lax.pad(x, np.zeros((), x.dtype), [(*edge, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
+        )
+    return join_ranges_p.bind(x, dim=dim, size=size, ranges=ranges)
+
+
+def edges_of(one: tuple[int, int, int], size: int, n: int) -> tuple[int, int] | None:
+    """The padding that is one range and zeros; None if elements beside the range lie inside the result."""
+    at, start, stop = one
+    end = at + stop - start
+    return (at - start, size - end - (n - stop)) if (not start or not at) and (stop == n or end == size) else None
+
+
+def shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
+    """A view from another one, shifted."""
+    widths = [(h[0] - lo, hi - h[1], 0) for h, (lo, hi) in zip(held, box, strict=True)]
+    return Recipe([(out, held)], lambda x: lax.pad(x, np.zeros((), x.dtype), widths), like=None)
+
+
+def terms_of(moved: Moved, size: int, eqn: Eqn | None) -> Recipe:
+    """The recipe of a sum of ranges."""
+
+    def added(*sources: Any) -> Any:
+        parts = [from_ranges(x, moved.dim, size, r) for x, (_, r) in zip(sources, moved.terms, strict=True)]
+        return functools.reduce(lax.add, parts)
+
+    return Recipe([(x, full(x)) for x, _ in moved.terms], added, like=eqn)
