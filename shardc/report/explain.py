@@ -76,6 +76,7 @@ def _head(plan: SpmdPlan) -> str:
         f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
         f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}.\n"
         f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}{_rewrites_text(plan.trials)}"
+        f"{_scans_text(plan.program.scans)}"
     )
 
 
@@ -90,6 +91,12 @@ def _rewrites_text(trials: Sequence[RewriteTrial]) -> str:
         best = taken or min(tried, key=lambda t: t.seconds)
         texts.append(f"{name} {'' if taken else 'not '}taken: {_fits(best.seconds)} instead of {_fits(best.before)}")
     return f"\nRewrites of the program, each planned and compared: {'; '.join(texts)}."
+
+
+def _scans_text(scans: Sequence[tuple[str, int]]) -> str:
+    """A line to append about associative scans that are computed in chunks; empty if there are none."""
+    texts = [f"{kind}, in {number_text(n, 'chunk')}" for kind, n in scans]
+    return f"\nAssociative scans over a split dimension: {'; '.join(texts)}." if texts else ""
 
 
 def _fits(seconds: float) -> str:

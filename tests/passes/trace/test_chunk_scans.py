@@ -158,6 +158,7 @@ def test_the_pin_may_be_inside() -> None:
 
     plan = shardc.function(f, mesh=MESH).plan(operand(16), operand(4))
     assert plan.program.scans == (("f32[16,4] f32[16,4] along 0", 4),)
+    assert "Associative scans over a split dimension: f32[16,4] f32[16,4] along 0, in 4 chunks." in plan.explain()
 
 
 def test_an_argument_may_arrive_split() -> None:
