@@ -23,7 +23,7 @@ from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
-from shardc.solver import Assignment, relative_gap
+from shardc.solver import ROUNDING, Assignment, relative_gap
 
 NOTHING: Final = Recomputation()
 
@@ -58,7 +58,8 @@ def make_plan(request: Request) -> SpmdPlan | Misfit:
     if isinstance(best, Misfit):
         return best
     if trials:
-        gap = math.inf if best.gap is None else max(best.gap, relative_gap(best.seconds, compared.least))
+        more = relative_gap(best.seconds, compared.least)
+        gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
         best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=trials), best)
     uneven = uneven_results(best)
     return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
@@ -82,7 +83,7 @@ class _Compared:
 
     def beside(self, name: str, request: Request, found: SpmdPlan | Misfit, before: SpmdPlan | Misfit) -> _Compared:
         """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
-        taken = _cost(found) < _cost(self.best)
+        taken = _is_cheaper(found, self.best)
         trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
         least = min(self.least, _least_seconds(self.best if taken else found))
         kept = (request, found) if taken else (self.request, self.best)
@@ -93,10 +94,16 @@ class _Compared:
         if isinstance(self.best, Misfit) or self.best.cheaper is None:
             return self
         kept = _plan_as_written(self.request, keeps=True)
-        better = _cost(kept) < _cost(self.best)
+        better = _is_cheaper(kept, self.best)
         trial = RewriteTrial("recompute_residuals", self.best.seconds, _cost(kept)[0], taken=not better)
         least = min(self.least, _least_seconds(self.best if better else kept))
         return _Compared(self.request, kept if better else self.best, (*self.trials, trial), least)
+
+
+def _is_cheaper(found: SpmdPlan | Misfit, other: SpmdPlan | Misfit) -> bool:
+    """Whether it costs less by more than rounding."""
+    (seconds, peak), (others, other_peak) = _cost(found), _cost(other)
+    return seconds < others * (1 - ROUNDING) or (seconds == others == math.inf and peak < other_peak)
 
 
 def _cost(found: SpmdPlan | Misfit) -> tuple[float, int]:

@@ -89,7 +89,9 @@ def _rewrites_text(trials: Sequence[RewriteTrial]) -> str:
         tried = list(group)
         taken = next((t for t in reversed(tried) if t.taken), None)
         best = taken or min(tried, key=lambda t: t.seconds)
-        texts.append(f"{name} {'' if taken else 'not '}taken: {_fits(best.seconds)} instead of {_fits(best.before)}")
+        now, then = _fits(best.seconds), _fits(best.before)
+        times = f"{now} instead of {then}" if now != then else "it takes as long"
+        texts.append(f"{name} {'' if taken else 'not '}taken: {times}")
     return f"\nRewrites of the program, each planned and compared: {'; '.join(texts)}."
 
 
