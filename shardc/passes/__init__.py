@@ -70,7 +70,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "compose_windows",
-        f"{_TRACE}.compose_windows",
+        f"{_TRACE}.windows.compose_windows",
         "program",
         "program",
         "q = pad x (1, 1); y = q[2:] --> y = pad x (-1, 1); concatenate x[1:] x[:1] --> join_ranges x",

@@ -8,8 +8,8 @@ from typing import Final
 
 from shardc.ir.program import Program
 from shardc.passes.trace.chain_transforms import chain_transforms
-from shardc.passes.trace.compose_windows import compose_windows
 from shardc.passes.trace.share_loops import share_loops
+from shardc.passes.trace.windows.compose_windows import compose_windows
 from shardc.plan.request import Request
 from shardc.sbp.placement import Pin, Placement
 

@@ -17,7 +17,7 @@ from benchmarks.stencils import LARGE, Case, cases, planned
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.passes.trace.compose_windows import composed
+from shardc.passes.trace.windows.compose_windows import composed
 from tests.passes.programs import before_after
 
 MESHES = [shardc.make_mesh(data=8), shardc.make_mesh(data=4, model=2)]

@@ -27,8 +27,8 @@ from jax import lax
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
 from shardc.ir.program import Program
-from shardc.passes.trace.static_windows import Write, constant, fill_of
-from shardc.passes.trace.window_ways import (
+from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
+from shardc.passes.trace.windows.window_ways import (
     ELEMENTWISE,
     WAYS,
     Box,
