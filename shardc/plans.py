@@ -30,7 +30,7 @@ from shardc.report.whys import pins_section, why_in_stages, why_section
 
 
 class _Shared:
-    """What cannot change, and is therefore its own copy."""
+    """An object that cannot change, so that it is its own copy."""
 
     def __copy__(self) -> Self:
         return self

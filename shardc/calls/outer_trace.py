@@ -77,7 +77,7 @@ def _replay(program: Program, leaves: Sequence[Any], outer: _Outer) -> list[Any]
 
 @dataclass(frozen=True)
 class _Outer:
-    """What the pins of a function are in an outer trace.
+    """The form that the pins of a function take in an outer trace.
 
     In that of another shardc function they are pins by axis name; in JAX's, constraints on the function's own mesh.
     """

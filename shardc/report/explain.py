@@ -261,7 +261,7 @@ def notes_section(notes: Sequence[str]) -> str:
 
 
 def uneven_notes(plan: SpmdPlan) -> list[str]:
-    """What results cost that nobody pinned and that are cheaper uneven; empty if that is little."""
+    """A line about open results that would be cheaper as uneven splits; empty if they cost little."""
     if (found := plan.uneven) is None:
         return []
     pins = {path: dict(p.items_) for path, p in found.pins}

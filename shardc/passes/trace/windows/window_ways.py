@@ -65,7 +65,7 @@ class Moved(NamedTuple):
         return self._replace(terms=tuple(found))
 
     def placed(self, at: int) -> Moved:
-        """The same further on."""
+        """These terms, `at` elements further on."""
         terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
         return self._replace(terms=terms)
 
@@ -116,7 +116,7 @@ def cut_dims(atom: Atom, box: Box) -> list[int]:
 
 
 class Facts:
-    """What is known of values, from the equations that make them.
+    """Facts about values, read off the equations that make them.
 
     Attributes:
       made: the equation of each variable.
@@ -422,7 +422,7 @@ def _join_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
 
 
 def _part(facts: Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[Atom, Box], Any]:
-    """What is read of an operand of a concatenation that begins at `begin`, and how it becomes the view."""
+    """The view that is read of an operand of a concatenation that begins at `begin`, and how it becomes the result."""
     (lo, hi), n = box[d], shape_of(a)[d]
     if n * FEW < hi - lo and not compat.is_literal(a):
         found = facts.moved.get(a)
