@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job, Script
-from shardc.launch.output import Pump, Tail, Take, WithoutNoise, write_all
+from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
 
 _PIPE_BYTES: Final = 1 << 20
 """A process that prints less than this goes on while its launcher is stopped."""
@@ -149,7 +149,7 @@ class LocalProcess:
     def _takes(self, descriptor: int) -> list[Take]:
         takes: list[Take] = []
         if self._file >= 0:
-            takes.append(lambda data: write_all(self._file, data))
+            takes.append(Lines(lambda data: write_all(self._file, data)))
         if descriptor == 2:
             takes.append(self._tail)
         if self._screen is not None:

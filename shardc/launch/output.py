@@ -19,8 +19,8 @@ _NOISE: Final = b"[Gloo] Rank"
 _REST: Final = re.compile(
     rb"\d*( is connected to )?\d*( peer ranks\. )?(Expected number of connected peer ranks is : )?\d*"
 )
-_NOISE_SECONDS: Final = 0.05
-"""So long the beginning of a line is held back that may become a line of noise."""
+_HELD_SECONDS: Final = 0.05
+"""So long the beginning of a line is held back: it may become a line of noise, or its end may come."""
 _TAIL: Final = 1 << 16
 
 
@@ -61,6 +61,28 @@ class WithoutNoise:
         """Show what is held back."""
         if self.held:
             held, self.held, self._at_start, self._in_noise = self.held, b"", False, False
+            self._take(held)
+
+
+class Lines:
+    """Passes on whole lines, so that those of two streams do not mix within a line."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self.held = b""
+        """The beginning of a line."""
+
+    def __call__(self, data: bytes) -> None:
+        whole, end, rest = data.rpartition(b"\n")
+        if end:
+            whole, self.held = self.held + whole + end, b""
+            self._take(whole)
+        self.held += rest
+
+    def flush(self) -> None:
+        """Pass on what is held back."""
+        if self.held:
+            held, self.held = self.held, b""
             self._take(held)
 
 
@@ -108,8 +130,8 @@ class Pump:
             os.close(self._source)
 
     def _read(self) -> bytes:
-        if any(isinstance(t, WithoutNoise) and t.held for t in self._takes):
-            ready, _, _ = select.select([self._source], [], [], _NOISE_SECONDS)
+        if any(isinstance(t, (Lines, WithoutNoise)) and t.held for t in self._takes):
+            ready, _, _ = select.select([self._source], [], [], _HELD_SECONDS)
             if not ready:
                 self._flush()
         try:
@@ -119,7 +141,7 @@ class Pump:
 
     def _flush(self) -> None:
         for take in self._takes:
-            if isinstance(take, WithoutNoise):
+            if isinstance(take, (Lines, WithoutNoise)):
                 take.flush()
 
     def join(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from shardc.launch.output import Pump, Screen, Tail, WithoutNoise
+from shardc.launch.output import Lines, Pump, Screen, Tail, WithoutNoise
 from tests.runtime.watchdog import within
 
 NOISE = b"[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
@@ -51,6 +51,18 @@ def test_the_beginning_of_a_line_is_shown_soon():
     within(5, lambda: [time.sleep(0.01) for _ in iter(lambda: b"".join(out) == b"[Gl", True)])
     os.close(sink)
     pump.join(5)
+
+
+def test_lines_of_two_streams_do_not_mix():
+    """Python writes `print("out", 1)` piece by piece if its output is not buffered."""
+    log = []
+    out, err = Lines(log.append), Lines(log.append)
+    for stream, piece in ((out, b"out"), (err, b"err 0\nerr"), (out, b" 1\n"), (err, b" 2\n"), (out, b"no end")):
+        stream(piece)
+    assert log == [b"err 0\n", b"out 1\n", b"err 2\n"]
+    out.flush()
+    err.flush()
+    assert log[3:] == [b"no end"]
 
 
 def test_a_tail_keeps_the_last_lines():

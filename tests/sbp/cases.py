@@ -179,14 +179,6 @@ case("dynamic_slice_clamped", lambda x, i: lax.dynamic_slice(x, (i, -i), (2, 3))
 case("dynamic_update_slice_clamped", lambda x, y, i: lax.dynamic_update_slice(x, y, (-i, i)), floats(5, 7),
      floats(3, 4), np.int32(6), primitive="dynamic_update_slice")  # fmt: skip
 case("pad_negative", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, 0, 0))), X)
-case("join_rotation", lambda x: join_ranges_p.bind(x, dim=0, size=7, ranges=((0, 5, 7), (2, 0, 5))), floats(7, 2))
-case(
-    "join_edges", lambda x: join_ranges_p.bind(x, dim=1, size=7, ranges=((0, 0, 1), (1, 0, 5), (6, 4, 5))), floats(2, 5)
-)
-case("join_around", lambda x: join_ranges_p.bind(x, dim=0, size=11, ranges=((0, 6, 8), (2, 0, 8), (10, 0, 1))), ints(8))
-case("join_few", lambda x: join_ranges_p.bind(x, dim=0, size=9, ranges=((3, 8, 9), (7, 1, 2))), floats(9))
-case("join_inner", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((1, 1, 6),)), bools(8))
-case("join_twice", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((0, 0, 4), (4, 0, 4))), floats(8))
 
 # --- contractions ---
 case("dot", lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), floats(3, 5), floats(5, 4))
@@ -538,3 +530,13 @@ if hasattr(lax, "polynomial"):
          floats(4, 6))  # fmt: skip
     many = [float(a) for a in floats(12)]
     case("polynomial_scanned", lambda x: lax.polynomial(x, many), floats(4))
+
+# --- joined ranges (last: the numbers of a case depend on the cases before it) ---
+case("join_rotation", lambda x: join_ranges_p.bind(x, dim=0, size=7, ranges=((0, 5, 7), (2, 0, 5))), floats(7, 2))
+case(
+    "join_edges", lambda x: join_ranges_p.bind(x, dim=1, size=7, ranges=((0, 0, 1), (1, 0, 5), (6, 4, 5))), floats(2, 5)
+)
+case("join_around", lambda x: join_ranges_p.bind(x, dim=0, size=11, ranges=((0, 6, 8), (2, 0, 8), (10, 0, 1))), ints(8))
+case("join_few", lambda x: join_ranges_p.bind(x, dim=0, size=9, ranges=((3, 8, 9), (7, 1, 2))), floats(9))
+case("join_inner", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((1, 1, 6),)), bools(8))
+case("join_twice", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((0, 0, 4), (4, 0, 4))), floats(8))

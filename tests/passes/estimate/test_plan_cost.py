@@ -140,9 +140,9 @@ def test_the_search_and_the_plan_count_what_light_operations_move_alike(name, re
         for port, share in n.traffic:
             value = (*n.operands, *n.results)[port]
             searched += n.weight * share * math.prod(value.shape) * itemsize_of(value.aval) if value else 0.0
-    assert plan.seconds  # is counted when it is asked for
-    (once,) = counted  # no loops
-    assert searched == pytest.approx(once, rel=rel)
+    assert plan.seconds  # is counted when it is asked for: once for the program as written, once if it is rewritten
+    assert 1 <= len(counted) <= 1 + len(plan.trials)  # no loops
+    assert searched == pytest.approx(counted[0], rel=rel)
 
 
 @pytest.mark.parametrize(("kind", "sent"), [("v5p", {"reduce_scatter", "all_gather"}), ("cpu", {"all_reduce"})])
