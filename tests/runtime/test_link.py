@@ -280,7 +280,7 @@ def test_both_close_at_once_and_twice():
         assert time.monotonic() - begin < 0.9
         assert all(link.lost is None or link.left for link in (a, b))
         assert a._sock.fileno() == b._sock.fileno() == -1
-        with pytest.raises(ClusterError, match="closed the link|it has left the run"):  # whichever came first
+        with pytest.raises(ClusterError, match=r"closed the link|it has left the run"):  # whichever came first
             a.collect("x", 60.0)
 
 
