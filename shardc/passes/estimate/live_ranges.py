@@ -153,13 +153,13 @@ def scopes_at(jaxpr: Jaxpr, point: int) -> list[RunningScope]:
     eqns, found, trips = _Forward(jaxpr).eqns, list[RunningScope](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
-        here = [n for n, s in enumerate(eqns[id(scope)]) if s.start <= point <= s.at]
+        here = [n for n, s in enumerate(eqns[scope]) if s.start <= point <= s.at]
         if not here:
             break
         found.append(RunningScope(scope, here[0], trips))
         inside = scope.eqns[here[0]]
         inner, trips = bodies_of(inside), trips * compat.trips_of(inside)
-        scope = next((b for b in inner if b.eqns and eqns[id(b)][0].start <= point <= eqns[id(b)][-1].at), None)
+        scope = next((b for b in inner if b.eqns and eqns[b][0].start <= point <= eqns[b][-1].at), None)
     return found
 
 
@@ -179,7 +179,7 @@ class _Forward:
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr, self.now = jaxpr, 0
-        self.eqns: dict[int, list[ScheduledEqn]] = {}
+        self.eqns: dict[Jaxpr, list[ScheduledEqn]] = {}
         self.maker: dict[Var, ScheduledEqn] = {}
         self.readers = Counter[Var]()
         self.source: dict[Var, Var | None] = {}
@@ -189,7 +189,7 @@ class _Forward:
         self.body(jaxpr)
 
     def body(self, body: Jaxpr) -> None:
-        eqns, home = body.eqns, id(body)
+        eqns, home = body.eqns, body
         operands = [[a for a in e.invars if not compat.is_literal(a)] for e in eqns]
         self.readers.update(chain.from_iterable(operands))
         self.readers.update([a for a in body.outvars if not compat.is_literal(a)])
@@ -281,7 +281,7 @@ class _Backward:
         return LiveRanges(end, values, begin, until, len(arguments), products, extended, tables, tuple(self.recomputed))
 
     def product(self, step: ScheduledEqn) -> Product:
-        ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
+        ready, over = self.early.operands.get(step.eqn, ()), self.overwritten.get(step.eqn.outvars[0])
         return Product(step.eqn, step.at, ready, over)
 
     def extended_and_tables(self, over: Collection[Var]) -> tuple[tuple[ExtendedRange, ...], tuple[RowTable, ...]]:
@@ -359,7 +359,7 @@ class _Backward:
     # --- equations ----------------------------------------------------------------------------------------------------
 
     def body(self, body: Jaxpr) -> None:
-        for step in reversed(self.ahead.eqns[id(body)]):
+        for step in reversed(self.ahead.eqns[body]):
             eqn, kind = step.eqn, step.kind
             if kind is FusionKind.CHEAP or kind is FusionKind.COSTLY:
                 self.computed(step, eqn.outvars[0])
@@ -550,7 +550,7 @@ class _Backward:
         for old, new in zip(carried, body.outvars, strict=False):
             if not compat.is_literal(new) and new in self.maker:
                 made = self.maker[new].at
-                reads = [s.at for s in self.ahead.eqns[id(body)] if old in s.operands]
+                reads = [s.at for s in self.ahead.eqns[body] if old in s.operands]
                 if max(reads, default=0) > made:
                     self.lives.append((new, made, end))
 

@@ -187,7 +187,7 @@ class _CostWalk:
     Attributes:
       held: bytes of a value on a device.
       heavy: whether an equation is heavy, by its id.
-      rules: of operations, by id of the equation.
+      rules: of operations, by equation.
       boxings: by the value's aval, both placements, and the number of values that share a start.
       prices: of operations and of boxings, by what determines them.
     """
@@ -197,37 +197,37 @@ class _CostWalk:
         self.collectives: list[Collective] = []
         self.added = 0.0
         self.held = _LocalBytes(boxed.placements, mesh.sizes)
-        self.heavy: dict[int, bool] = {}
-        self.rules: dict[int, Rule] = {}
+        self.heavy: dict[Eqn, bool] = {}
+        self.rules: dict[Eqn, Rule] = {}
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
 
     def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
-        plain = {id(eqn) for eqn in jaxpr.eqns if self.is_plain(eqn)}
-        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in plain]
-        late = late_values(jaxpr, late_results, {id(eqn) for eqn in others if self.is_heavy(eqn)})
-        times: dict[int, Time] = {}
+        plain = {eqn for eqn in jaxpr.eqns if self.is_plain(eqn)}
+        others = [eqn for eqn in jaxpr.eqns if eqn not in plain]
+        late = late_values(jaxpr, late_results, {eqn for eqn in others if self.is_heavy(eqn)})
+        times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
-            if id(eqn) in plain:
+            if eqn in plain:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
-                times[id(eqn)] = self.equation(eqn, trips, late)
+                times[eqn] = self.equation(eqn, trips, late)
         together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
         for s in (s for found in together for s in found[:-1]):
-            time = times[id(s.eqn)]
-            times[id(s.eqn)] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
+            time = times[s.eqn]
+            times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
         overlapped = 0.0
         if self.mesh.topology.overlaps:
-            reducing = {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)}
+            reducing = {eqn: times[eqn].moving for eqn in others if self.is_reducing(eqn)}
             for *before, last in together:  # the combination starts with the operand that is made last
                 for s in before:
-                    seconds = reducing.pop(id(s.eqn), 0.0)
-                    reducing[id(last.eqn)] = reducing.get(id(last.eqn), 0.0) + seconds
-            computing = {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others}
+                    seconds = reducing.pop(s.eqn, 0.0)
+                    reducing[last.eqn] = reducing.get(last.eqn, 0.0) + seconds
+            computing = {eqn: _own_computing(eqn, times[eqn]) for eqn in others}
             overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
-        light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
-        moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
+        light = plain.union([eqn for eqn in others if self.is_light(eqn)])
+        moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
         return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), overlapped=overlapped))
 
     def touched(self, eqn: Eqn) -> int:
@@ -236,9 +236,9 @@ class _CostWalk:
         return sum([held[a] for a in eqn.invars if not compat.is_literal(a)]) + sum([held[v] for v in eqn.outvars])
 
     def rule(self, eqn: Eqn) -> Rule:
-        if id(eqn) not in self.rules:
-            self.rules[id(eqn)] = self.boxed.rules.get(id(eqn)) or _rule_of(eqn)
-        return self.rules[id(eqn)]
+        if eqn not in self.rules:
+            self.rules[eqn] = self.boxed.rules.get(eqn) or _rule_of(eqn)
+        return self.rules[eqn]
 
     def boxing(self, eqn: Eqn) -> Boxing:
         params = eqn.params
@@ -270,18 +270,18 @@ class _CostWalk:
         """Whether it is a light operation without collectives: it costs only the memory that it touches."""
         if eqn.primitive.name in _PARTICULAR:
             return False
-        rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
+        rule = self.boxed.rules.get(eqn) or self.rule(eqn)
         return not (rule.is_heavy or rule.windows or rule.exchanged or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
-        if id(eqn) not in self.heavy:
+        if eqn not in self.heavy:
             if eqn.primitive.name in NESTED:
                 found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
             else:
                 own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
                 found = is_unit(eqn) or (not own and self.rule(eqn).is_heavy)
-            self.heavy[id(eqn)] = found
-        return self.heavy[id(eqn)]
+            self.heavy[eqn] = found
+        return self.heavy[eqn]
 
     def is_light(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:

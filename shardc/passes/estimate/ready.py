@@ -20,19 +20,19 @@ class Ready:
 
     Attributes:
       at: the first point at which each value can be ready.
-      operands: for a product, by id of the equation, the first points of its operands.
+      operands: for a product, by equation, the first points of its operands.
       together: for the result of an all-reduce, the last point at which one of the same combined operation is made.
     """
 
     at: dict[Var, int] = field(default_factory=dict[Var, int])
-    operands: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    operands: dict[Eqn, tuple[int, ...]] = field(default_factory=dict[Eqn, tuple[int, ...]])
     together: dict[Var, int] = field(default_factory=dict[Var, int])
 
 
 def find_ready(jaxpr: Jaxpr) -> Ready:
     """The earliest readiness of each value of a program, nested bodies included."""
     walk = _Walk()
-    walk.body(jaxpr, 0)
+    walk.body(jaxpr, jaxpr)
     walk.found.together = {v: walk.last[group] for v, group in walk.group.items()}
     return walk.found
 
@@ -49,11 +49,11 @@ class _Walk:
     def __init__(self) -> None:
         self.found, self.now = Ready(), 0
         self.round: dict[Var, int] = {}
-        self.group: dict[Var, tuple[int, int]] = {}
-        self.last: dict[tuple[int, int], int] = {}
-        self.latest: dict[int, int] = {}
+        self.group: dict[Var, tuple[Jaxpr, int]] = {}
+        self.last: dict[tuple[Jaxpr, int], int] = {}
+        self.latest: dict[Jaxpr, int] = {}
 
-    def body(self, body: Jaxpr, scope: int) -> None:
+    def body(self, body: Jaxpr, scope: Jaxpr) -> None:
         """`scope`: the loop or branch that the body is in."""
         at = self.found.at
         for eqn in body.eqns:
@@ -64,10 +64,10 @@ class _Walk:
                 at.update(zip(inner.invars, self.entered(eqn, inner, ready), strict=True))
                 if eqn.primitive.name in REMAT:
                     self.round |= {v: self.round_of(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
-                self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
+                self.body(inner, scope if eqn.primitive.name in REMAT else inner)
             early = kind in IN_LOOPS or kind is FusionKind.MOVED
             if eqn.primitive.name in PRODUCTS:
-                self.found.operands[id(eqn)] = tuple(ready)
+                self.found.operands[eqn] = tuple(ready)
             at.update(dict.fromkeys(eqn.outvars, max(ready, default=0) if early else self.now + 1))
             self.rounds(eqn, scope)
             self.now += 1
@@ -91,7 +91,7 @@ class _Walk:
     def round_of(self, a: Atom) -> int:
         return 0 if compat.is_literal(a) else self.round.get(a, 0)
 
-    def rounds(self, eqn: Eqn, scope: int) -> None:
+    def rounds(self, eqn: Eqn, scope: Jaxpr) -> None:
         """Sets the number of combined all-reduces that each result depends on."""
         if eqn.primitive.name in REMAT:
             self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, bodies_of(eqn)[0].outvars, strict=True)}

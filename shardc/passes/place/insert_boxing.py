@@ -92,7 +92,7 @@ class _Inserter:
     mesh: MeshView
     partings: Sequence[int] = ()
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
-    rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
+    rules: dict[Eqn, Rule] = field(default_factory=dict[Eqn, Rule])
     now: int = 0
     _boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = field(
         default_factory=dict[tuple[Any, Placement, Placement, int], Boxing]
@@ -116,7 +116,7 @@ class _Inserter:
                     eqn = eqn.replace(invars=[boxed.read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)])
                 boxed.eqns.append(eqn)
                 if node.rule is not None and not runs_once(eqn):
-                    self.rules[id(eqn)] = node.rule
+                    self.rules[eqn] = node.rule
                 for var, placement in zip(eqn.outvars, ports[split:], strict=True):
                     self.placements[var] = placement
             self.now += 1

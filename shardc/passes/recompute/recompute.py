@@ -175,10 +175,10 @@ def _that_follows(jaxpr: Jaxpr, choice: RecomputeChoice) -> RecomputeChoice:
         return choice
     makers = {r.stack: r.maker for r in find_residuals(jaxpr)}
     stacks = [v for v in choice.stacks if v in makers]
-    slices = {id(maker): Slices(maker, stacks) for maker in makers.values()}
+    slices = {maker: Slices(maker, stacks) for maker in makers.values()}
     for some in slices.values():
         some.keep(choice.instead)
-    return replace(choice, stacks=tuple(v for v in stacks if slices[id(makers[v])].of(v) is not None))
+    return replace(choice, stacks=tuple(v for v in stacks if slices[makers[v]].of(v) is not None))
 
 
 def _names(jaxpr: Jaxpr) -> dict[Var, str]:

@@ -169,11 +169,11 @@ def recompute_residuals(
     """
     makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
     variables: dict[Var, Var | None] = {}
-    slices = {id(m): Slices(m, stacks) for m in makers.values()}
+    slices = {m: Slices(m, stacks) for m in makers.values()}
     for s in slices.values():
         s.keep(instead)
     for stack, maker in makers.items():
-        slices[id(maker)].keep(slices[id(maker)].carries(stack))
+        slices[maker].keep(slices[maker].carries(stack))
 
     def scope(body: Jaxpr) -> Jaxpr:
         return compat.new_jaxpr(body.invars, body.outvars, list(map(equation, body.eqns)), body)
@@ -183,10 +183,10 @@ def recompute_residuals(
             eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
-                eqn = _Reader(eqn, makers, lambda stack: slices[id(makers[stack])], variables).run()
+                eqn = _Reader(eqn, makers, lambda stack: slices[makers[stack]], variables).run()
             mine = next((makers[v] for v in eqn.outvars if v in makers), None)
             if mine is not None:
-                eqn = _without(eqn, makers, slices[id(mine)].kept)
+                eqn = _without(eqn, makers, slices[mine].kept)
         return eqn
 
     return scope(jaxpr), variables

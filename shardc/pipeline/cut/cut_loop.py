@@ -221,7 +221,7 @@ class _Placer:
         self.alias: dict[Var, Atom] = {}
         self.floor: dict[Var, int] = {}
         self.low: dict[Var, int | None] = {}
-        self.late: set[int] = set()  # ids of equations of recompute: computed as late as their readers allow
+        self.late: set[Eqn] = set()  # equations of recompute: computed as late as their readers allow
         self.limit: dict[Var, int] = {}  # the position before the first cut that a value crosses
         self.depth: dict[Var, int] = {}  # number of equations of a cheap computation; absent: not cheap
 
@@ -265,12 +265,12 @@ class _Placer:
             else:
                 found.append(eqn)
                 if recompute:
-                    self.late.add(id(eqn))
+                    self.late.add(eqn)
         return found
 
     def _number_cuts(self, eqns: Sequence[Eqn]) -> None:
         marks = [e for e in eqns if e.primitive is stage_boundary_p]
-        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and id(e) not in self.late]
+        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and e not in self.late]
         self.order = {c: k for k, c in enumerate(dict.fromkeys(e.params["cut"] for e in first))}
         self.backward = any(e.params["backward"] for e in marks)
         cuts = len(self.order)
@@ -315,7 +315,7 @@ class _Placer:
                 kept.append(eqn)
                 continue
             k, key, x, y = self._number(eqn), (eqn.params["cut"], eqn.params["leaf"]), eqn.invars[0], eqn.outvars[0]
-            if id(eqn) in self.late and not eqn.params["backward"] and key in crossed:
+            if eqn in self.late and not eqn.params["backward"] and key in crossed:
                 x = crossed[key]  # recompute would send it again, but it is there already
             elif not eqn.params["backward"]:
                 if k != END and key in crossed and self.base(crossed[key]) is not self.base(x) and self.late:
@@ -325,7 +325,7 @@ class _Placer:
                     )
                 crossed.setdefault(key, x)
             self.alias[y] = x
-            if id(eqn) not in self.late and not compat.is_literal(b := self.base(x)):
+            if eqn not in self.late and not compat.is_literal(b := self.base(x)):
                 front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
                 self.limit[b] = min(front, self.limit.get(b, front))
             if k == END:
@@ -487,7 +487,7 @@ class _Placer:
             low = None
             for found in map(self.low.__getitem__, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
                 low = _latest(low, found)
-            if low is not None and not (id(eqn) in self.late and read):
+            if low is not None and not (eqn in self.late and read):
                 positions = {self._fuse(low)}
             elif not read:
                 known = [beside[v] for v in eqn.outvars if v in beside]

@@ -323,7 +323,7 @@ class _Assembler:
         around = [e for e in outer if e is not self.loop.eqn]
         belongs = find_homes(around, {**known, **self.made_in})
         first = set(map(id, ahead))
-        behind = take_apart([e for e in around if id(e) not in first], self.anchors, belongs)
+        behind = take_apart([e for e in around if e not in first], self.anchors, belongs)
         self.outer += regroup(behind, self.anchors, self.outvars)
         uses = self._uses({})
         homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]

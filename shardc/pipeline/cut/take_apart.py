@@ -98,7 +98,7 @@ class _Branch:
       eqns, outs: its equations and results.
       anchors: the stage of each value that is made on one stage, outside or here.
       made: the equation of each value.
-      groups: by the identity of an equation, the groups that compute it.
+      groups: by equation, the groups that compute it.
       level: the round in which a group computes an equation.
     """
 
@@ -106,10 +106,8 @@ class _Branch:
     outs: list[Atom]
     anchors: dict[Var, int]
     made: dict[Var, Eqn] = field(init=False)
-    groups: dict[int, set[ResultGroup]] = field(
-        default_factory=dict[int, set[ResultGroup]]
-    )  # by the equation's identity
-    level: dict[tuple[int, ResultGroup], int] = field(default_factory=dict[tuple[int, ResultGroup], int])
+    groups: dict[Eqn, set[ResultGroup]] = field(default_factory=dict[Eqn, set[ResultGroup]])
+    level: dict[tuple[Eqn, ResultGroup], int] = field(default_factory=dict[tuple[Eqn, ResultGroup], int])
 
     def __post_init__(self) -> None:
         self.made = {v: e for e in self.eqns for v in e.outvars}
@@ -141,15 +139,15 @@ class _Branch:
                 groups = {first if at is None else (at, 0)}
             else:
                 groups = read if at is None or not read else {(at, 0)}
-            self.groups[id(eqn)] = groups
+            self.groups[eqn] = groups
             for v in compat.variables(eqn.invars):
                 wanted.setdefault(v, set()).update(groups)
 
     def levels(self, of_results: Sequence[ResultGroup]) -> dict[ResultGroup, int]:
         """The last round of each group. A round reads values that other groups made in earlier rounds."""
         for eqn in self.eqns:
-            for group in self.groups[id(eqn)]:
-                self.level[id(eqn), group] = max((self._there(a, group) for a in eqn.invars), default=0)
+            for group in self.groups[eqn]:
+                self.level[eqn, group] = max((self._there(a, group) for a in eqn.invars), default=0)
         last: dict[ResultGroup, int] = {}
         for a, group in zip(self.outs, of_results, strict=True):
             last[group] = max(last.get(group, 0), self._there(a, group))
@@ -159,8 +157,8 @@ class _Branch:
         """The first round of a group that can read a value."""
         home = self.home(a)
         if home is None or home == group:
-            return 0 if compat.is_literal(a) or a not in self.made else self.level[id(self.made[a]), group]
-        return self.level[id(self.made[a]), home] + 1
+            return 0 if compat.is_literal(a) or a not in self.made else self.level[self.made[a], group]
+        return self.level[self.made[a], home] + 1
 
     def delay(self, of_results: Sequence[ResultGroup], last: Mapping[ResultGroup, int]) -> None:
         """Delay equations that no other group waits for to the round of their first reader."""
@@ -170,18 +168,18 @@ class _Branch:
             if compat.is_literal(a) or a not in self.made:
                 return
             home = self.home(a) or group
-            at = self.level[id(self.made[a]), home] if home != group else at
+            at = self.level[self.made[a], home] if home != group else at
             due[a, home] = min(at, due.get((a, home), at))
 
         for a, group in zip(self.outs, of_results, strict=True):
             read(a, group, last[group])
         for eqn in reversed(self.eqns):
-            for group in self.groups[id(eqn)]:
+            for group in self.groups[eqn]:
                 at = min((due[v, group] for v in eqn.outvars if (v, group) in due), default=None)
                 if at is not None:
-                    self.level[id(eqn), group] = at
+                    self.level[eqn, group] = at
                 for a in eqn.invars:
-                    read(a, group, self.level[id(eqn), group])
+                    read(a, group, self.level[eqn, group])
 
 
 def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
@@ -260,20 +258,20 @@ class _Segments:
         return [(self._segment(at, g), g) for at, g in sorted(places)]
 
     def _crossing(self, b: _Branch) -> dict[tuple[ResultGroup, Var], Var]:
-        reads = [(a, b.level[id(e), g], g) for e in b.eqns for g in b.groups[id(e)] for a in e.invars]
+        reads = [(a, b.level[e, g], g) for e in b.eqns for g in b.groups[e] for a in e.invars]
         reads += [(a, self.last[g], g) for a, g in zip(b.outs, self.of_results, strict=True)]
         found: dict[tuple[ResultGroup, Var], Var] = {}
         for a, at, group in reads:
             if not compat.is_literal(a) and a in b.made:
                 home = b.home(a) or group
-                if (home, a) not in found and (home, b.level[id(b.made[a]), home]) != (group, at):
+                if (home, a) not in found and (home, b.level[b.made[a], home]) != (group, at):
                     found[home, a] = compat.fresh_var(a.aval)
         return found
 
     def _segment(self, at: int, group: ResultGroup) -> Eqn:
         """The condition with the equations of a group in one round."""
         mine = [i for i, g in enumerate(self.of_results) if g == group and at == self.last[group]]
-        parts = [[e for e in b.eqns if b.level.get((id(e), group)) == at] for b in self.branches]
+        parts = [[e for e in b.eqns if b.level.get((e, group)) == at] for b in self.branches]
         made = [{v for e in eqns for v in e.outvars} for eqns in parts]
         outvars = [self.eqn.outvars[i] for i in mine]
         outs: list[list[Atom | None]] = [[b.outs[i] for i in mine] for b in self.branches]

@@ -49,7 +49,7 @@ class _Marker:
             else:
                 for k in [k for k, c in reversed(list(enumerate(self.back))) if c == t]:
                     self._mark_backward(k)
-            self.found.append(eqn if id(eqn) in body.sums else self._renamed(eqn, t))
+            self.found.append(eqn if eqn in body.sums else self._renamed(eqn, t))
         return self.found
 
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:

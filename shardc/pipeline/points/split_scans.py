@@ -220,7 +220,7 @@ class _ScanSplitter:
     def __init__(self, program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
         self.program, self.loop = program, loop
         self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
-        self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
+        self.dimension = {scan: n for n, found in enumerate(layers) for scan in found.scans}
         self.scans: list[list[tuple[tuple[int, Eqn], ...]]] = [[] for _ in layers]
 
     def run(self) -> Pieces:
@@ -259,7 +259,7 @@ class _ScanSplitter:
         carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
         stacks = old.invars[loop.consts + loop.carries :]
         for eqn in old.eqns:
-            if id(eqn) in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
+            if eqn in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
                 self._scan(inner, eqn)
             else:
                 inner.add(eqn)
@@ -299,7 +299,7 @@ class _ScanSplitter:
             state = after
         for i, v in enumerate(eqn.outvars[nk:]):
             level.parts[v] = [ys[k][i] for k, _ in rows]
-        self.scans[self.dimension[id(eqn)]].append(tuple(found))
+        self.scans[self.dimension[eqn]].append(tuple(found))
 
 
 def _path(path: str, piece: Piece) -> str:
