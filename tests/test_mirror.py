@@ -37,6 +37,7 @@ COVERED: Final[Mapping[str, str]] = {
     "ir/collective.py": "passes/estimate/test_plan_cost.py",
     "ir/ranges.py": "passes/trace/test_compose_windows.py",
     "passes/trace/windows/*.py": "passes/trace/test_compose_windows.py",
+    "ir/eqns.py": "pipeline/cut/test_cut_stages.py",
     "ir/program.py": "passes/test_passes.py",
     "ir/transfer.py": "pipeline/test_transfers.py",
     "plan/plan.py": "report/test_explain.py",

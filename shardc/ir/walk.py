@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.nested import bodies_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.signature import Operation, Setting
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import jax
 
 from shardc import compat
-from shardc.compat import NESTED
 from shardc.ir.box import Boxed
 from shardc.ir.collective import Collective
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import all_eqns

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import NESTED, bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, operation_of
 from shardc.machine.mesh import MeshView

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import box_p
+from shardc.ir.nested import NESTED, bodies_of
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import NESTED, REMAT, bodies_of, is_kept_apart, nested_bodies, trips_of
 from shardc.ir.walk import itemsize_of
 from shardc.passes.estimate.backend import (
     CONVOLUTIONS,
@@ -158,7 +159,7 @@ def scopes_at(jaxpr: Jaxpr, point: int) -> list[RunningScope]:
             break
         found.append(RunningScope(scope, here[0], trips))
         inside = scope.eqns[here[0]]
-        inner, trips = bodies_of(inside), trips * compat.trips_of(inside)
+        inner, trips = bodies_of(inside), trips * trips_of(inside)
         scope = next((b for b in inner if b.eqns and eqns[b][0].start <= point <= eqns[b][-1].at), None)
     return found
 
@@ -495,7 +496,7 @@ class _Backward:
             for v, a in zip(eqn.outvars, body.outvars, strict=True):
                 self.pass_on(v, a)
             self.body(body)
-            solid = compat.is_kept_apart(eqn)
+            solid = is_kept_apart(eqn)
             for v, a in zip(body.invars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid)
         elif name == "cond":
@@ -518,18 +519,13 @@ class _Backward:
 
     def loop(self, step: ScheduledEqn) -> None:
         eqn, start, end = step.eqn, step.start, step.at
-        if eqn.primitive.name == "scan":
-            scan = compat.scan_of(eqn)
-            body, first, consts, carries = scan.body, scan.consts, scan.consts, scan.carries
-            rows = list(zip(body.invars, eqn.invars, strict=True))[scan.rows_at :]
-        else:
-            loop = compat.while_of(eqn)
-            body, first, consts, carries = loop.body, loop.body_consts, loop.carries_at, len(eqn.outvars)
-            rows = []
+        loop = nested_bodies(eqn)[-1]
+        body, rows = loop.jaxpr, loop.given(eqn)[loop.rows_at :]
+        consts = len(eqn.invars) - loop.carries - len(rows)
         for v in eqn.outvars:
             self.lives.append((v, start, self.last(v, end) + 1))
         self.returned(body.outvars, start)
-        self.second_buffers(body, body.invars[first : first + carries], end)
+        self.second_buffers(body, body.invars[loop.fixed : loop.rows_at], end)
         if self.backend.eager:
             self.step_starts.update(self.early.at[v] for v, _ in rows)
         for b in reversed(bodies_of(eqn)):
@@ -540,7 +536,7 @@ class _Backward:
                 self.lives.append((row, self.first[row], self.whole[row] + 1))
         for a in eqn.invars[:consts]:
             self.read(a, end)
-        for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
+        for a, v in zip((eqn.invars[n] for n in loop.carried), eqn.outvars, strict=False):
             if not compat.is_literal(a):
                 self.read(a, start)
                 self.fuse(a, start, v)

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.nested import bodies_of
 from shardc.ir.walk import bytes_of, operation_of, setting_of
 from shardc.passes.estimate.backend import GPU, TPU, Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges

@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
 from shardc import compat
-from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of, short_aval, work_dtype
@@ -380,16 +381,12 @@ class _CostWalk:
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
         """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
         `cond`."""
-        length = compat.trips_of(eqn)
-        results = late
-        if eqn.primitive.name == "scan":  # the next step reads the carry
-            carries = compat.scan_of(eqn).carries
-            results = [False] * carries + late[carries:]
+        length = trips_of(eqn)
         found: list[Time] = []
         begin = len(self.collectives)
-        for body in bodies_of(eqn):
-            fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
-            found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
+        for body in nested_bodies(eqn):  # the next step reads a carry, and a loop its condition
+            results = [j >= body.carries and late[j] for j in body.results] or [False] * body.decides
+            found.append(self.scope(body.jaxpr, trips * length, results))
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
@@ -423,7 +420,7 @@ def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in NESTED:
             for body in bodies_of(eqn):
-                yield from _weighted(body, trips * compat.trips_of(eqn))
+                yield from _weighted(body, trips * trips_of(eqn))
         else:
             yield eqn, trips
 
@@ -498,7 +495,7 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
         whole = dict.fromkeys(atoms, REPLICATED)
         return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
-    trips = compat.trips_of(eqn)
+    trips = trips_of(eqn)
     return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips))
 
 

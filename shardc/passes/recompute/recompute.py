@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of, trips_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend
@@ -225,7 +226,7 @@ def recomputed(boxed: Boxed, mesh: MeshView, backend: Backend, recomputation: Re
         read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
         for eqn in jaxpr.eqns:
             for body in bodies_of(eqn):
-                scope(body, trips * compat.trips_of(eqn))
+                scope(body, trips * trips_of(eqn))
             boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
             if boxes_one or any(v in variables for v in eqn.outvars):
                 mine.append(eqn)

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.boundary import END, microbatches_p, stage_boundary_p
+from shardc.ir.eqns import copy_eqn
+from shardc.ir.nested import REMAT, bodies_of, is_recompute, scan_of, trips_of
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
 from shardc.pipeline.cut.find_homes import is_large
@@ -66,19 +68,19 @@ class MicrobatchLoop:
 
     @property
     def microbatches(self) -> int:
-        return compat.trips_of(self.eqn)
+        return trips_of(self.eqn)
 
     @property
     def body(self) -> Jaxpr:
-        return compat.scan_of(self.eqn).body
+        return scan_of(self.eqn).body
 
     @property
     def consts(self) -> int:
-        return compat.scan_of(self.eqn).consts
+        return scan_of(self.eqn).consts
 
     @property
     def carries(self) -> int:
-        return compat.scan_of(self.eqn).carries
+        return scan_of(self.eqn).carries
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
             "batch), or jax.grad of an accumulate of the loss."
         )
     lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
-    if any(compat.scan_of(x.eqn).reverse for x in loops):
+    if any(scan_of(x.eqn).reverse for x in loops):
         return (
             f"but the gradient is taken of the whole loop ({lines}), which makes a second one. Take it inside the "
             "loop, as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or as jax.grad of "
@@ -260,7 +262,7 @@ class _Placer:
             if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
                 (body,) = bodies_of(eqn)
                 self.alias |= dict(zip(body.invars, eqn.invars, strict=True))
-                found += self._open(body.eqns, recompute or compat.is_recompute(eqn))
+                found += self._open(body.eqns, recompute or is_recompute(eqn))
                 self.alias |= dict(zip(eqn.outvars, body.outvars, strict=True))
             else:
                 found.append(eqn)
@@ -381,7 +383,7 @@ class _Placer:
 
     def _copied(self, atom: Atom, eqns: list[Eqn]) -> Var:
         var = compat.fresh_var(atom.aval)
-        eqns.append(compat.copy_eqn(atom, var))
+        eqns.append(copy_eqn(atom, var))
         self._low_of(eqns[-1])
         return var
 

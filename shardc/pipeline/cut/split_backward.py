@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Var, bodies_of
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.eqns import copy_eqn
+from shardc.ir.nested import REMAT, bodies_of, scan_of, scan_params
 from shardc.passes.trace.canonicalize import canonical_jaxpr
 from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
 
@@ -135,13 +137,13 @@ def _open(eqn: Eqn) -> list[Eqn]:
     for a, v in zip(body.outvars, eqn.outvars, strict=True):  # results that no equation makes, or duplicates
         if v not in given:
             source = a if compat.is_literal(a) else names[a]
-            found.append(compat.copy_eqn(source, v))
+            found.append(copy_eqn(source, v))
     return found
 
 
 def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[Eqn] | None:
     """A scan as two scans: the first makes the wanted results, the second the rest. None if the first needs all."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, nc, nk = scan.body, scan.consts, scan.carries
     wanted = _wanted(eqn, eqns, needed, awaited)
     carried = body.invars[nc : nc + nk]
@@ -189,7 +191,7 @@ class _ScanPart:
 
 def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
     """The scan of a part of another scan's body."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, nc, nk = scan.body, scan.consts, scan.carries
     befores = [body.invars[nc + i] for i in part.results if i < nk]
     outs = [*(body.outvars[i] for i in part.results), *part.gives]
@@ -200,7 +202,7 @@ def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
     operand: dict[Var, Atom] = {**dict(zip(body.invars, eqn.invars, strict=True)), **part.takes}
     invars = [operand[v] for v in (*consts, *befores, *xs)]
     inner = canonical_jaxpr(inner, ())  # the two scans share no variables
-    params = compat.scan_params(eqn, inner, len(consts), len(befores))
+    params = scan_params(eqn, inner, len(consts), len(befores))
     outvars = [*(eqn.outvars[i] for i in part.results), *part.gives.values()]
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=inner.effects)
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.eqns import full_eqn
+from shardc.ir.nested import Body, bodies_of, nested_bodies, with_bodies, with_nested
 from shardc.ir.walk import bytes_of
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.find_homes import NestedLoop, is_large, largest
+from shardc.pipeline.cut.find_homes import is_large, largest
 from shardc.pipeline.cut.regroup import regroup
 from shardc.sbp.signature import is_extended
 
@@ -297,7 +299,7 @@ class _Segments:
             results: list[Atom] = []
             for a, v in zip(outs[k], outvars, strict=True):
                 results.append(compat.fresh_var(v.aval) if a is None else named(a))
-                body += [compat.full_eqn(0, results[-1])] if a is None else []
+                body += [full_eqn(0, results[-1])] if a is None else []
             bodies.append(compat.new_jaxpr(list(inputs.values()), results, body, bodies_of(self.eqn)[k]))
         effects = frozenset[object]().union(*(b.effects for b in bodies))
         return with_own_bodies(
@@ -324,8 +326,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
     del homes
     if eqn.effects:
         return [eqn]
-    loop = NestedLoop.of(eqn)
-    needs = _needs(loop)
+    needs = _needs(eqn)
     groups: dict[int | None, list[int]] = {}
     for i, need in enumerate(needs):
         at = {anchors[v] for v in compat.variables(eqn.invars[n] for n in need) if is_large(v) and v in anchors}
@@ -337,7 +338,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
     found: list[Eqn] = []
     for at, every in groups.items():
         for some in [every] if at is not None else _apart(every, needs, eqn):
-            part = _only(loop, some, set[int]().union(*(needs[i] for i in some)))
+            part = _only(eqn, some, set[int]().union(*(needs[i] for i in some)))
             anchors |= {} if at is None else dict.fromkeys(part.outvars, at)
             found.append(part)
     return found
@@ -346,7 +347,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
 def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[list[int]]:
     """Groups of results: those that need a common large carry are together."""
     found: list[tuple[list[int], set[int]]] = []
-    carries = range(*NestedLoop.of(eqn).carried)
+    carries = nested_bodies(eqn)[-1].carried
     for i in results:
         mine = {n for n in needs[i] if n in carries and not compat.is_literal(a := eqn.invars[n]) and is_large(a)}
         some = [i]
@@ -357,50 +358,47 @@ def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[
     return [sorted(some) for some, _ in found]
 
 
-def _needs(loop: NestedLoop) -> list[set[int]]:
+def _needs(eqn: Eqn) -> list[set[int]]:
     """For each result of a loop, the numbers of the operands that it depends on."""
-    direct = [_needs_of(body, inputs) for body, inputs in zip(loop.bodies, loop.inputs, strict=True)]
-    begin, end = loop.carried
+    bodies = nested_bodies(eqn)
+    direct, carried = [_needs_of(body) for body in bodies], list(bodies[-1].carried)
     always = set[int]().union(*(need for body in direct[:-1] for need in body))
-    found = [need | always | ({begin + i} if begin + i < end else set()) for i, need in enumerate(direct[-1])]
+    found = [need | always | set(carried[i : i + 1]) for i, need in enumerate(direct[-1])]
     changed = True
     while changed:
         changed = False
         for need in found:
-            more = need.union(*(found[n - begin] for n in need if begin <= n < end))
+            more = need.union(*(found[i] for i, n in enumerate(carried) if n in need))
             if len(more) > len(need):
                 need |= more
                 changed = True
     return found
 
 
-def _only(loop: NestedLoop, results: Sequence[int], operands: set[int]) -> Eqn:
-    """The loop with only these results and operands; it keeps the carries that the results need."""
-    begin, end = loop.carried
-    mine = sorted({*(n - begin for n in operands if begin <= n < end), *results})
-    bodies: list[Jaxpr] = []
-    for k, (body, inputs) in enumerate(zip(loop.bodies, loop.inputs, strict=True)):
-        kept = [v for v, n in zip(body.invars, inputs, strict=True) if n in operands]
-        outs = [body.outvars[i] for i in mine] if k == len(loop.bodies) - 1 else body.outvars
-        bodies.append(compat.new_jaxpr(kept, outs, _live(body, outs), body))
-    outvars = [loop.eqn.outvars[i] if i in results else compat.fresh_var(loop.eqn.outvars[i].aval) for i in mine]
-    consts = [sum(n in operands for n in inputs if n < begin) for inputs in loop.inputs]
-    if loop.eqn.primitive.name == "scan":
-        carries = sum(begin <= n < end for n in operands)
-        params = compat.scan_params(loop.eqn, bodies[0], consts[0], carries)
-    else:
-        params = compat.while_params(loop.eqn, compat.While(bodies[0], bodies[1], consts[0], consts[1]))
-    invars = [loop.eqn.invars[n] for n in sorted(operands)]
-    return with_own_bodies(loop.eqn.replace(invars=invars, outvars=outvars, params=params))
+def _only(eqn: Eqn, results: Sequence[int], operands: set[int]) -> Eqn:
+    """A loop with only these results and operands; it keeps the carries that the results need."""
+    bodies = nested_bodies(eqn)
+    carried = [i for i, n in enumerate(bodies[-1].carried) if n in operands]
+    mine = sorted({*carried, *results})
+    parts: list[Jaxpr] = []
+    for body in bodies:
+        outs = [body.jaxpr.outvars[i] for i in mine] if not body.decides else body.jaxpr.outvars
+        kept = [v for v, n in body.inputs if n in operands]
+        parts.append(compat.new_jaxpr(kept, outs, _live(body.jaxpr, outs), body.jaxpr))
+    fixed = [sum(n in operands for n in body.operands[: body.fixed]) for body in bodies]
+    outvars = [eqn.outvars[i] if i in results else compat.fresh_var(eqn.outvars[i].aval) for i in mine]
+    invars = [eqn.invars[n] for n in sorted(operands)]
+    params = with_nested(eqn, parts, fixed, len(carried))
+    return with_own_bodies(eqn.replace(invars=invars, outvars=outvars, params=params))
 
 
-def _needs_of(body: Jaxpr, inputs: Sequence[int]) -> list[set[int]]:
+def _needs_of(body: Body) -> list[set[int]]:
     """For each result of a body, the numbers of the operands that it depends on."""
-    needs: dict[Var, set[int]] = {v: {n} for v, n in zip(body.invars, inputs, strict=True)}
-    for eqn in body.eqns:
+    needs: dict[Var, set[int]] = {v: {n} for v, n in body.inputs}
+    for eqn in body.jaxpr.eqns:
         need = set[int]().union(*(needs[v] for v in compat.variables(eqn.invars)))
         needs |= dict.fromkeys(eqn.outvars, need)
-    return [set() if compat.is_literal(a) else set(needs[a]) for a in body.outvars]
+    return [set() if compat.is_literal(a) else set(needs[a]) for a in body.jaxpr.outvars]
 
 
 def _live(body: Jaxpr, outs: Sequence[Atom]) -> list[Eqn]:

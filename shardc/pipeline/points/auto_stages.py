@@ -10,9 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from shardc import compat
-from shardc.compat import REMAT, Var
+from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.boundary import END, stage_boundary_p
+from shardc.ir.nested import REMAT
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView

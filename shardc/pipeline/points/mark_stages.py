@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Var, with_bodies
+from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import stage_boundary_p
+from shardc.ir.nested import with_bodies
 from shardc.ir.program import Program
 from shardc.pipeline.points.cut_points import Points
 from shardc.pipeline.points.fold_body import FoldedBody

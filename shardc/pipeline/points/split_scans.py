@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.eqns import concat_eqn, join_eqn, rows_eqn
+from shardc.ir.nested import scan_of, scan_params, trips_of
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop
@@ -74,13 +76,13 @@ def whole_program(program: Program) -> Pieces:
 
 def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
     """The dimensions of layers: dimensions of parameters that scans in the loop's body run over."""
-    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
+    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and trips_of(e) > 1 and not e.effects]
     if not scans:
         return []
     group = _UnionFind()
     for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
         if eqn in scans:
-            group.join([*_stacks(eqn), *eqn.outvars[compat.scan_of(eqn).carries :]])
+            group.join([*_stacks(eqn), *eqn.outvars[scan_of(eqn).carries :]])
         elif eqn is not loop.eqn and (use := row_use(eqn)) is not None and use.op is None:
             group.join([*_stacked(eqn, use), *eqn.outvars])
     body, ends = loop.body, loop.consts + loop.carries
@@ -97,12 +99,12 @@ def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
         if top in inputs:
             found.setdefault(top, []).append(eqn)
     members = group.members()
-    return [Layers(compat.trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
+    return [Layers(trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
 
 
 def _stacks(scan: Eqn) -> list[Var]:
     """The operands of which a scan reads one row in each step."""
-    return [a for a in scan.invars[compat.scan_of(scan).rows_at :] if not compat.is_literal(a)]
+    return [a for a in scan.invars[scan_of(scan).rows_at :] if not compat.is_literal(a)]
 
 
 def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
@@ -168,7 +170,7 @@ class _PieceBuilder:
     def whole(self, atom: Atom) -> Atom:
         if not compat.is_literal(atom) and self._in_pieces(atom) and atom not in self.joined:
             self.joined.add(atom)
-            self.eqns.append(compat.concat_eqn(self.parts[atom], atom))
+            self.eqns.append(concat_eqn(self.parts[atom], atom))
         return atom
 
     def pieces(self, v: Var) -> list[Atom]:
@@ -176,7 +178,7 @@ class _PieceBuilder:
             made: list[Atom] = []
             for a, b in pairwise(self.ends_of[v]):
                 made.append(rows_of(v, b - a))
-                self.eqns.append(compat.rows_eqn(v, a, b, made[-1]))
+                self.eqns.append(rows_eqn(v, a, b, made[-1]))
             self.sliced.add(v)
             self.parts[v] = made
         return self.parts[v]
@@ -212,7 +214,7 @@ class _PieceBuilder:
         total = parts[0]
         for i, part in enumerate(parts[1:], 2):
             after = out if i == len(parts) else compat.fresh_var(out.aval)
-            self.eqns.append(compat.join_eqn(op, total, part, after))
+            self.eqns.append(join_eqn(op, total, part, after))
             total = after
 
 
@@ -272,13 +274,13 @@ class _ScanSplitter:
         outer.eqns.append(
             loop.eqn.replace(
                 invars=operands, outvars=[*results, *loop.eqn.outvars[loop.carries :]],
-                params=compat.scan_params(loop.eqn, body, len(consts), len(carries)),
+                params=scan_params(loop.eqn, body, len(consts), len(carries)),
             )
         )  # fmt: skip
 
     def _scan(self, level: _PieceBuilder, eqn: Eqn) -> None:
         """Add a scan over layers as scans over the pieces, one after the other."""
-        scan = compat.scan_of(eqn)
+        scan = scan_of(eqn)
         nc, nk = scan.consts, scan.carries
         consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]
         stacks = [level.pieces(v) for v in _stacks(eqn)]
@@ -292,7 +294,7 @@ class _ScanSplitter:
             piece = with_own_bodies(eqn)
             piece = piece.replace(
                 invars=[*consts, *state, *(s[k] for s in stacks)], outvars=[*after, *ys[k]],
-                params=compat.scan_params(piece, compat.scan_of(piece).body, nc, nk, length=b - a),
+                params=scan_params(piece, scan_of(piece).body, nc, nk, length=b - a),
             )  # fmt: skip
             level.eqns.append(piece)
             found.append((a, piece))
