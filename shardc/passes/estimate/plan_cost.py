@@ -23,7 +23,7 @@ from shardc.ir.host_callback import runs_once
 from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
-from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import all_eqns, bytes_of, executions, local_bytes, operation_of, setting_of, short_aval, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import late_values, overlapped_seconds
@@ -355,7 +355,7 @@ class _CostWalk:
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
-        time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
+        time = sum((self.in_unit(e, n, trips) for e, n in executions(body)), Time())
         if loops := [e for e in all_eqns(body) if e.primitive.name == "while"]:
             self.per_iteration(begin, 1, not all(map(compat.rounds_of, loops)))
         return time
@@ -413,16 +413,6 @@ _PARTICULAR: Final = frozenset((
 
 def _is_same(eqn: Eqn) -> bool:
     return pin_of(eqn) is not None
-
-
-def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
-    """Equations with the number of their executions; a nested one stands for its bodies."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in NESTED:
-            for body in bodies_of(eqn):
-                yield from _weighted(body, trips * trips_of(eqn))
-        else:
-            yield eqn, trips
 
 
 def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
@@ -496,7 +486,7 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
         whole = dict.fromkeys(atoms, REPLICATED)
         return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
     trips = trips_of(eqn)
-    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips))
+    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in executions(body, trips))
 
 
 def _counts(
