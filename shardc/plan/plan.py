@@ -46,7 +46,7 @@ class FoundSignatures:
     """Operations of one primitive without a rule whose signatures were found.
 
     Attributes:
-      how: what justifies them: "its batching rule" or "experiment".
+      how: what justifies them: "its batching rule".
       rule: the decorator to paste.
     """
 
