@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -34,13 +34,69 @@ from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax.extend import core as jex
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 log = logging.getLogger("shardc")
 
-Jaxpr: TypeAlias = Any
+
+class Var(Protocol):
+    """A variable of a jaxpr; hashed by identity."""
+
+    @property
+    def aval(self) -> Any: ...
+
+
+class LiteralAtom(Protocol):
+    """A constant operand or result."""
+
+    @property
+    def aval(self) -> Any: ...
+    @property
+    def val(self) -> Any: ...
+
+
+Atom: TypeAlias = Var | LiteralAtom
+
+
+class Eqn(Protocol):
+    """An equation; hashed by identity."""
+
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+    @property
+    def outvars(self) -> Sequence[Var]: ...
+    @property
+    def primitive(self) -> Any: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def source_info(self) -> Any: ...
+    @property
+    def ctx(self) -> Any: ...
+    def replace(self, **changes: Any) -> Eqn: ...
+
+
+class Jaxpr(Protocol):
+    """A jaxpr; hashed by identity."""
+
+    @property
+    def constvars(self) -> Sequence[Var]: ...
+    @property
+    def invars(self) -> Sequence[Var]: ...
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+    @property
+    def eqns(self) -> Sequence[Eqn]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def debug_info(self) -> Any: ...
+
+
 ClosedJaxpr: TypeAlias = Any
-Eqn: TypeAlias = Any
-Var: TypeAlias = Any
-Atom: TypeAlias = Any
 Tracer = _core.Tracer
 ExtendedDType = _dtypes.ExtendedDType
 
@@ -52,7 +108,7 @@ _KINDS: Final[tuple[Any, Any]] = jex.Jaxpr, jex.ClosedJaxpr
 _EVERY_JAXPR_IS_CLOSED: Final = _KINDS[0] is _KINDS[1]
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Atom) -> TypeIs[LiteralAtom]:
     return isinstance(atom, _Literal)
 
 
@@ -81,7 +137,7 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     itself."""
     if _EVERY_JAXPR_IS_CLOSED and not consts:
         return jaxpr
-    return jex.ClosedJaxpr(jaxpr, tuple(consts))
+    return jex.ClosedJaxpr(cast(Any, jaxpr), tuple(consts))
 
 
 def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn], like: Jaxpr) -> Jaxpr:
@@ -89,7 +145,8 @@ def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn
     effects = frozenset[Any]().union(*(e.effects for e in eqns)) if eqns else frozenset[Any]()
     kept = {e for e in like.effects if e in effects}
     info = like.debug_info.with_unknown_names()
-    return jex.Jaxpr((), list(invars), list(outvars), list(eqns), kept, info)
+    parts: tuple[Any, ...] = list(invars), list(outvars), list(eqns)
+    return cast(Any, jex.Jaxpr)((), *parts, kept, info)
 
 
 def new_eqn(
@@ -98,13 +155,15 @@ def new_eqn(
     """An equation without effects, with the source line of `like`."""
     info = like.source_info if like is not None else _source_info_util.new_source_info()
     ctx = like.ctx if like is not None else None
-    return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
+    make: Any = _core.new_jaxpr_eqn
+    return make(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
 
 
 # Why: dead equations would be planned and listed though XLA removes them.
 def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """The jaxpr without dead equations, all inputs kept."""
-    return _pe.dce_jaxpr(jaxpr, list(used), instantiate=True)[0]
+    dce: Any = _pe.dce_jaxpr
+    return dce(jaxpr, list(used), instantiate=True)[0]
 
 
 # Why: there is no public way from an equation to the user's line.

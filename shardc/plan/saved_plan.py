@@ -144,11 +144,12 @@ def record_borders(
 def _entered(plan: SpmdPlan, count: int) -> tuple[dict[Var, Placement], int]:
     """Where those `count` arguments are brought that arrive elsewhere than pinned, and how many equations do it."""
     found: dict[Var, Placement] = {}
-    made_of: dict[Var, Var] = {}
+    made_of: dict[Var, Any] = {}
     for n, eqn in enumerate(plan.boxed.jaxpr.eqns):
         if len(found) == count:
             return found, n
-        out, source = eqn.outvars[0], made_of.get(eqn.invars[0], eqn.invars[0]) if eqn.invars else None
+        source: Any = made_of.get(eqn.invars[0], eqn.invars[0]) if eqn.invars else None
+        out = eqn.outvars[0]
         made_of[out] = source
         if eqn.primitive is not box_p:
             found[source] = plan.boxed.placements[out]

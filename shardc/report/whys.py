@@ -149,7 +149,7 @@ def _is_from_user(node: Node, pin: Pin) -> bool:
 
 
 def _source_of(node: Node, pin: Pin) -> str:
-    return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
+    return pin.said or f"shardc.constrain at {compat.source_line(node.equation)}"
 
 
 def faster(a: SpmdPlan, b: SpmdPlan) -> bool:

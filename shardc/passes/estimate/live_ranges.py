@@ -351,7 +351,7 @@ class _Backward:
         end, taker = max(whole, fused) + 1, self.taker.get(v)
         by_loop = taker is not None and self.maker[taker].kind in IN_LOOPS
         overwritten = taker is not None and self.starts.get(taker, self.maker[taker].at) == fused >= whole
-        if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
+        if taker is not None and overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
             end = max(fused, made + 1)
             if by_loop:
                 self.overwritten[v] = end

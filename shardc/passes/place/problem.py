@@ -109,6 +109,12 @@ class Node:
     traffic: tuple[tuple[int, float], ...] = ()
 
     @property
+    def equation(self) -> Eqn:
+        """The equation of an operation."""
+        assert self.eqn is not None
+        return self.eqn
+
+    @property
     def is_light(self) -> bool:
         """Whether it is bound by memory, and XLA fuses it with others that are."""
         return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy

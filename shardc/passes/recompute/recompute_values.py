@@ -59,7 +59,7 @@ class LiveAtPeak:
     def __init__(self, boxed: Boxed, profile: Profile, scope: RunningScope, mesh: MeshView, backend: Backend) -> None:
         self.boxed, self.mesh, self.backend = boxed, mesh, backend
         jaxpr = scope.jaxpr
-        self.early: list[Eqn] = jaxpr.eqns[: scope.now]
+        self.early = jaxpr.eqns[: scope.now]
         self.count = len(self.early)
         self.maker = {v: n for n, e in enumerate(self.early) for v in e.outvars}
         late = jaxpr.eqns[scope.now + 1 :]

@@ -119,7 +119,7 @@ class _Batcher:
         if len(parts) > 1:
             params = {"dimension": len(shape) - 1}
             eqns.append(compat.new_eqn(parts, [of_width(len(parts))], lax.concatenate_p, params, like))
-            parts = eqns[-1].outvars
+            parts = [*eqns[-1].outvars]
         return eqns, parts[0]
 
     def part(self, x: Var, j: int) -> tuple[Var, int]:

@@ -117,7 +117,10 @@ class _Branch:
     @classmethod
     def of(cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]) -> _Branch:
         names = dict(zip(body.invars, operands, strict=True))
-        read = lambda atoms: [a if compat.is_literal(a) else names.get(a, a) for a in atoms]  # noqa: E731
+
+        def read(atoms: Sequence[Atom]) -> list[Atom]:
+            return [a if compat.is_literal(a) else names.get(a, a) for a in atoms]
+
         named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
         anchors = dict(outer)
         return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)

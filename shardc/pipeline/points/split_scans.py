@@ -195,7 +195,7 @@ class _PieceBuilder:
         if use is None or not same or (stacked and not any(self._in_pieces(v) for v in stacked)):
             self.eqns.append(eqn.replace(invars=[self.whole(a) for a in eqn.invars]))
             return
-        made: list[list[Var]] = []
+        made: list[Sequence[Var]] = []
         for k, (a, b) in enumerate(pairwise(self.ends_of[values[0]])):
             operands = [self.pieces(x)[k] if s else self.whole(x) for x, s in zip(eqn.invars, use.stacked, strict=True)]
             self.eqns.append(piece_eqn(eqn, use, b - a, operands))
