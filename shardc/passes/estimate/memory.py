@@ -51,7 +51,7 @@ class Memory:
 
 GAPS: Final = 1.08
 """XLA packs live values into one block of memory and leaves gaps; its order is not quite the program's. The temporaries
-of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/README.md)."""
+of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/memory.md)."""
 
 
 POINTER: Final = 8
