@@ -13,7 +13,7 @@ from shardc.pipeline.make import with_schedule
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.counterfactual import Counterfactual
 from shardc.plan.digest import digest_of
-from shardc.plan.make import Misfit
+from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, keep_computed
 from shardc.plan.saved_json import to_json
 from shardc.plan.saved_plan import record, record_borders
@@ -22,11 +22,11 @@ from shardc.report.chart_text import chart_text
 from shardc.report.diff import diff
 from shardc.report.explain import explain
 from shardc.report.explain_pipeline import explain_pipeline
-from shardc.report.misfit import misfit_text
+from shardc.report.explain_why import pins_section, why_in_stages, why_section
+from shardc.report.memory_error import memory_error_text
 from shardc.report.passes import program_after, programs_after
 from shardc.report.picture import draw_picture
 from shardc.report.trace_file import write_trace
-from shardc.report.whys import pins_section, why_in_stages, why_section
 
 
 class _Shared:
@@ -198,8 +198,8 @@ class MemoryLimitError(ShardcError, ValueError):
       plan: the cheapest plan, which takes too much.
     """
 
-    def __init__(self, found: Misfit) -> None:
-        super().__init__(misfit_text(found))
+    def __init__(self, found: DoesNotFit) -> None:
+        super().__init__(memory_error_text(found))
         self.plan = Plan.of(found.plan)
 
 

@@ -16,9 +16,9 @@ from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
-from shardc.report.elsewhere import mesh_text, numbers_text
 from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
 from shardc.report.tables import times_text as times
+from shardc.report.wrong_devices import mesh_text, numbers_text
 from shardc.sbp.placement import Placement, local_extent, local_shape
 
 MOST_PIECES = 16

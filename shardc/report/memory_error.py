@@ -12,7 +12,7 @@ from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
-from shardc.plan.make import Misfit
+from shardc.plan.make import DoesNotFit
 from shardc.plan.request import Argument
 from shardc.report.tables import bytes_text, fold_leaves, number_text, placement_text
 
@@ -20,7 +20,7 @@ NAMED: Final = 8
 """The most groups of values that are listed."""
 
 
-def misfit_text(found: Misfit) -> str:
+def memory_error_text(found: DoesNotFit) -> str:
     """The text of the error."""
     request, fitted, limit = found.request, found.fitted, found.limit
     program, mesh, arguments, where = (

@@ -15,7 +15,7 @@ from shardc.machine.mesh import AnyMesh, MeshView, stages_text
 from shardc.report.tables import fold_leaves
 
 MOST: Final = 8
-"""The most lines of an error about arrays that live elsewhere."""
+"""The most lines of the error."""
 
 
 def _place_text(x: Any) -> str:
@@ -51,8 +51,10 @@ def numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
 
 
-def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]], left: Sequence[Mesh] = ()) -> str:
-    """The text of the error about arrays that live elsewhere, alike ones folded.
+def wrong_devices_text(
+    where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]], left: Sequence[Mesh] = ()
+) -> str:
+    """The text of the error about arrays on other devices, alike ones folded.
 
     Args:
       where: the function.
