@@ -39,7 +39,7 @@ from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.stage_network import position_of, stage_network
 from shardc.plan.borders import match_donated
-from shardc.plan.plan import Unlimited, keep_computed
+from shardc.plan.plan import Unlimited, copied
 from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
@@ -315,7 +315,7 @@ def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
     found = min(fits, key=lambda p: p.seconds) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
     if found is plans[0]:
         return found
-    return keep_computed(replace(found, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak)), found)
+    return copied(found, MpmdPlan, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak))
 
 
 # -- one attempt
@@ -548,4 +548,4 @@ def _squeezed(plan: MpmdPlan, net: Network) -> MpmdPlan:
         found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
     except PipelineError:
         return plan
-    return keep_computed(replace(found, squeezed=tuple(r.rank for r in full)), found)
+    return copied(found, MpmdPlan, squeezed=tuple(r.rank for r in full))

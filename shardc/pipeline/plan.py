@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-import jax
+from typing import Any, TypeAlias
 
 from shardc.ir.collective import Collective
 from shardc.ir.program import Program
@@ -26,7 +24,7 @@ from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
 from shardc.pipeline.stage_network import StageNetwork
-from shardc.plan.borders import match_donated
+from shardc.plan.borders import Border, match_donated
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Staging, Unlimited
 from shardc.plan.request import Argument, ArgumentsTree
@@ -136,7 +134,7 @@ class MpmdPlan:
     built: StageNetwork
     squeezed: tuple[int, ...] = ()
     unlimited: Unlimited | None = None
-    gap: None = None
+    gap: float | None = None
 
     @cached_property
     def staging(self) -> Staging:
@@ -153,9 +151,8 @@ class MpmdPlan:
         return digest_of([t.plan for t in tasks if t.plan is not None], *parts)
 
     @property
-    def programs(self) -> tuple[SpmdPlan, ...]:
-        """The plans of the SPMD programs: one for each stage."""
-        return tuple(s.plan for s in self.stages)
+    def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
+        return tuple((s.number, s.plan) for s in self.stages)
 
     @property
     def program(self) -> Program:
@@ -164,11 +161,6 @@ class MpmdPlan:
     @property
     def pipeline(self) -> Pipeline:
         return self.request.pipeline
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for `explain`."""
-        return self.request.notes
 
     @property
     def whole_mesh(self) -> AnyMesh:
@@ -235,20 +227,49 @@ class MpmdPlan:
         at = {i: stage.number for stage in self.stages for i in stage.program.results}
         return tuple(at[i] for i in range(len(self.pieces.outputs)))
 
-    @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The collectives on the stages' own meshes, in the order of the stages; over all executions in one call."""
-        return tuple(c for _, c in self.stage_collectives)
+    @property
+    def in_borders(self) -> list[Border]:
+        found = [
+            (i, Border(self.pieces.program.in_paths[i], var.aval, at, self.arguments[i], stage.mesh, stage.number))
+            for stage in self.stages
+            for i, var, at in zip(
+                stage.program.arguments, stage.plan.boxed.jaxpr.invars, stage.plan.inputs, strict=True
+            )
+            if self.homes[i] == stage.number
+        ]
+        return [border for _, border in sorted(found, key=lambda numbered: numbered[0])]
+
+    @property
+    def out_borders(self) -> list[Border]:
+        program, places = self.pieces.program, zip(self.piece_outputs, self.result_stages, strict=True)
+        return [
+            Border(
+                path, aval, at, Argument(pin), self.stages[stage].mesh, stage,
+                reuses=tie is not None and self.piece_inputs[tie] == at,
+            )
+            for path, aval, (at, stage), pin, tie in zip(
+                program.out_paths, program.out_avals, places, self.results, self.ties, strict=True
+            )
+        ]  # fmt: skip
 
     @cached_property
-    def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
-        """The collectives, each with its stage."""
-        return tuple(
-            (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
+    def _stage_collectives(self) -> list[tuple[int, Collective]]:
+        """The collectives in the order of the stages, each with its stage; over all executions in one call."""
+        return [
+            (stage.number, replace(c, bytes=c.bytes * times, count=c.count * times))
             for stage in self.stages
             for task, times in self._runs(stage)
             for c in task.collectives
-        )
+        ]
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives on the stages' own meshes, in the order of the stages; over all executions in one call."""
+        return tuple(c for _, c in self._stage_collectives)
+
+    @property
+    def moves(self) -> list[tuple[int, Collective]]:
+        return [(stage, c) for stage, c in self._stage_collectives if c.bytes]
 
     def _runs(self, stage: Stage) -> list[tuple[PlacedProgram, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
@@ -295,17 +316,6 @@ class MpmdPlan:
     def found(self) -> tuple[FoundSignatures, ...]:
         """Operations without a rule that are split by signatures that were found."""
         return tuple(f for s in self.stages for f in s.plan.found)
-
-    @cached_property
-    def in_placements(self) -> Any:
-        """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
-        tree = self.request.tree
-        return None if tree is None else tree.unflatten(self.inputs)
-
-    @cached_property
-    def out_placements(self) -> Any:
-        """A placement for each leaf of the result."""
-        return jax.tree.unflatten(self.program.out_tree, self.outputs)
 
     @cached_property
     def memory(self) -> PipelineMemory:
@@ -383,6 +393,19 @@ class MpmdPlan:
     def with_registers(self, registers: Sequence[int | None]) -> MpmdPlan:
         """This plan with `registers` for the channels."""
         return replace(self, built=replace(self.built, network=self.network.with_registers(registers)))
+
+
+PlanView: TypeAlias = SpmdPlan | MpmdPlan
+"""A plan of any kind, as reports and warnings read it: one SPMD program, or the stages of a pipeline. Both have
+
+- `request`, what was asked; `program`, the whole program; `mesh`, all devices;
+- `parts`: the plan of each SPMD program, with the number of its stage;
+- `inputs`, `outputs`: placements of the arguments and results of the whole program; `in_borders`, `out_borders`: these
+  where they live between calls, several for one that is stacked over stages;
+- `moves`: the collectives that send bytes, each with the number of its stage; `bytes_per_device`, `gathered`, `found`;
+- `seconds`, `time`, `memory`, `gap`, `unlimited`;
+- `staging`: the stages in figures; None: there is one program.
+"""
 
 
 def arguments_of(request: PipelineRequest, pieces: Pieces) -> tuple[Argument, ...]:

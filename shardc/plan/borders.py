@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardc import compat
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
-from shardc.sbp.placement import Pin
+from shardc.sbp.placement import Pin, Placement, is_even
+
+
+@dataclass(frozen=True)
+class Border:
+    """An argument or a result of a plan, where it lives between calls.
+
+    Attributes:
+      path, aval: as the function has it.
+      placement: on the mesh.
+      known: what was known of it before planning; of a result, its pin.
+      mesh: that of its stage.
+      stage: 0 in a plan of one program.
+      reuses: whether it is a result that takes the buffer of a donated argument, and its placement.
+    """
+
+    path: str
+    aval: Any
+    placement: Placement
+    known: Argument
+    mesh: MeshView
+    stage: int = 0
+    reuses: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on each device."""
+        return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.kind))
+
+    @property
+    def is_padded(self) -> bool:
+        return not is_even(self.aval.shape, self.placement, self.mesh.sizes)
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:

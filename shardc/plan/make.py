@@ -18,7 +18,7 @@ from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
-from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
+from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
 from shardc.plan.uneven import uneven_results
@@ -60,9 +60,9 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     if trials:
         more = relative_gap(best.seconds, compared.least)
         gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
-        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=trials), best)
+        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials)
     uneven = uneven_results(best)
-    return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
+    return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class Placing:
         return self._instead(whole.plan_of(fitted.best or fitted.least))
 
     def _instead(self, plan: SpmdPlan) -> SpmdPlan:
-        return keep_computed(replace(plan, unlimited=Unlimited(self.plan.seconds, self.plan.memory.peak)), plan)
+        return copied(plan, SpmdPlan, unlimited=Unlimited(self.plan.seconds, self.plan.memory.peak))
 
     def within(self, limit: int) -> SpmdPlan | DoesNotFit:
         """A plan that takes at most `limit` bytes of each device; it may recompute values instead of keeping them."""

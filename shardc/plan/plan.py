@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import jax
-
 from shardc import compat
 from shardc.ir.box import Boxed
 from shardc.ir.collective import Collective
@@ -23,10 +21,10 @@ from shardc.passes.estimate.memory import Memory, Profile, profile_memory
 from shardc.passes.estimate.plan_cost import PlanCost, Time, plan_cost
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
-from shardc.plan.borders import may_replace
+from shardc.plan.borders import Border, may_replace
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import RewriteTrial
-from shardc.sbp.placement import Pin, Placement
+from shardc.sbp.placement import Placement
 from shardc.sbp.signature import has_rule
 
 T = TypeVar("T")
@@ -222,41 +220,39 @@ class SpmdPlan(PlacedProgram):
     staging: None = None
 
     @property
-    def programs(self) -> tuple[SpmdPlan, ...]:
-        """The plans of the SPMD programs: this one."""
-        return (self,)
+    def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
+        return ((0, self),)
 
-    @cached_property
-    def in_placements(self) -> Any:
-        """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
-        tree = self.request.tree
-        return None if tree is None else tree.unflatten(self.inputs)
+    @property
+    def in_borders(self) -> list[Border]:
+        values = zip(self.program.in_paths, self.program.in_avals, self.inputs, self.request.arguments, strict=True)
+        return [Border(path, aval, placement, known, self.mesh) for path, aval, placement, known in values]
 
-    @cached_property
-    def out_placements(self) -> Any:
-        """A placement for each leaf of the result."""
-        return jax.tree.unflatten(self.program.out_tree, self.outputs)
+    @property
+    def out_borders(self) -> list[Border]:
+        program, pins = self.program, self.request.results
+        values = zip(program.out_paths, program.out_avals, self.outputs, pins, self.ties, strict=True)
+        return [
+            Border(path, aval, at, Argument(pin), self.mesh, reuses=tie is not None and self.inputs[tie] == at)
+            for path, aval, at, pin, tie in values
+        ]
+
+    @property
+    def moves(self) -> list[tuple[int, Collective]]:
+        return [(0, c) for c in self.collectives if c.bytes]
 
     @property
     def arguments(self) -> Sequence[Argument]:
         """The inputs as they were known before planning."""
         return self.request.arguments
 
-    @property
-    def results(self) -> Sequence[Pin | None]:
-        """The pins of the results."""
-        return self.request.results
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for `explain`."""
-        return self.request.notes
-
 
 _BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_map", *NESTED))
 
 
-def keep_computed(new: T, old: object) -> T:
-    """`new`, with what was computed of `old`: the two differ in nothing that it depends on."""
-    vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
-    return new
+def copied(plan: object, kind: type[T], **findings: Any) -> T:
+    """A copy of a plan as a plan of this class. Nothing computed of a plan depends on `findings`, the fields that are
+    new in it, so what is computed already is copied too."""
+    made = object.__new__(kind)
+    vars(made).update(vars(plan), **findings)
+    return made

@@ -1,10 +1,11 @@
-"""Tables and rows as plain text, and the format of numbers, placements and paths in them."""
+"""Sections of reports as data and as plain text, and the format of numbers, placements and paths in them."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 from rich import box
@@ -128,32 +129,54 @@ def _skeleton(path: str) -> str:
 _SOURCE = re.compile(r"\S+\.\w+:\d+ \(")
 
 
-def make_table(*columns: str) -> Table:
-    """A table whose columns are as wide as their content; `>` before a name aligns the column to the right."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        right = name.startswith(">")
-        made.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return made
+@dataclass(frozen=True)
+class Section:
+    """A part of a report, as data: a title, and below it lines of text or a table.
+
+    Attributes:
+      title: one line or several; empty: the table belongs to the section before it.
+      columns: the names of the table's columns; one with `>` before it has numbers, aligned to the right.
+      rows: the cells of each row of the table.
+      lines: of text.
+      depth: 1 for a part of the section before it.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    depth: int = 0
+
+    def __str__(self) -> str:
+        table = _table_text(self.columns, self.rows) if self.rows else ""
+        below = [indented(text) for text in (*self.lines, table) if text]
+        text = "\n".join([self.title] * bool(self.title) + below)
+        return indented(text) if self.depth else text
 
 
-def section(title: str, body: Table | None = None) -> str:
-    """A title, and a table below it."""
-    return title if body is None else f"{title}\n{indented(_rendered(body))}"
+def report_text(sections: Iterable[Section | None]) -> str:
+    """The sections that there are as text, one below the other."""
+    return "\n\n".join(str(s) for s in sections if s is not None)
 
 
 def indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _rendered(body: Table) -> str:
-    """The table as plain text, without a limit of width."""
+def _table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as plain text, without a limit of width."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     console = Console(
         file=out, width=10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False, emoji=False,
         highlight=False, legacy_windows=False, safe_box=False, _environ={},
     )  # fmt: skip
-    console.print(body)
+    console.print(table)
     return out.getvalue()
 
 
