@@ -1,5 +1,5 @@
 """The command line: `python -m shardc run ...` runs a script in several processes; `schedule` shows a pipeline's
-schedule, without devices; `calibrate` measures the devices of this machine; `passes` lists the passes."""
+schedule, without devices; `calibrate` measures the devices of this machine; `passes` and `rules` list those."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_acti
 from shardc.report.chart import Chart, Track
 from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
+from shardc.report.rules import rules_text
 from shardc.report.timeline_text import draw_timeline, unit_of
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
@@ -45,8 +46,10 @@ _COLOURS: Final = (
 _EPILOG: Final = """\
 letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input gradient, W the weight gradient:
          B = I + W. If each rank has one stage, the grid omits the stage number.
-example: python -m shardc schedule --stages 4 --microbatches 8 --schedule zb-h1
+example: python -m shardc schedule zb-h1 --stages 4 --microbatches 16
 """
+_RANKS, _MICROBATCHES = 4, 8
+"""What a schedule that is named as an argument is shown for, if nothing else is said."""
 _NO_REGISTERS: Final = """\
 The pipeline deadlocks: rank {0} waits for itself. It is at 0F0, its first action, and waits for a register of its own
 stash, which has none. Each stash and each edge needs at least 1 register; --credits auto finds the fewest that keep the
@@ -137,9 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = schedule.add_argument
-    add("--stages", type=_positive, metavar="N", help="number of ranks of the pipeline")
-    add("--microbatches", type=_positive, metavar="M", help="number of microbatches of a step")
-    add("--schedule", metavar="NAME", help=f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)")
+    names = f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)"
+    add("name", nargs="?", metavar="NAME", help=names)
+    few = "(with a NAME by default {})"
+    add("--stages", type=_positive, metavar="N", help=f"number of ranks of the pipeline {few.format(_RANKS)}")
+    add("--microbatches", type=_positive, metavar="M", help=f"microbatches of a step {few.format(_MICROBATCHES)}")
+    add("--schedule", metavar="NAME", help="the same as NAME")
     add("--chunks", type=_positive, metavar="V", help="stages on each rank (default: given by the schedule)")
     costs = (
         "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); of each stage: 1,1,1;2,1,1;..."
@@ -159,12 +165,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule_command)
     _add_calibrate(commands)
+    passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
+    passes.set_defaults(run=lambda _: print(passes_text()) or 0)
+    rules = commands.add_parser("rules", help="list the rules: for each primitive how it may be split, and the file")
+    rules.set_defaults(run=lambda _: print(rules_text()) or 0)
     return parser
 
 
 def _add_calibrate(commands: Any) -> None:
-    passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
-    passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     calibrate = commands.add_parser(
         "calibrate",
         help="measure this machine: matrix products, memory, collectives along each axis of a mesh",
@@ -241,34 +249,41 @@ def _plan(args: argparse.Namespace) -> _Outcome:
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]:
+    named = [*filter(None, ("NAME" * bool(args.name), "--schedule" * bool(args.schedule), "--file" * bool(args.file)))]
+    if len(named) > 1:
+        raise PipelineError(f"{' and '.join(named)} exclude each other: both name a schedule; give one of them.")
     if args.file:
-        if args.schedule:
-            raise PipelineError("--schedule and --file exclude each other: both name a schedule; give one of them.")
         text = Path(args.file).read_text(encoding="utf-8-sig")
         is_csv = Path(args.file).suffix.lower() == ".csv"
         schedule = Schedule.from_csv(text, Path(args.file).stem) if is_csv else Schedule.parse(text)
         checked(schedule)
         ranks, microbatches = args.stages or schedule.ranks, args.microbatches or schedule.microbatches
         return make_schedule(schedule, ranks, microbatches, args.chunks), None
-    missing = [o for o, n in (("--stages", args.stages), ("--microbatches", args.microbatches)) if n is None]
+    return _named_schedule(args, args.name or args.schedule or "1f1b")
+
+
+def _named_schedule(args: argparse.Namespace, name: str) -> tuple[Schedule, FoundSchedule | None]:
+    ranks, microbatches = args.stages, args.microbatches
+    if args.name:
+        ranks, microbatches = ranks or _RANKS, microbatches or _MICROBATCHES
+    missing = [o for o, n in (("--stages", ranks), ("--microbatches", microbatches)) if n is None]
     if missing:
         many = len(missing) > 1
         raise PipelineError(
             f"{' and '.join(missing)} {'are' if many else 'is'} missing; give {'them' if many else 'it'}, or read a "
             "schedule with --file."
         )
-    if args.memory and args.schedule != "auto":
+    if args.memory and name != "auto":
         raise PipelineError("--memory is for --schedule auto; the memory of other schedules is fixed.")
-    if args.schedule == "auto":
+    if name == "auto":
         found = find_schedule(
-            args.stages, args.microbatches, args.chunks or 1,
+            ranks, microbatches, args.chunks or 1,
             costs=args.costs, latency=args.latency, limits=SearchLimits(args.memory),
         )  # fmt: skip
         return found.schedule, found
-    name = args.schedule or "1f1b"
     if name not in METHODS:
         name = name.strip().lower()
-    return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
+    return make_schedule(name, ranks, microbatches, args.chunks, costs=args.costs), None
 
 
 def _write(result: _Outcome, picture: str | None, trace: str | None) -> None:
