@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.calls.wrong_devices import wrong_devices_text
 from shardc.errors import ArgumentError
 from shardc.machine.mesh import AnyMesh, MeshView
 from shardc.passes.trace.trace import Call, is_array
-from shardc.report.wrong_devices import wrong_devices_text
 from shardc.sbp.placement import Placement
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
 
 from shardc import compat
 from shardc.ir.collective import Collective
@@ -19,6 +18,7 @@ from shardc.plan.plan import SpmdPlan
 from shardc.report.explain_pipeline import OwnSections, pipeline_sections
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
+    MOST,
     Key,
     Section,
     bytes_text,
@@ -318,12 +318,8 @@ def _recomputed(plan: SpmdPlan) -> Iterator[str]:
         yield f"Recomputed because keeping them takes longer: {_values(plan.cheaper)}"
 
 
-NAMED: Final = 6
-"""The most source lines of recomputed values that are listed."""
-
-
 def _values(found: Recomputed) -> str:
     return (
-        f"{number_text(found.count, 'value')}, {bytes_text(found.bytes)}, of {', '.join(found.sources[:NAMED])}"
-        f"{f' and {len(found.sources) - NAMED} more lines' * (len(found.sources) > NAMED)}"
+        f"{number_text(found.count, 'value')}, {bytes_text(found.bytes)}, of {', '.join(found.sources[:MOST])}"
+        f"{f' and {len(found.sources) - MOST} more lines' * (len(found.sources) > MOST)}"
     )

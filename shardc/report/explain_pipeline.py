@@ -14,7 +14,7 @@ from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.plan.borders import Border
-from shardc.report.chart import KINDS, places_of
+from shardc.report.chart import KINDS, places_of, repeated_channels
 from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
 from shardc.report.tables import (
     Section,
@@ -280,8 +280,8 @@ def _transfers(plan: MpmdPlan) -> Section:
 def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
     """A table of the registers of the channels that carry values once per microbatch."""
     alike: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-    given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
-    for number in sorted(given):
+    repeated = repeated_channels(plan.network)
+    for number in repeated:
         channel, carried = plan.network.channels[number], plan.built.channel_values[number]
         assert carried is not None
         credits = "unbounded" if channel.registers is None else str(channel.registers)
@@ -295,7 +295,7 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
         (word, ranges_text(a for a, _ in ends) if all(a == b for a, b in ends) else pairs_text(ends), *cells)
         for (word, *cells), ends in alike.items()
     ]
-    others = len(plan.network.channels) - len(given)
+    others = len(plan.network.channels) - len(repeated)
     more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
     few = f"; fewer than is fastest, because ranks {ranges_text(plan.squeezed)} have too little memory for more"
     more += few if plan.squeezed else ""

@@ -25,11 +25,10 @@ from shardc.report.tables import (
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import AUTO, Pin
 
-MOST_VALUES = 3
-"""The most values, or groups of alike ones, that are explained. Further matches of a name are listed."""
-MOST_OTHERS = 3
-"""Other placements of a value that are searched for."""
-MOST_LISTED = 20
+TRIED = 3
+"""The most values that are explained, and the other placements of each that are searched for."""
+LISTED = 20
+"""The most further values that are listed."""
 
 
 def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]:
@@ -66,19 +65,19 @@ def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> I
     rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
     groups = [alike for _, _, alike in fold_rows(rows)]
     groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # the longest boxings first
-    for alike in groups[:MOST_VALUES]:
+    for alike in groups[:TRIED]:
         yield from _why(asked, alike)
-    if len(groups) > MOST_VALUES:
-        yield _listed(groups[MOST_VALUES:], pattern)
+    if len(groups) > TRIED:
+        yield _listed(groups[TRIED:], pattern)
 
 
 def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> Section:
     rows: list[Sequence[str]] = []
-    for alike in groups[:MOST_LISTED]:
+    for alike in groups[:LISTED]:
         first = alike[0]
         name = times_text(fold_paths([v.name for v in alike]), len(alike))
         rows.append((name, short_aval(first.aval), placement_text(first.placement), first.line or "argument"))
-    more = f", of which the first {MOST_LISTED}" if len(groups) > MOST_LISTED else ""
+    more = f", of which the first {LISTED}" if len(groups) > LISTED else ""
     title = f"{pattern!r} also matches {number_text(len(groups), 'other value')}{more}; name one of them to explain it"
     return Section(title, ("value", "type", "placement", "made by"), rows)
 
@@ -89,7 +88,7 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.line}" if value.line else ""
     head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
-    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=_rank)
+    others = sorted(asked.others(value.node, value.port, TRIED), key=_rank)
     yield Section(head, lines=[_verdict(asked, value, others)])
     for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
         if uses:

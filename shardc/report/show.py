@@ -16,8 +16,17 @@ from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
-from shardc.report.tables import Section, bytes_text, fold_paths, fold_rows, number_text, placement_text, times_text
-from shardc.report.wrong_devices import mesh_text, numbers_text
+from shardc.report.tables import (
+    Section,
+    bytes_text,
+    fold_paths,
+    fold_rows,
+    mesh_text,
+    number_text,
+    numbers_text,
+    placement_text,
+    times_text,
+)
 from shardc.sbp.placement import Placement, local_extent, local_shape
 
 MOST_PIECES = 16
@@ -113,8 +122,7 @@ class LocatedArray:
         """The numbers of the devices that hold the piece at these coordinates."""
         assert isinstance(self.mesh, Mesh)
         index = tuple(at[a] if a in self.placement else slice(None) for a in self.mesh.axis_names)
-        ids = [d.id for d in np.asarray(self.mesh.devices[index]).flat]
-        return ", ".join(map(str, ids if len(ids) <= 4 else [*ids[:3], "…", ids[-1]]))
+        return numbers_text(d.id for d in np.asarray(self.mesh.devices[index]).flat)
 
 
 def _on_mesh(x: Any) -> list[LocatedArray] | str:

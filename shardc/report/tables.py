@@ -12,9 +12,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardc.machine.mesh import AnyMesh, stages_text
 from shardc.sbp.placement import Placement
 
 T = TypeVar("T")
+
+MOST: Final = 8
+"""The most lines, or names, of a list in a text; of a longer one, the first of them and the number of the others."""
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -60,6 +64,19 @@ def percent_text(fraction: float) -> str:
     if 0 < fraction < 1e-3:
         return "less than 0.1%"
     return f"{100 * fraction:.1f}%" if fraction < 0.1 else f"{100 * fraction:.0f}%"
+
+
+def mesh_text(mesh: AnyMesh) -> str:
+    """`data=4, model=2`; of a pipeline's rank `data=2, stage 3`."""
+    return ", ".join([*(f"{a}={n}" for a, n in mesh.shape.items()), *filter(None, [stages_text(mesh)])])
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """`4, 5` or `0-7`."""
+    found = sorted(numbers)
+    if len(found) > 2 and found == [*range(found[0], found[-1] + 1)]:
+        return f"{found[0]}-{found[-1]}"
+    return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
 
 
 def times_text(text: str, count: int) -> str:
