@@ -33,6 +33,7 @@ from shardc.report.chart import Chart, Track
 from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
 from shardc.report.rules import rules_text
+from shardc.report.tables import Section, report_text
 from shardc.report.timeline_text import draw_timeline, unit_of
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
@@ -356,31 +357,27 @@ def _headline(schedule: Schedule) -> str:
 
 def _table(result: _Outcome, timeline: Timeline) -> str:
     """The figures as text: those of each rank, then those of the whole schedule."""
-    peaks = peak_activations(result.schedule, timeline)
-    ranks = [
-        ("", [f"rank {r}" for r in range(result.schedule.ranks)]),
-        ("busy", [f"{_rounded(b):.9g}" for b in timeline.busy]),
-        ("bubble, first to last action", [f"{_rounded(b):.9g}" for b in timeline.bubble_per_rank]),
-        ("peak activations, in chunks", [str(p) for p in peaks]),
+    rows = [
+        ("busy", *(f"{_rounded(b):.9g}" for b in timeline.busy)),
+        ("bubble, first to last action", *(f"{_rounded(b):.9g}" for b in timeline.bubble_per_rank)),
+        ("peak activations, in chunks", *map(str, peak_activations(result.schedule, timeline))),
     ]
     share = timeline.bubble / timeline.makespan if timeline.makespan else 0.0
     whole = [
-        ("makespan", f"{_rounded(timeline.makespan):.9g}"),
-        ("bubble, makespan minus busy", f"{_rounded(timeline.bubble):.9g} ({share:.1%})"),
-        ("messages between ranks", str(timeline.messages)),
+        f"makespan: {_rounded(timeline.makespan):.9g}",
+        f"bubble, makespan minus busy: {_rounded(timeline.bubble):.9g} ({share:.1%})",
+        f"messages between ranks: {timeline.messages}",
     ]
     if result.found:
         found = result.found
         gap = "proved optimal" if found.gap < 1e-9 else f"an optimal schedule is at most {found.gap:.1%} faster"
-        whole.append(("lower bound of makespan", f"{_rounded(found.bound):.9g}: {gap} ({found.tried} tried)"))
+        whole.append(f"lower bound of makespan: {_rounded(found.bound):.9g}, {gap} ({found.tried} tried)")
     for kind in CHANNELS if result.registers_shown else ():
         counts = [str(c.registers) for c in result.net.channels if re.match(rf"{kind}\b", c.name)]
         if counts:
-            whole.append((f"registers, {kind.replace('_', ' ')}", " ".join(counts)))
-    margin = max(len(name) for name, _ in (*ranks, *whole))
-    cell = max(len(c) for _, row in ranks for c in row)
-    lines = [f"{name:<{margin}}  " + "  ".join(f"{c:>{cell}}" for c in row) for name, row in ranks]
-    return "\n".join([*lines, *(f"{name:<{margin}}  {value}" for name, value in whole)])
+            whole.append(f"registers, {kind.replace('_', ' ')}: {' '.join(counts)}")
+    columns = ("", *(f">rank {r}" for r in range(result.schedule.ranks)))
+    return report_text((Section("Each rank", columns, rows), Section("The whole schedule", lines=whole)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
 from shardc.plan.saved_json import to_json
 from shardc.plan.saved_plan import record, record_borders
-from shardc.report.chart import planned_chart
+from shardc.report.chart import Chart, planned_chart
 from shardc.report.chart_text import chart_text
 from shardc.report.diff import diff
 from shardc.report.explain import sections_of
@@ -127,7 +127,46 @@ class Plan(_Face, SpmdPlan):
         )
 
 
-class PipelinePlan(_Face, MpmdPlan):
+class Drawn:
+    """A call of a pipeline that can be drawn: the simulated one, or the last one, planned above measured.
+
+    Attributes:
+      writes: whether this process writes files; one of several does.
+    """
+
+    writes = True
+
+    @property
+    def chart(self) -> Chart:
+        """The call.
+
+        Raises:
+          PipelineError: there was no call yet.
+        """
+        raise NotImplementedError
+
+    def timeline(self, width: int = 120) -> str:
+        """The call as text: a row for each rank, `width` characters to a line."""
+        return chart_text(self.chart, width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the call, and how full its channels are, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        chart = self.chart
+        if self.writes:
+            draw_picture(chart, path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        chart = self.chart
+        if self.writes:
+            write_trace(chart, path)
+
+
+class PipelinePlan(_Face, Drawn, MpmdPlan):
     """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
 
     def with_schedule(self, schedule: Any) -> PipelinePlan:
@@ -150,21 +189,10 @@ class PipelinePlan(_Face, MpmdPlan):
         saved = record_borders(self.program, self.mesh, self.inputs, self.outputs, self.seconds, self.gap)
         Path(path).write_text(to_json(saved), "utf-8")
 
-    def timeline(self, width: int = 120) -> str:
-        """The simulated call as text: a row for each rank, `width` characters to a line."""
-        return chart_text(planned_chart(self), width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the simulated call, and how full its channels are, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
-        """
-        draw_picture(planned_chart(self), path)
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the simulated call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        write_trace(planned_chart(self), path)
+    @property
+    def chart(self) -> Chart:
+        """The simulated call."""
+        return planned_chart(self)
 
     def __repr__(self) -> str:
         return (

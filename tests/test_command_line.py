@@ -95,7 +95,7 @@ def test_auto_says_how_far_it_can_be_from_the_best(capsys):
     assert (code, got["makespan"], got["bound"], got["gap"]) == (0, 27, 27, 0)
     assert got["tried"] > 0
     _, out, _ = run(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "auto", "--memory", "3")
-    assert "lower bound of makespan       28: an optimal schedule is at most 10.7% faster (" in out
+    assert "lower bound of makespan: 28, an optimal schedule is at most 10.7% faster (" in out
 
 
 def test_credits(capsys):

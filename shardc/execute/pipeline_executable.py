@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
@@ -42,10 +41,7 @@ from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.stage_network import Once
 from shardc.pipeline.step_values import StepValues, step_values
-from shardc.report.chart import measured_chart
-from shardc.report.chart_text import chart_text
-from shardc.report.picture import draw_picture
-from shardc.report.trace_file import write_trace
+from shardc.report.chart import Chart, measured_chart
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.sbp.placement import Placement
 
@@ -447,37 +443,14 @@ class PipelineExecutable:
 
     # -- inspection
 
-    def timeline(self, width: int = 120) -> str:
-        """The last call as text, planned above measured for each rank, in lines of `width` characters.
+    def chart(self) -> Chart:
+        """The last call, planned above measured for each rank. Where several processes run, all of them ask for it.
 
         Measured times are those of the host's launches; after `measure`, those on the devices.
 
         Raises:
           PipelineError: there was no call yet.
         """
-        return chart_text(self._chart(), width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the last call, planned above measured, and the use of its channels, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: there was no call yet, another ending, or matplotlib is not installed.
-        """
-        chart = self._chart()
-        if self.places.first:
-            draw_picture(chart, path)
-
-    def trace(self, path: str | Path) -> None:
-        """Write the last call, planned and measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Raises:
-          PipelineError: there was no call yet.
-        """
-        chart = self._chart()
-        if self.places.first:
-            write_trace(chart, path)
-
-    def _chart(self) -> Any:
         if self._last is None:
             raise PipelineError(
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
