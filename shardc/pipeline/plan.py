@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -182,75 +183,47 @@ class MpmdPlan:
         return self.cut.homes
 
     @cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The inputs of the program in pieces, as they were known before planning."""
-        return arguments_of(self.request, self.pieces)
+    def in_borders(self) -> list[Border]:
+        """The arguments where they live; of one that is stacked over the stages, each piece."""
+        program, at = self.pieces.program, dict[int, Placement]()
+        for stage in self.stages:
+            for i, placement in zip(stage.program.arguments, stage.plan.inputs, strict=True):
+                at.setdefault(i, placement)
+        known = zip(
+            program.in_paths, program.in_avals, arguments_of(self.request, self.pieces), self.homes, strict=True
+        )
+        return [
+            Border(path, aval, at.get(i, Placement()), argument, self.stages[home].mesh, home)
+            for i, (path, aval, argument, home) in enumerate(known)
+        ]
 
     @cached_property
-    def results(self) -> tuple[Pin | None, ...]:
-        """The pins of the results of the program in pieces."""
-        return results_of(self.request, self.pieces)
-
-    @cached_property
-    def ties(self) -> tuple[int | None, ...]:
-        """For each result of the program in pieces the donated input that it replaces."""
-        return tuple(match_donated(self.pieces.program, self.arguments))
+    def out_borders(self) -> list[Border]:
+        """The results where they are made; of one that is stacked over the stages, each piece."""
+        program, given = self.pieces.program, self.in_borders
+        ties = match_donated(program, [b.known for b in given])
+        at = {
+            i: (placement, stage)
+            for stage in self.stages
+            for i, placement in zip(stage.program.results, stage.plan.outputs, strict=True)
+        }
+        made = zip(program.out_paths, program.out_avals, results_of(self.request, self.pieces), ties, strict=True)
+        found: list[Border] = []
+        for i, (path, aval, pin, tie) in enumerate(made):
+            placement, stage = at[i]
+            reuses = tie is not None and given[tie].placement == placement
+            found.append(Border(path, aval, placement, Argument(pin), stage.mesh, stage.number, reuses))
+        return found
 
     @cached_property
     def inputs(self) -> tuple[Placement, ...]:
         """Placements of the arguments; of one in pieces that of the first piece."""
-        return _of_first(self.piece_inputs, self.pieces.inputs)
+        return _of_first(self.in_borders, self.pieces.inputs)
 
     @cached_property
     def outputs(self) -> tuple[Placement, ...]:
         """Placements of the results; of one in pieces that of the first piece."""
-        return _of_first(self.piece_outputs, self.pieces.outputs)
-
-    @cached_property
-    def piece_inputs(self) -> tuple[Placement, ...]:
-        """Placements of the inputs of the program in pieces, where they live."""
-        at: dict[int, Placement] = {}
-        for stage in self.stages:
-            for i, p in zip(stage.program.arguments, stage.plan.inputs, strict=True):
-                at.setdefault(i, p)
-        return tuple(at.get(i, Placement()) for i in range(len(self.pieces.inputs)))
-
-    @cached_property
-    def piece_outputs(self) -> tuple[Placement, ...]:
-        """Placements of the results of the program in pieces."""
-        at = {i: p for stage in self.stages for i, p in zip(stage.program.results, stage.plan.outputs, strict=True)}
-        return tuple(at[i] for i in range(len(self.pieces.outputs)))
-
-    @cached_property
-    def result_stages(self) -> tuple[int, ...]:
-        """The stage that each result, or piece of one, lives on."""
-        at = {i: stage.number for stage in self.stages for i in stage.program.results}
-        return tuple(at[i] for i in range(len(self.pieces.outputs)))
-
-    @property
-    def in_borders(self) -> list[Border]:
-        found = [
-            (i, Border(self.pieces.program.in_paths[i], var.aval, at, self.arguments[i], stage.mesh, stage.number))
-            for stage in self.stages
-            for i, var, at in zip(
-                stage.program.arguments, stage.plan.boxed.jaxpr.invars, stage.plan.inputs, strict=True
-            )
-            if self.homes[i] == stage.number
-        ]
-        return [border for _, border in sorted(found, key=lambda numbered: numbered[0])]
-
-    @property
-    def out_borders(self) -> list[Border]:
-        program, places = self.pieces.program, zip(self.piece_outputs, self.result_stages, strict=True)
-        return [
-            Border(
-                path, aval, at, Argument(pin), self.stages[stage].mesh, stage,
-                reuses=tie is not None and self.piece_inputs[tie] == at,
-            )
-            for path, aval, (at, stage), pin, tie in zip(
-                program.out_paths, program.out_avals, places, self.results, self.ties, strict=True
-            )
-        ]  # fmt: skip
+        return _of_first(self.out_borders, self.pieces.outputs)
 
     @cached_property
     def _stage_collectives(self) -> list[tuple[int, Collective]]:
@@ -282,16 +255,14 @@ class MpmdPlan:
     def transfers(self) -> tuple[Transfer, ...]:
         """The transfers from stage to stage, arguments that several stages use included."""
         found: list[Transfer] = []
-        pieces = self.pieces.program
-        for i, (path, aval) in enumerate(zip(pieces.in_paths, pieces.in_avals, strict=True)):
-            for stage in self.stages:
-                if i in stage.program.arguments and stage.number != self.homes[i]:
-                    size = _piece(aval, self.piece_inputs[i], self.stages[self.homes[i]].mesh)
-                    found.append(Transfer(self.homes[i], stage.number, size, 1, f"argument {path}", short_aval(aval)))
+        for i, b in enumerate(self.in_borders):
+            size, readers = _sent(b.aval, b.placement, b.mesh), (s for s in self.stages if i in s.program.arguments)
+            for n in (s.number for s in readers if s.number != b.stage):
+                found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
             count = self.cut.loop.microbatches if c.in_loop else 1
-            size = _piece(c.aval, placed[c.number], self.stages[c.source].mesh) * count
+            size = _sent(c.aval, placed[c.number], self.stages[c.source].mesh) * count
             found.append(Transfer(c.source, c.target, size, count, c.line, short_aval(c.aval)))
         return tuple(found)
 
@@ -419,19 +390,17 @@ def results_of(request: PipelineRequest, pieces: Pieces) -> tuple[Pin | None, ..
     return tuple(request.results[p.number] for p in pieces.outputs)
 
 
-def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
+def _of_first(borders: Sequence[Border], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
     """The placement of the first piece of each value."""
     found: dict[int, Placement] = {}
-    for piece, placement in zip(pieces, placements, strict=True):
-        found.setdefault(piece.number, placement)
+    for piece, border in zip(pieces, borders, strict=True):
+        found.setdefault(piece.number, border.placement)
     return tuple(found.values())
 
 
-def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
-    size = itemsize_of(aval)
-    for n in local_shape(aval.shape, placement, mesh.sizes):
-        size *= n
-    return size
+def _sent(aval: Any, placement: Placement, mesh: MeshView) -> int:
+    """Bytes of a device's piece as it is sent."""
+    return math.prod(local_shape(aval.shape, placement, mesh.sizes)) * itemsize_of(aval)
 
 
 def task_seconds(plan: PlacedProgram | None) -> float:
