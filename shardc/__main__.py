@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from shardc.errors import ClusterError, MeshError, PipelineError
+from shardc.errors import PipelineError, ShardcError
 from shardc.launch.options import add_run
 from shardc.launch.run import run_command
 from shardc.machine.mesh import make_mesh
@@ -70,19 +70,21 @@ class _Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 on success, 1 for a schedule that deadlocks, 2 for invalid options."""
     args = _parser().parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}."
+    except (ShardcError, UnicodeDecodeError) as error:
+        message = str(error)
+    print(f"{_PROG} {args.command}: {message}", file=sys.stderr)
+    return 2
 
 
 def _schedule_command(args: argparse.Namespace) -> int:
-    try:
-        result = _plan(args)
-        if args.save:
-            Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
-        _write(result, args.svg, args.trace)
-    except OSError as error:
-        return _bad("schedule", f"{error.filename}: {error.strerror}.")
-    except (PipelineError, UnicodeDecodeError) as error:
-        return _bad("schedule", str(error))
+    result = _plan(args)
+    if args.save:
+        Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
+    _write(result, args.svg, args.trace)
     if args.json:
         print(json.dumps(_figures(result)))
     else:
@@ -94,33 +96,14 @@ def _calibrate_command(args: argparse.Namespace) -> int:
     from shardc.tune.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
     from shardc.tune.calibration_text import calibration_text  # noqa: PLC0415
 
-    try:
-        mesh = make_mesh(**args.mesh)
-        assert isinstance(mesh, Mesh)
-        sizes = {"sizes": args.sizes} if args.sizes else {}
-        found = calibrate(mesh, turns=args.turns, **sizes)
-        if args.save:
-            Path(args.save).write_text(found.topology.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        return _bad("calibrate", f"{error.filename}: {error.strerror}.")
-    except MeshError as error:
-        return _bad("calibrate", str(error))
+    mesh = make_mesh(**args.mesh)
+    assert isinstance(mesh, Mesh)
+    sizes = {"sizes": args.sizes} if args.sizes else {}
+    found = calibrate(mesh, turns=args.turns, **sizes)
+    if args.save:
+        Path(args.save).write_text(found.topology.to_json() + "\n", encoding="utf-8")
     print(found.topology.to_json() if args.json else calibration_text(found))
     return 0
-
-
-def _run_command(args: argparse.Namespace) -> int:
-    try:
-        return run_command(args)
-    except OSError as error:
-        return _bad("run", f"{error.filename}: {error.strerror}.")
-    except ClusterError as error:
-        return _bad("run", str(error))
-
-
-def _bad(command: str, message: str) -> int:
-    print(f"{_PROG} {command}: {message}", file=sys.stderr)
-    return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,8 +114,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m shardc", description="Tools of shardc.")
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
-    add_run(commands).set_defaults(run=_run_command)
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command", parser_class=_Parser)
+    add_run(commands).set_defaults(run=run_command)
     schedule = commands.add_parser(
         "schedule",
         help="show a pipeline schedule: its grid over time, bubble, activations and messages",

@@ -27,7 +27,7 @@ from shardc.pipeline.schedule.simulate import Timeline, simulate
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.plan.borders import Border, match_donated
 from shardc.plan.digest import digest_of
-from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Staging, Unlimited
+from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Unlimited
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -122,7 +122,7 @@ class MpmdPlan:
       cut: the programs of the stages, and what crosses between them.
       schedule: the order of every actor's actions; prints and parses as a grid.
       built: the network of the actors, their channels and registers.
-      squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
+      short_of_registers: the ranks without memory for as many registers as the fastest call takes.
       unlimited: the plan with each stage wherever is cheapest, if a rank has no room for that; its `peak` is that of
         the rank that is fullest.
     """
@@ -133,15 +133,9 @@ class MpmdPlan:
     cut: Cut
     schedule: Schedule
     built: StageNetwork
-    squeezed: tuple[int, ...] = ()
+    short_of_registers: tuple[int, ...] = ()
     unlimited: Unlimited | None = None
     gap: float | None = None
-
-    @cached_property
-    def staging(self) -> Staging:
-        """The stages in figures."""
-        sent = sum(t.bytes for t in self.transfers)
-        return Staging(len(self.stages), self.schedule.name, str(self.schedule), sent)
 
     @cached_property
     def digest(self) -> str:
@@ -280,21 +274,21 @@ class MpmdPlan:
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
-        """Operations without a rule that cost a gather or a repeated computation."""
+        """Operations that are replicated, because they have no sharding rule."""
         return tuple(g for s in self.stages for g in s.plan.gathered)
 
     @cached_property
     def found(self) -> tuple[FoundSignatures, ...]:
-        """Operations without a rule that are split by signatures that were found."""
+        """Operations without a sharding rule that are split by automatically found signatures."""
         return tuple(f for s in self.stages for f in s.plan.found)
 
     @cached_property
     def memory(self) -> PipelineMemory:
-        """Bytes per device: over the time of the call for each rank, and in all for the rank that is fullest."""
+        """Bytes per device of each rank over the call. The totals are those of the fullest rank."""
         return self.memory_with(None)
 
     def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
-        """The memory, given the bytes that live inside each task besides its inputs and outputs."""
+        """The same, with `working` bytes of temporaries inside each task; None: as the planner estimates them."""
         programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
         call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
         return pipeline_memory(call, self.capacities, working)
@@ -343,12 +337,12 @@ class MpmdPlan:
 
     @property
     def time(self) -> Time:
-        """Seconds of one call by what they go to, on the rank that waits least."""
+        """Seconds of one call by kind (computing, waiting, ...) on the rank that waits least."""
         return min(self.rank_times, key=lambda t: t.wait)
 
     @cached_property
     def rank_times(self) -> tuple[Time, ...]:
-        """Seconds of one call by what they go to, on each rank. Each adds up to `seconds`."""
+        """Seconds of one call by kind (computing, waiting, ...) on each rank. Each adds up to `seconds`."""
         timeline, tasks = self.simulate(), {label: task for label, (_, task) in self.built.tasks.items()}
 
         def spent(labels: Sequence[Any], busy: float) -> Time:
@@ -362,7 +356,7 @@ class MpmdPlan:
         return tuple(map(spent, timeline.order(), timeline.busy))
 
     def with_registers(self, registers: Sequence[int | None]) -> MpmdPlan:
-        """This plan with `registers` for the channels."""
+        """This plan with these numbers of registers for its channels."""
         return replace(self, built=replace(self.built, network=self.network.with_registers(registers)))
 
 
@@ -374,8 +368,7 @@ PlanView: TypeAlias = SpmdPlan | MpmdPlan
 - `inputs`, `outputs`: placements of the arguments and results of the whole program; `in_borders`, `out_borders`: these
   where they live between calls, several for one that is stacked over stages;
 - `moves`: the collectives that send bytes, each with the number of its stage; `bytes_per_device`, `gathered`, `found`;
-- `seconds`, `time`, `memory`, `gap`, `unlimited`;
-- `staging`: the stages in figures; None: there is one program.
+- `seconds`, `time`, `memory`, `gap`, `unlimited`.
 """
 
 

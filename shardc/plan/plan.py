@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Gathered:
-    """Operations of one primitive that were computed whole on every device for want of a rule."""
+    """Operations of one primitive that are replicated, because it has no sharding rule."""
 
     primitive: str
     count: int
@@ -41,7 +41,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class FoundSignatures:
-    """Operations of one primitive without a rule whose signatures were found.
+    """Operations of one primitive without a sharding rule that are split by automatically found signatures.
 
     Attributes:
       how: what justifies them: "its batching rule".
@@ -57,7 +57,7 @@ class FoundSignatures:
 
 @dataclass(frozen=True)
 class Unlimited:
-    """The cheapest plan, that memory ruled out: its seconds, and the most bytes that it has on a device."""
+    """Figures of the cheapest plan, which does not fit in memory: seconds of a call, and peak bytes of a device."""
 
     seconds: float
     peak: int
@@ -74,23 +74,6 @@ class UnevenResults:
 
     pins: tuple[tuple[str, Placement], ...]
     seconds: float
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Staging:
-    """The stages of a pipeline's plan.
-
-    Attributes:
-      count: the number of stages.
-      schedule: name of the schedule.
-      order: the schedule as a grid.
-      bytes: sent from stage to stage in one call.
-    """
-
-    count: int
-    schedule: str
-    order: str
     bytes: int
 
 
@@ -162,13 +145,13 @@ class PlacedProgram:
 
     @property
     def donations(self) -> dict[int, int]:
-        """The input whose buffer a result takes, for each result that is tied to one and lies as it does."""
+        """For each result that takes the buffer of a donated input of the same placement, that input."""
         tied = may_replace(self.program, self.ties)
         return {k: i for k, i in tied.items() if self.inputs[i] == self.outputs[k]}
 
     @property
     def without_rule(self) -> list[compat.Eqn]:
-        """The equations without a rule, and of more than scalars."""
+        """Equations without a sharding rule, except those that make scalars only."""
         found: list[compat.Eqn] = []
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
@@ -179,7 +162,7 @@ class PlacedProgram:
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
-        """Operations without a rule that cost a gather or a repeated computation."""
+        """Operations that are replicated, because they have no sharding rule."""
         found: dict[str, list[str]] = {}
         for eqn in self.without_rule:
             found.setdefault(eqn.primitive.name, []).append(compat.source_line(eqn))
@@ -187,7 +170,7 @@ class PlacedProgram:
 
     @cached_property
     def found(self) -> tuple[FoundSignatures, ...]:
-        """Operations without a rule that are split by signatures that were found."""
+        """Operations without a sharding rule that are split by automatically found signatures."""
         uses: dict[tuple[str, str, str], list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             if (found := found_of(eqn)) is not None:
@@ -216,8 +199,6 @@ class SpmdPlan(PlacedProgram):
     cheaper: Recomputed | None = None
     trials: tuple[RewriteTrial, ...] = ()
     uneven: UnevenResults | None = None
-
-    staging: None = None
 
     @property
     def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
@@ -251,8 +232,8 @@ _BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_m
 
 
 def copied(plan: object, kind: type[T], **findings: Any) -> T:
-    """A copy of a plan as a plan of this class. Nothing computed of a plan depends on `findings`, the fields that are
-    new in it, so what is computed already is copied too."""
+    """A copy of a plan, as a plan of class `kind`, with new values of the fields in `findings`. The computed properties
+    of a plan depend on none of these fields, so cached values are copied too."""
     made = object.__new__(kind)
     vars(made).update(vars(plan), **findings)
     return made

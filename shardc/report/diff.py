@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from shardc.ir.walk import short_aval
-from shardc.pipeline.plan import PlanView
+from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.saved_plan import record
 from shardc.report.tables import (
     Section,
@@ -49,7 +49,7 @@ def _numbers(plan: PlanView) -> tuple[float, float, float, float]:
 
 def _order(plan: PlanView) -> str:
     """The schedule of a pipeline."""
-    return "" if plan.staging is None else plan.staging.order
+    return str(plan.schedule) if isinstance(plan, MpmdPlan) else ""
 
 
 def _totals(one: PlanView, other: PlanView) -> Section:
@@ -62,11 +62,11 @@ def _totals(one: PlanView, other: PlanView) -> Section:
     )  # fmt: skip
     rows = [(title, text(a), text(b), signed_text(b - a, text)) for title, text, a, b in figures]
     rows.append(("optimality gap", _gap_text(one.gap), _gap_text(other.gap), ""))
-    if (a := one.staging) is not None and (b := other.staging) is not None:
-        sent = bytes_text(a.bytes), bytes_text(b.bytes), signed_text(b.bytes - a.bytes, bytes_text)
-        rows.append(("sent from stage to stage", *sent))
-        rows.append(("stages", str(a.count), str(b.count), ""))
-        rows.append(("schedule", a.schedule, b.schedule, ""))
+    if isinstance(one, MpmdPlan) and isinstance(other, MpmdPlan):
+        a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
+        rows.append(("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text)))
+        rows.append(("stages", str(len(one.stages)), str(len(other.stages)), ""))
+        rows.append(("schedule", one.schedule.name, other.schedule.name, ""))
     return Section(head, ("", ">this plan", ">the other", ">difference"), rows)
 
 
@@ -111,10 +111,9 @@ def _leaves(title: str, one: _Leaves, other: _Leaves) -> Section | None:
 
 def _operations(one: PlanView, other: PlanView) -> Section | None:
     """The number of operations whose operands or results have another placement, of two plans of one program."""
-    if one.staging is not None or other.staging is not None:
+    if isinstance(one, MpmdPlan) or isinstance(other, MpmdPlan):
         return None
-    (_, first), (_, second) = *one.parts, *other.parts
-    a, b = record(first), record(second)
+    a, b = record(one), record(other)
     if a.digests != b.digests:
         return Section("The programs differ; arguments and results are compared by path.")
     assert a.operations is not None

@@ -48,7 +48,7 @@ def explain(plan: PlanView) -> str:
 def sections_of(plan: PlanView) -> list[Section]:
     """The sections of a plan of any kind, in their order."""
     own = pipeline_sections(plan) if isinstance(plan, MpmdPlan) else _program_sections(plan)
-    staged = plan.staging is not None
+    staged = isinstance(plan, MpmdPlan)
     found = [
         _head(plan, own), Section(WORDS), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
@@ -98,7 +98,7 @@ def _scans(plan: PlanView) -> Iterator[str]:
 
 
 def _program_sections(plan: SpmdPlan) -> OwnSections:
-    """The parts of the report that a plan of one program has in its own way."""
+    """The parts of the report that only a plan of one program has."""
     moves = plan.moves
     runs = sum(c.count for _, c in moves)
     times = f", which run {runs} times" if runs != len(moves) else ""
@@ -208,7 +208,7 @@ def why_placed(border: Border) -> str:
 
 def _moves(plan: PlanView) -> Section:
     """A table of the collectives. Stages with equal ones share a row."""
-    staged = plan.staging is not None
+    staged = isinstance(plan, MpmdPlan)
     title = "Moves within stages" if staged else "Moves"
     if not plan.moves:
         return Section(f"{title}: none")

@@ -40,7 +40,7 @@ _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 @dataclass(frozen=True)
 class OwnSections:
-    """The parts of a report that each kind of plan has in its own way, or alone.
+    """The parts of a report that differ between a plan of one program and one of a pipeline.
 
     Attributes:
       meshes: those that the head names.
@@ -203,7 +203,7 @@ def _kinds(all_steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _alike(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The rows of stages, or ranks, those with equal cells as one; the numbers come first."""
+    """The rows of stages, or ranks, with their numbers in front. Rows with equal cells are one row."""
     numbers: dict[tuple[str, ...], list[int]] = {}
     for number, cells in enumerate(rows):
         numbers.setdefault(cells, []).append(number)
@@ -297,8 +297,8 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
     ]
     others = len(plan.network.channels) - len(repeated)
     more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
-    few = f"; fewer than is fastest, because ranks {ranges_text(plan.squeezed)} have too little memory for more"
-    more += few if plan.squeezed else ""
+    if ranks := plan.short_of_registers:
+        more += f"; fewer than is fastest, because ranks {ranges_text(ranks)} have too little memory for more"
     return Section(
         f"Channels: registers of the channels used once per microbatch{more}",
         ("channel", "stages", ">credits", ">most in use", ">bytes each", ">bytes at most"),

@@ -36,7 +36,7 @@ def programs_after(plan: PlanView, name: str) -> str:
     if isinstance(plan, MpmdPlan):
         found[""] = plan.pieces.program.passed
     for number, part in plan.parts:
-        which = "" if plan.staging is None else f"stage {number}"
+        which = f"stage {number}" if isinstance(plan, MpmdPlan) else ""
         found[which] = [*part.program.passed, ("insert_boxing", part.boxed.jaxpr)]
     for stage in plan.stages if isinstance(plan, MpmdPlan) else ():
         for task in (stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()):

@@ -47,7 +47,7 @@ def _without_rule(plan: PlanView, where: str, replicate: Collection[str]) -> Ite
 
 
 def _not_donated(plan: PlanView, where: str) -> Iterator[str]:
-    """A warning about arguments that are returned updated, with all their leaves, and not donated."""
+    """A warning about arguments that the function returns updated, all leaves of them, but that are not donated."""
     program, count = plan.program, len(plan.program.given_avals)
     given = plan.request.arguments[:count]
     made = set(compat.variables(program.jaxpr.outvars)) - set(program.jaxpr.invars)

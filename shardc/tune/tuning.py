@@ -10,6 +10,7 @@ from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
 from shardc.pipeline.plan import Pipeline
+from shardc.plans import PipelinePlan
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -149,10 +150,9 @@ def pipeline_text(c: Candidate) -> str:
     """Stages and schedule of a pipeline, `4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    staging = None if c.plan is None else c.plan.staging
-    name = c.pipeline.schedule if staging is None else staging.schedule
-    stages = "" if staging is None else f"{number_text(staging.count, 'stage')}, "
-    return f"{stages}{name}"
+    if not isinstance(c.plan, PipelinePlan):
+        return str(c.pipeline.schedule)
+    return f"{number_text(len(c.plan.stages), 'stage')}, {c.plan.schedule.name}"
 
 
 def _proved(gap: float | None) -> str:
