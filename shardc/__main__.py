@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -21,7 +21,6 @@ from shardc.errors import PipelineError, ShardcError
 from shardc.launch.options import add_run
 from shardc.launch.run import run_command
 from shardc.machine.mesh import make_mesh
-from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.check import checked
 from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
@@ -30,11 +29,11 @@ from shardc.pipeline.schedule.network import CHANNELS, network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
 from shardc.report.chart import Chart, Track
+from shardc.report.chart_text import chart_text
 from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
 from shardc.report.rules import rules_text
-from shardc.report.tables import Section, report_text
-from shardc.report.timeline_text import draw_timeline, unit_of
+from shardc.report.tables import Section, number_text, report_text
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 
@@ -46,7 +45,7 @@ _COLOURS: Final = (
 )
 _EPILOG: Final = """\
 letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input gradient, W the weight gradient:
-         B = I + W. If each rank has one stage, the grid omits the stage number.
+         B = I + W. If each rank has one stage, the drawing omits the stage number. A dot is idle time.
 example: python -m shardc schedule zb-h1 --stages 4 --microbatches 16
 """
 _RANKS, _MICROBATCHES = 4, 8
@@ -84,7 +83,12 @@ def _schedule_command(args: argparse.Namespace) -> int:
     result = _plan(args)
     if args.save:
         Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
-    _write(result, args.svg, args.trace)
+    if result.timeline is not None:
+        chart = _chart(result.schedule, result.timeline)
+        if args.svg:
+            draw_picture(chart, args.svg)
+        if args.trace:
+            write_trace(chart, args.trace)
     if args.json:
         print(json.dumps(_figures(result)))
     else:
@@ -270,16 +274,14 @@ def _named_schedule(args: argparse.Namespace, name: str) -> tuple[Schedule, Foun
     return make_schedule(name, ranks, microbatches, args.chunks, costs=args.costs), None
 
 
-def _write(result: _Outcome, picture: str | None, trace: str | None) -> None:
-    """Write the picture and the trace, if asked for; nothing for a schedule that deadlocks."""
-    if result.timeline is None:
-        return
-    schedule = result.schedule
-    chart = Chart(_headline(schedule), (Track("simulated", result.timeline),), schedule.rank_of, seconds=False)
-    if picture:
-        draw_picture(chart, picture)
-    if trace:
-        write_trace(chart, trace)
+def _title(schedule: Schedule) -> str:
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
+    text = f"{schedule.name}: {number_text(p, 'rank')}, {number_text(m, 'microbatch')}"
+    return f"{text}, {v} stages on each rank" if v > 1 else text
+
+
+def _chart(schedule: Schedule, timeline: Timeline) -> Chart:
+    return Chart(_title(schedule), (Track("simulated", timeline),), schedule.rank_of, seconds=False)
 
 
 def _figures(result: _Outcome) -> dict[str, Any]:
@@ -309,33 +311,16 @@ def _rounded(time: float) -> float:
 
 
 def _show(result: _Outcome) -> None:
-    schedule, timeline = result.schedule, result.timeline
-    print(_headline(schedule))
-    if timeline is None:
-        print(f"\n{result.deadlock}")
+    if result.timeline is None:
+        print(f"{_title(result.schedule)}\n\n{result.deadlock}")
         return
-    console = Console(highlight=False)
-    own = schedule.rank_of == tuple(range(schedule.ranks))
-
-    def label(of: Hashable) -> str:
-        return f"{of.kind}{of.microbatch}" if own and isinstance(of, Action) else str(of)
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    unit = unit_of(timeline.spans, label)
-    if unit:
-        grid = Text(draw_timeline(timeline.spans, width=width, label=label))
-        for pattern, colour in _COLOURS:
-            grid.highlight_regex(pattern, colour)
-        dot = f"A dot is {unit:g} unit{'s' * (unit != 1)} of idle time."
-        console.print("", grid, dot, sep="\n", soft_wrap=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    text = Text(chart_text(_chart(result.schedule, result.timeline), width))
+    for pattern, colour in _COLOURS:
+        text.highlight_regex(pattern, colour)
+    Console(highlight=False).print(text, soft_wrap=True)
     print()
-    print(_table(result, timeline))
-
-
-def _headline(schedule: Schedule) -> str:
-    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
-    text = f"{schedule.name}: {p} rank{'s' * (p > 1)}, {m} microbatch{'es' * (m > 1)}"
-    return text if v == 1 else f"{text}, {v} stages on each rank"
+    print(_table(result, result.timeline))
 
 
 def _table(result: _Outcome, timeline: Timeline) -> str:
