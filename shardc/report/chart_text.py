@@ -8,8 +8,7 @@ from fractions import Fraction
 from typing import Final
 
 from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import Chart, Track, scale_of
-from shardc.report.tables import padded_name, wrapped_rows
+from shardc.report.chart import KINDS, Chart, Track, scale_of
 from shardc.runtime.actor import Span
 
 _PER_TICK: Final = 12
@@ -51,7 +50,7 @@ def chart_text(chart: Chart, width: int = 120) -> str:
     rows = [_row(chart, t, rank, scale, cell) for rank in ranks for t, scale in zip(tracks, scales, strict=True)]
     rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
     about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
-    return f"{about}\n\n{wrapped_rows(named, rows, room)}\n\n{_legend(chart)}"
+    return f"{about}\n\n{_wrapped(named, rows, room)}\n\n{_legend(chart)}"
 
 
 def _blocks(chart: Chart, room: int, lines: int) -> int:
@@ -104,7 +103,8 @@ def _cell(chart: Chart, span: Span, room: int, touches: bool) -> str:
     name = chart.label(span.label)
     if len(name) > room - touches:
         name = chart.kind(span.label)
-    return padded_name(name, room, blank=touches)
+    text = max(1, room - touches)
+    return f"{name[:text]:-<{text}} "[:room]
 
 
 def _fine(chart: Chart, spans: Sequence[Span], scale: float) -> dict[int, str]:
@@ -137,8 +137,15 @@ def _legend(chart: Chart) -> str:
     """The meaning of the letters that occur."""
     spans = (s for track in chart.tracks for row in track.timeline.spans for s in row)
     found = {chart.kind(s.label) for s in spans if s.end > s.start}
-    meaning = {
-        "F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient",
-        "L": "L load, before the loop", "U": "U update", "-": "other names: waits for all ranks",
-    }  # fmt: skip
-    return ", ".join([*(text for kind, text in meaning.items() if kind in found), "the number is the microbatch"])
+    words = [f"{'other names:' if kind == '-' else kind} {word}" for kind, word in KINDS.items() if kind in found]
+    return ", ".join([*words, "the number is the microbatch"])
+
+
+def _wrapped(heads: Sequence[str], rows: Sequence[str], room: int) -> str:
+    """Rows with their heads, wrapped into blocks of `room` characters that stand one below the other."""
+    margin = max(map(len, heads))
+    longest = max(map(len, rows))
+    return "\n\n".join(
+        "\n".join(f"{h:<{margin}} | {r[at : at + room]}".rstrip() for h, r in zip(heads, rows, strict=True))
+        for at in range(0, longest, room)
+    )

@@ -195,19 +195,3 @@ def _table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )  # fmt: skip
     console.print(table)
     return out.getvalue()
-
-
-def padded_name(name: str, room: int, *, blank: bool = True) -> str:
-    """A name of a task, padded or cut to `room` characters: `F0----- `; with `blank`, the last one is a blank."""
-    text = max(1, room - blank)
-    return f"{name[:text]:-<{text}} "[:room]
-
-
-def wrapped_rows(heads: Sequence[str], rows: Sequence[str], room: int) -> str:
-    """Rows with their heads, wrapped into blocks of `room` characters that stand one below the other."""
-    margin = max(map(len, heads))
-    longest = max(map(len, rows))
-    return "\n\n".join(
-        "\n".join(f"{h:<{margin}} | {r[at : at + room]}".rstrip() for h, r in zip(heads, rows, strict=True))
-        for at in range(0, longest, room)
-    )

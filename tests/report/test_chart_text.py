@@ -58,7 +58,9 @@ def test_long_actions_are_wide_and_blocks_end_with_a_unit():
 
 
 def test_times_without_a_unit_fill_the_width():
-    assert in_units("1f1b", (0.371, 0.7123, 0.211), width=60).startswith("rank 0 | F0-- F1---............B0----------.....B1----------\n")
+    assert in_units("1f1b", (0.371, 0.7123, 0.211), width=60).startswith(
+        "rank 0 | F0-- F1---............B0----------.....B1----------\n"
+    )
 
 
 def test_nothing_takes_time():
