@@ -90,7 +90,7 @@ def _formulas(names: list[str]) -> Iterator[str]:
                     yield _formula(find_rule(operation_of(eqn)))
 
 
-def _eqns(jaxpr: compat.Jaxpr) -> Iterator[compat.Eqn]:
+def _eqns(jaxpr: Any) -> Iterator[compat.Eqn]:
     """The equations of a jaxpr, and of all that it calls."""
     for eqn in jaxpr.eqns:
         yield eqn
