@@ -316,6 +316,14 @@ def rule_names() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+def rules() -> dict[RuleFn, list[str]]:
+    """Each rule with its primitives."""
+    found: dict[RuleFn, list[str]] = {}
+    for name, fn in _RULES.items():
+        found.setdefault(fn, []).append(name)
+    return found
+
+
 def gathered(op: Operation) -> Rule:
     """The rule of an operation that has none: everything B."""
     return Rule(tuple((None,) * len(a.shape) for a in op.operands), tuple((None,) * len(a.shape) for a in op.results))
