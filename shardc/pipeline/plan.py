@@ -270,6 +270,10 @@ class MpmdPlan:
 
     def simulate(self) -> Timeline:
         """The call under virtual time: makespan, bubbles, registers in use."""
+        return self._timeline
+
+    @cached_property
+    def _timeline(self) -> Timeline:
         return simulate(self.network, self.cost, self.link)
 
     @cached_property
