@@ -18,6 +18,8 @@ from shardc.sbp.placement import Placement
 
 T = TypeVar("T")
 
+WIDTH: Final = 120
+"""Characters of a line of text that is drawn, where nothing says how many there is room for."""
 MOST: Final = 8
 """The most lines, or names, of a list in a text; of a longer one, the first of them and the number of the others."""
 
