@@ -295,7 +295,7 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
     ]
     others = len(plan.network.channels) - len(repeated)
     more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
-    if ranks := plan.short_of_registers:
+    if ranks := plan.squeezed:
         more += f"; fewer than is fastest, because ranks {ranges_text(ranks)} have too little memory for more"
     return Section(
         f"Channels: registers of the channels used once per microbatch{more}",
