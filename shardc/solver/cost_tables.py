@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 A = TypeVar("A", bound=NDArray[Any])
 Table: TypeAlias = NDArray[np.float64]
-Single: TypeAlias = NDArray[np.float32]
 Index: TypeAlias = NDArray[np.intp]
 Pair: TypeAlias = tuple[int, int]
 

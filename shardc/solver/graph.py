@@ -36,20 +36,6 @@ class Graph(NamedTuple):
     left: Table
 
 
-class MessagePass(NamedTuple):
-    """How messages are sent along all edges.
-
-    Attributes:
-      forward: in the order of the visits; otherwise back.
-      exact: with tables in double precision; otherwise in single precision, in half the time.
-      read: whether an assignment is read on the way.
-    """
-
-    forward: bool
-    exact: bool
-    read: bool
-
-
 class Members(NamedTuple):
     """Groups of values.
 

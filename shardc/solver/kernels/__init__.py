@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from shardc.solver.cost_tables import Given, Single, Table
+from shardc.solver.cost_tables import Given, Table
 from shardc.solver.graph import Graph, Members
 from shardc.solver.kernels import numpy_kernels
 from shardc.solver.kernels.numpy_messages import NumpyPasses
@@ -29,12 +29,11 @@ compile for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid f
 class Kernels(Protocol):
     """One implementation: a module with these functions."""
 
-    def passes(self, graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> NumpyPasses:
+    def passes(self, graph: Graph, tables: Sequence[Table]) -> NumpyPasses:
         """Passes over a graph.
 
         Args:
           tables: of each edge, the values of its variable in rows; C-contiguous.
-          singles: the same in single precision, or nothing: then every pass has to be exact.
         """
         ...
 

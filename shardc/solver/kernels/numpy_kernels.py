@@ -8,13 +8,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph, Members
+from shardc.solver.cost_tables import CHUNK, Index, Table
+from shardc.solver.graph import Members
 from shardc.solver.kernels.numpy_messages import NumpyPasses, in_order
 
-
-def passes(graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> NumpyPasses:
-    return NumpyPasses(graph, tables, singles)
+passes = NumpyPasses
 
 
 def further(after: Table, change: Table, before: Table, last: Table) -> Table:
