@@ -29,7 +29,7 @@ from benchmarks.layers import MESHES
 from benchmarks.measure import fake_cpu, report
 from benchmarks.tables import Rows, new_table, start
 from shardc.passes.place import place
-from shardc.solver import Assignment, Memo, SolverOptions, minimize
+from shardc.solver import Assignment, Memo, SolverOptions, dual, minimize
 from shardc.solver.cost_tables import Given, Pair, Table
 from shardc.solver.kernels import kernels_for, numpy_kernels
 from shardc.solver.reduce import Reduction
@@ -104,7 +104,7 @@ PATCHES: Mapping[str, tuple[tuple[Any, str, Any], ...]] = {
     "values compared": ((Reduction, "_drop_beaten", NOTHING),),
     "two neighbours": ((Reduction, "_work_of", only_one(Reduction, "_work_of")),),
     "pairs fixed": ((Reduction, "cheap", unchanged),),
-    "extrapolation": ((numpy_kernels, "further", lambda after, *_: after),),
+    "extrapolation": ((dual, "extrapolated", lambda after, *_: after),),
 }
 """What takes a mechanism out, by its name."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -2,8 +2,8 @@
 
 These are sequential tree-reweighted messages (Kolmogorov 2006, "Convergent tree-reweighted message passing"). The
 variables are visited in an order and back; each gives an equal share of its costs to the edges ahead. Every state of
- the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
- it.
+the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
+it.
 Messages change slowly in one direction for a long time, so each sweep begins at an extrapolation (Anderson 1965,
 "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls.
 
@@ -21,12 +21,21 @@ from shardc.solver.cost_tables import Index, Pair, Table, double
 from shardc.solver.graph import graph_of, outwards
 from shardc.solver.kernels import Kernels, numpy_kernels
 from shardc.solver.kernels.numpy_kernels import block
+from shardc.solver.kernels.numpy_messages import in_order
 
 CALL: Final = 1 << 18
 STEP: Final = 1 << 8
 """Entries that could be touched in the time that it takes to begin a pass, and to go on to the next edge."""
 SWEEPS: Final = 4
 """Sweeps from one reading of assignments to the next."""
+
+
+def extrapolated(after: Table, change: Table, before: Table, last: Table) -> Table:
+    """The combination of two states of the messages whose change is least: `before`, reached by the change `last`, and
+    `after`, reached by `change`."""
+    turn = change - last
+    along, square = in_order(change * turn), in_order(turn * turn)
+    return after - (along / square if square > 0 else 0.0) * (after - before)
 
 
 class Dual:
@@ -55,7 +64,7 @@ class Dual:
         self.readings: list[Index] = []
         order = outwards(near)
         self.graph, tables = graph_of([u.size for u in own], self.near, order)
-        self._kernels, self._passes = kernels, kernels.passes(self.graph, tables)
+        self._passes = kernels.passes(self.graph, tables)
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
@@ -85,7 +94,7 @@ class Dual:
         self.bound, after = bound, self.messages
         change, self._begin = after - begin, after
         if self._last is not None:
-            self._begin = self._kernels.further(after, change, *self._last)
+            self._begin = extrapolated(after, change, *self._last)
         self._last = after, change
 
     def cost(self, values: Index) -> float:

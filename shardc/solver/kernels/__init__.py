@@ -37,11 +37,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def further(self, after: Table, change: Table, before: Table, last: Table) -> Table:
-        """Extrapolates messages that changed by `last` to `before`, and by `change` to `after`: the combination of the
-        two whose change is least."""
-        ...
-
     def least_product(self, left: Table, right: Table) -> Table:
         """The minimum over k of left[k, a] + right[k, b], for all a, b."""
         ...

@@ -192,20 +192,6 @@ def _send(g: _Graph, own: Table, messages: Table, forward: bool, read: bool, val
 
 
 @compiled
-def further(after: Table, change: Table, before: Table, last: Table) -> Table:
-    """The extrapolated messages, as `Kernels.further`."""
-    along, square = 0.0, 0.0
-    for k in range(after.size):
-        turn = change[k] - last[k]
-        along += change[k] * turn
-        square += turn * turn
-    found, part = np.empty(after.size), along / square if square > 0 else 0.0
-    for k in range(after.size):
-        found[k] = after[k] - part * (after[k] - before[k])
-    return found
-
-
-@compiled
 def least_product(left: Table, right: Table) -> Table:
     """The minimum over k of left[k, a] + right[k, b], for all a, b."""
     found = np.empty((left.shape[1], right.shape[1]))

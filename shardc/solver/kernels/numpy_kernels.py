@@ -10,15 +10,9 @@ from numpy.typing import NDArray
 
 from shardc.solver.cost_tables import CHUNK, Index, Table
 from shardc.solver.graph import Members
-from shardc.solver.kernels.numpy_messages import NumpyPasses, in_order
+from shardc.solver.kernels.numpy_messages import NumpyPasses
 
 passes = NumpyPasses
-
-
-def further(after: Table, change: Table, before: Table, last: Table) -> Table:
-    turn = change - last
-    along, square = in_order(change * turn), in_order(turn * turn)
-    return after - (along / square if square > 0 else 0.0) * (after - before)
 
 
 def least_product(left: Table, right: Table) -> Table:
