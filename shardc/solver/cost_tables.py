@@ -22,8 +22,6 @@ CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
 LARGE: Final = 4096
 """Tables with more entries are looked up by sums of their bits, not by all bytes."""
-MOST: Final = 1 << 31
-"""Bytes of arrays that a memo keeps, roughly, before it forgets all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +126,8 @@ class Memo:
             self.held += array.nbytes
         return made
 
-    def forget(self, most: int = MOST) -> None:
-        """Forgets everything if it holds more than `most` bytes."""
+    def forget(self, most: int = 1 << 31) -> None:
+        """Forgets everything if it holds more than `most` bytes, roughly."""
         if self.held > most:
             self._small.clear()
             self._large.clear()

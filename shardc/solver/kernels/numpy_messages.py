@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from shardc.solver.cost_tables import CHUNK, Index, Table
+from shardc.solver.cost_tables import CHUNK, FORBIDDEN, Index, Table
 from shardc.solver.graph import Graph
-
-FAR: Final = 1e30
-"""Stands for infinity in differences of costs."""
 
 
 def least_sums(table: Table, here: Table, out: Table, space: Table) -> None:
@@ -310,7 +307,7 @@ class NumpyPasses:
                 table = self._tables[e]
                 new, old = float(table[after[v], after[j]]), float(table[before[v], before[j]])
                 # where but one end differs, the other one stays at a value that both have
-                change[v if here else j] += min(new, FAR) - min(old, FAR)
+                change[v if here else j] += min(new, FORBIDDEN) - min(old, FORBIDDEN)
                 if here and differ[j]:
                     leader[_root(leader, v)] = _root(leader, j)
         gain = [0.0] * len(before)
