@@ -132,7 +132,7 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
     Args:
       entries: those of all arrays; begins: (arrays,) where each begins.
       strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in
-         the last.
+        the last.
       sizes: (dimensions,) of the sum, two at least.
     """
     shape: list[int] = sizes.tolist()
