@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
@@ -99,9 +98,7 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
 
 
 def _digest(plan: Any) -> str:
-    if plan is None or isinstance(plan, str):
-        return plan or ""
-    return hashlib.sha256(plan.explain().encode()).hexdigest()[:16]
+    return "" if plan is None else plan if isinstance(plan, str) else plan.digest
 
 
 class Checkpoints:

@@ -378,25 +378,33 @@ def test_litter_of_a_killed_run_goes(tmp_path):
     assert names(tmp_path) == ["1"] and names(tmp_path / "1") == [steps.MARK, "0", "0.json"]
 
 
-class FakePlan:
-    def __init__(self, text):
-        self.text = text
-
-    def explain(self):
-        return self.text
+def a_plan(**mesh):
+    f = shardc.function(jnp.tanh, mesh=make_mesh(data=4, model=2, **mesh), in_placements={"data": S(0)})
+    return f.plan(jnp.ones((8, 8)))
 
 
 def test_another_plan_is_said(tmp_path):
-    with shardc.checkpoints(tmp_path, plan=FakePlan("data parallel")) as saved:
+    plan = a_plan()
+    with shardc.checkpoints(tmp_path, plan=plan) as saved:
         saved.step(0, {"x": 1})
         assert saved.last(or_else={"x": 1})[1] == 1 and saved.note == ""
     with shardc.checkpoints(tmp_path, plan="abc") as saved:
         assert saved.last(or_else={"x": 0}) == ({"x": 1}, 1)
-        digest = json.loads((tmp_path / "0" / "0.json").read_text())["plan"]
-        assert saved.note == f"The checkpoint of step 0 was written under plan {digest}, not abc."
+        assert saved.note == f"The checkpoint of step 0 was written under plan {plan.digest}, not abc."
     with shardc.checkpoints(tmp_path) as saved:
         saved.last(or_else={"x": 0})
         assert saved.note == ""
+
+
+def test_other_memory_is_no_other_plan(tmp_path):
+    plans = [a_plan(hbm=hbm) for hbm in ("4GB", "8GB")]
+    assert plans[0].explain() != plans[1].explain()
+    for plan in plans:
+        with shardc.checkpoints(tmp_path, plan=plan) as saved:
+            state, start = saved.last(or_else={"x": 0})
+            assert saved.note == ""
+            saved.step(start, state)
+    assert start == 1
 
 
 # -- errors of the body and of the writer
