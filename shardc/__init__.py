@@ -41,8 +41,7 @@ from shardc.passes.trace.pins import rules
 from shardc.pipeline.plan import Pipeline
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.plan.data_parallel import data_parallel
-from shardc.plan.saved_json import load_plan
-from shardc.plan.saved_plan import SavedPlan
+from shardc.plan.saved_plan import SavedPlan, load_plan
 from shardc.plans import MemoryLimitError, PipelinePlan, Plan
 from shardc.report.show import show
 from shardc.sbp.discover import discover

@@ -52,8 +52,7 @@ from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
 from shardc.plan.make import Misfit, make_plan
 from shardc.plan.replay import replay
 from shardc.plan.request import Argument, ArgumentsTree, Request
-from shardc.plan.saved_json import load_plan
-from shardc.plan.saved_plan import SavedPlan
+from shardc.plan.saved_plan import SavedPlan, load_plan
 from shardc.plans import AnyPlan, MemoryLimitError, PipelinePlan, Plan
 from shardc.report.heed import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement

@@ -15,8 +15,7 @@ from shardc.plan.counterfactual import Counterfactual
 from shardc.plan.digest import digest_of
 from shardc.plan.make import Misfit
 from shardc.plan.plan import SpmdPlan, keep_computed
-from shardc.plan.saved_json import to_json
-from shardc.plan.saved_plan import record, record_borders
+from shardc.plan.saved_plan import record, record_borders, to_json
 from shardc.report.chart import planned_chart
 from shardc.report.chart_text import chart_text
 from shardc.report.diff import diff

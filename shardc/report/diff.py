@@ -120,12 +120,11 @@ def _operations(one: SpmdPlan | MpmdPlan, other: SpmdPlan | MpmdPlan) -> str:
     a, b = record(one.programs[0]), record(other.programs[0])
     if a.digests != b.digests:
         return "The programs differ; arguments and results are compared by path."
-    assert a.operations is not None
-    assert b.operations is not None
-    moved = sum(x != y for x, y in zip(a.operations, b.operations, strict=True))
+    pairs = [(x, y) for x, y in zip(a.rows or (), b.rows or (), strict=True) if x.is_operation]
+    moved = sum(x.at != y.at for x, y in pairs)
     if not moved:
         return ""
-    return f"{moved} of {number_text(len(a.operations), 'operation')} read or make a value with another placement."
+    return f"{moved} of {number_text(len(pairs), 'operation')} read or make a value with another placement."
 
 
 _Kind: TypeAlias = tuple[str, str, str, str, str, str]
