@@ -21,24 +21,22 @@ from shardc.calls.placing import put
 from shardc.checkpoint.group import ClusterPeers, Group, group_of
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
-from shardc.checkpoint.orbax import module
+from shardc.checkpoint.orbax import Writer, module
 from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     TOKEN,
     Checkpoint,
-    folder_of,
+    commit,
+    folders_in,
     foreign,
-    is_written,
     last_complete,
-    make,
+    partial_folder,
     prune,
     read_checkpoint,
-    steps_in,
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
-from shardc.checkpoint.writer import Writer
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
 from shardc.execute.peers import settle_all
 from shardc.runtime import cluster
@@ -256,8 +254,7 @@ class Checkpoints:
         finally:
             if made:
                 (self.directory / made).unlink(missing_ok=True)
-        written = (step for step in steps_in(self.directory) if is_written(folder_of(self.directory, step)))
-        self._newest, self._is_tidy, self._took_steps = next(written, -1), False, False
+        self._newest, self._is_tidy, self._took_steps = next(iter(folders_in(self.directory)), -1), False, False
 
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
@@ -329,7 +326,7 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         until = monotonic() + APPEARS
-        while not (found := read_checkpoint(self.directory, step)).is_complete:
+        while not (found := read_checkpoint(self.directory / str(step))).is_complete:
             if monotonic() > until:
                 raise CheckpointError(f"{found.folder} is not complete: {found.missing or found.damage}")
             sleep(0.1)
@@ -364,24 +361,26 @@ class Checkpoints:
             stored = blocks_of(number, x)
             leaves.append(described(path, x, [block for block, _ in stored]))
             arrays.update((block.name, encode(value)) for block, value in stored)
-        folder = folder_of(self.directory, step)
+        folder = partial_folder(self.directory, step)
         if self._group.speaks:
             try:
-                make(folder)
+                folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
 
     def _finish(self, step: int, leaves: list[StoredLeaf]) -> None:
-        """In the thread of the writer: what makes a checkpoint complete, and older ones superfluous."""
+        """Write the manifest, which completes this owner's part, and delete checkpoints beyond `keep`. Runs in the
+        thread of the writer after the arrays are written."""
         group = self._group
         if group.speaks:
-            folder = folder_of(self.directory, step)
+            folder = partial_folder(self.directory, step)
             own = folder / str(group.owner)
             own.mkdir(exist_ok=True)
             versions = VERSION, jax.__version__
             made = Manifest(step, group.owner, group.owners, tuple(leaves), files_of(own), self.plan, *versions)
             write_manifest(made, folder)
+            commit(folder, group.owners)
         if group.me == 0:
             self._prune()
 

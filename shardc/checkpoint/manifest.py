@@ -1,7 +1,7 @@
 """The manifest of a part of a checkpoint: which leaves its owner has written, and in which files.
 
-A checkpoint is a folder named by its step. In it each owner has a folder that orbax writes, and a manifest that is
-written last. The checkpoint is complete when the manifests of all owners are there.
+In the folder of a checkpoint each owner has a folder that orbax writes, and a manifest that is written last. The
+checkpoint is complete when the manifests of all owners are there.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import shardc
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint import checkpoints as face
-from shardc.checkpoint import steps
+from shardc.checkpoint.steps import read_checkpoint
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError
 from tests.checkpoint.peers import Fake, Run, all_processes, as_process, use_fakes
 from tests.checkpoint.test_leaves import elsewhere, far
@@ -330,6 +330,7 @@ def _delete(folder):
 
 def _no_manifest(folder):
     (folder / "0.json").unlink()
+    folder.rename(f"{folder}.partial")
     return "no manifest is there", False
 
 
@@ -350,7 +351,7 @@ def test_the_one_before_a_half_written_one_is_taken(tmp_path, caplog, damage):
         assert saved.note.startswith("The checkpoint of step 1 is not complete: ") and why in saved.note
         assert saved.note.endswith("; that of step 0 is taken.") and saved.note in caplog.text
         np.testing.assert_array_equal(state["x"], np.random.default_rng(0).normal(size=100))
-        assert start == 1 and names(tmp_path) == ["0", "1"]  # who only looks removes nothing
+        assert start == 1 and names(tmp_path) == ["0", "1" if stays else "1.partial"]  # who only looks removes nothing
         saved.step(1, state)
         assert saved.last(or_else=state)[1] == 2 and saved.note == ""
     assert names(tmp_path) == ["0", "1", *(["1.damaged"] if stays else [])]
@@ -366,16 +367,15 @@ def test_none_is_complete(tmp_path):
 
 
 def test_litter_of_a_killed_run_goes(tmp_path):
-    for name in ("7/0.orbax-checkpoint-tmp/d", "3/1.orbax-checkpoint-tmp"):
+    for name in ("7.partial/0.orbax-checkpoint-tmp/d", "3.partial/1.orbax-checkpoint-tmp"):
         (tmp_path / name).mkdir(parents=True)
-        steps.make(tmp_path / name[0])
-    (tmp_path / "3" / "0.json.tmp").touch()
+    (tmp_path / "3.partial" / "0.json.tmp").touch()
     (tmp_path / ".token-0123").touch()
     with shardc.checkpoints(tmp_path, every=2) as saved:
         saved.step(0, {"x": 1})  # there is no complete one: this is the first run
         assert names(tmp_path) == []
         saved.step(1, {"x": 1})
-    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == [steps.MARK, "0", "0.json"]
+    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["0", "0.json"]
 
 
 def a_plan(**mesh):
@@ -460,7 +460,7 @@ def test_an_error_of_the_body_goes_out_and_nothing_more_is_written(tmp_path, cap
 
     with pytest.raises(ZeroDivisionError):
         within(60, loop)
-    assert names(tmp_path) == ["0"] and steps.read_checkpoint(tmp_path, 0).is_complete
+    assert names(tmp_path) == ["0"] and read_checkpoint(tmp_path / "0").is_complete
 
 
 def test_an_error_of_the_body_does_not_wait_for_ever(tmp_path, monkeypatch):
@@ -487,11 +487,11 @@ def test_a_slow_writer_does_not_hold_the_run(tmp_path, monkeypatch):
         with shardc.checkpoints(tmp_path, every=3) as saved:
             for i in range(5):  # the second one to write would wait
                 saved.step(i, {"x": np.ones(3)})
-            assert not steps.read_checkpoint(tmp_path, 2).is_complete
+            assert not read_checkpoint(tmp_path / "2").is_complete
             may_end.set()
 
     within(60, loop)
-    assert steps.read_checkpoint(tmp_path, 2).is_complete
+    assert read_checkpoint(tmp_path / "2").is_complete
 
 
 # -- several processes
@@ -525,7 +525,7 @@ def write_two(directory, steps=3, **options):
 def test_each_island_writes_what_it_has(tmp_path):
     assert write_two(tmp_path) == [0, 0]
     assert names(tmp_path) == ["1", "2"]
-    assert names(tmp_path / "2") == [steps.MARK, "0", "0.json", "1", "1.json"]
+    assert names(tmp_path / "2") == ["0", "0.json", "1", "1.json"]
     manifests = [json.loads((tmp_path / "2" / f"{o}.json").read_text()) for o in (0, 1)]
     assert [[bool(x["blocks"]) for x in m["leaves"]] for m in manifests] == [[True, True, False], [True, False, True]]
     assert [m["owners"] for m in manifests] == [2, 2]
@@ -567,6 +567,7 @@ def test_another_number_of_islands_takes_it_whole(tmp_path, processes):
 def test_a_step_that_one_island_has_not_written_is_not_taken(tmp_path):
     write_two(tmp_path)
     (tmp_path / "2" / "1.json").unlink()
+    (tmp_path / "2").rename(tmp_path / "2.partial")
 
     def body(cluster):
         with shardc.checkpoints(tmp_path) as saved:
