@@ -120,8 +120,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._writer is not None:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
-        self._open()
-        self._writer = Writer(SECONDS)
+        writer = Writer(SECONDS)
+        self._meet(writer, None)
+        self._writer = writer
         return self
 
     def __exit__(
@@ -216,13 +217,8 @@ class Checkpoints:
         Raises:
           PeerLostError: a peer was lost and is not started again.
         """
-        lost: PeerLostError | None = None
         while True:
-            if lost is not None:
-                self._rejoin(lost)
             try:
-                if lost is not None:
-                    self._open()
                 state, start = self.last(init, mesh=mesh, placements=placements)
                 for i in range(start, steps):
                     state, loss = _state_and_loss(one_step(i, state), state)
@@ -230,7 +226,7 @@ class Checkpoints:
                 self._end(self._open_writer())  # while a loss can still be mended
                 return state
             except PeerLostError as error:
-                lost = error
+                self._meet(self._open_writer(), error)
 
     # -- several processes
 
@@ -339,14 +335,24 @@ class Checkpoints:
         self._group.together(self._name("tidy"), work)
         self._is_tidy = True
 
-    def _rejoin(self, lost: PeerLostError) -> None:
-        """After the loss of a peer: wait until it is started again. Raises `lost` if nobody can do that."""
-        peers = _peers()
-        if peers is None:
-            raise lost
-        self._open_writer().dismiss(SECONDS)
-        peers.rejoin()
-        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+    def _meet(self, writer: Writer, lost: PeerLostError | None) -> None:
+        """Meet the other processes; after the loss of a peer, or if one is lost meanwhile, when it is started again.
+
+        Raises:
+          PeerLostError: nobody can start it again.
+        """
+        while True:
+            if lost is not None:
+                if (peers := _peers()) is None:
+                    raise lost
+                writer.dismiss(SECONDS)
+                peers.rejoin()
+                _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+            try:
+                self._open()
+                return
+            except PeerLostError as error:
+                lost = error
 
     # -- writing
 

@@ -690,6 +690,27 @@ def test_a_second_loss_while_the_run_begins_again(tmp_path):
     assert count == [1, 1]
 
 
+def test_a_loss_on_entry_is_mended_too(tmp_path):
+    lost = []
+
+    class Unlucky(Fake):
+        def gather(self, name, text):
+            if name.endswith("token") and not lost:
+                lost.append(1)
+                raise PeerLostError("process 1 is lost: killed.", 1)
+            return super().gather(name, text)
+
+        def rejoin(self):
+            self.counts = {}
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            return saved.run(lambda i, state: {"n": state["n"] + i}, {"n": 0}, steps=5)
+
+    assert within(60, as_process, Unlucky(Run(1, 1), 0), body) == {"n": 10} and lost
+    assert names(tmp_path) == ["3", "4"]
+
+
 def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path, caplog):
     """One has done all steps when the other dies: it has to come back."""
     lost = []
