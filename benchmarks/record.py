@@ -4,8 +4,9 @@
     python -m benchmarks.record --against before.json        # prints what differs, and exits with 1 if anything does
     python -m benchmarks.record --only zoo schedules --out before.json
 
-Of each plan: its digest (the placement of each value, each boxing), bytes sent per device, seconds,
-peak memory, gap, and the processor seconds that planning took. Each group is planned in a process of its own.
+Of each plan: its digest (the placement of each value, each boxing), bytes sent per device, seconds, peak memory, gap,
+of a pipeline its schedule and registers, and the processor seconds that planning took, whose median ratio is printed.
+Each group is planned in a process of its own.
 """
 
 from __future__ import annotations

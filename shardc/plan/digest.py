@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Jaxpr, Var
+from shardc.ir.nested import NESTED, bodies_of
 from shardc.ir.walk import all_eqns
 from shardc.plan.plan import PlacedProgram
 from shardc.plan.rows import operation_text, placement_word

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import box_p
-from shardc.passes.place.insert_boxing import entries_of
+from shardc.ir.nested import bodies_of
 from shardc.passes.place.problem import Node, Problem, Scope
 from shardc.sbp.placement import REPLICATED, Placement
 
@@ -93,14 +93,14 @@ class _Ports:
             self.found.setdefault(node, {})[port] = placement
 
     def scope(self, scope: Scope, returns: Sequence[tuple[Node, int]]) -> None:
-        for node, eqn in zip(scope.nodes, scope.jaxpr.eqns, strict=True):
+        for node in scope.nodes:
             row = next(self.rows)
             if isinstance(node, Node):
                 self.note([(node, port) for port in range(len(row.at))], row.at)
                 continue
             self.note([*((n, 0) for n in node.entries), *((n, -1) for n in node.exits)], row.at)
             for k, inner in enumerate(node.scopes):
-                self.note([(n, len(n.operands)) for n in entries_of(eqn, node, k)], next(self.rows).makes)
+                self.note([(n, len(n.operands)) for n in node.entries_into(k)], next(self.rows).makes)
                 self.scope(inner, node.returns[k])
         self.note(returns, next(self.rows).at)
 
