@@ -17,7 +17,7 @@ from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
-from shardc.plan.check_found import check_found
+from shardc.plan.verify_signatures import check_found
 from shardc.plans import Drawn, PipelinePlan, Plan
 from shardc.report.chart import Chart
 from shardc.sbp.signature import is_extended

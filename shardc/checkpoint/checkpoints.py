@@ -18,10 +18,10 @@ import jax
 
 from shardc import compat
 from shardc.calls.placing import put
-from shardc.checkpoint.group import ClusterPeers, Group, group_of
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
+from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
 from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
@@ -243,13 +243,12 @@ class Checkpoints:
         peers = _peers()
         self._group: Group = group_of(peers)
         self._progress = Progress(peers)
-        made = self._group.together(self._name("begin"), self._leave_token if self._group.me == 0 else str)
+        token = self._group.from_first(self._name("begin"), self._leave_token)
         try:
-            token = self._group.gather(self._name("token"), made)[0]
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
         finally:
-            if made:
-                (self.directory / made).unlink(missing_ok=True)
+            if self._group.me == 0:
+                (self.directory / token).unlink(missing_ok=True)
         self._newest, self._is_tidy, self._took_steps = next(iter(folders_in(self.directory)), -1), False, False
 
     def _leave_token(self) -> str:
@@ -281,8 +280,7 @@ class Checkpoints:
         writer.wait()
         self._group.together(self._name("written"), writer.check)
         self._took_steps = False
-        told = self._group.together(self._name("look"), self._look if self._group.me == 0 else str)
-        said = json.loads(self._group.gather(self._name("found"), told)[0])
+        said = json.loads(self._group.from_first(self._name("look"), self._look))
         self.note = said["note"]
         if self.note and self._group.me == 0:
             _log.warning("%s", self.note)
@@ -330,9 +328,8 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Before the first step: remove what interrupted runs have left."""
-        taken = self._newest
-        work = (lambda: tidy(self.directory, taken)) if self._group.me == 0 else (lambda: None)
-        self._group.together(self._name("tidy"), work)
+        is_first = self._group.me == 0
+        self._group.together(self._name("tidy"), lambda: tidy(self.directory, self._newest) if is_first else None)
         self._is_tidy = True
 
     def _meet(self, writer: Writer, lost: PeerLostError | None) -> None:
@@ -368,7 +365,7 @@ class Checkpoints:
             leaves.append(described(path, x, [block for block, _ in stored]))
             arrays.update((block.name, encode(value)) for block, value in stored)
         folder = partial_folder(self.directory, step)
-        if self._group.speaks:
+        if self._group.is_leader:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -379,7 +376,7 @@ class Checkpoints:
         """Write the manifest, which completes this owner's part, and delete checkpoints beyond `keep`. Runs in the
         thread of the writer after the arrays are written."""
         group = self._group
-        if group.speaks:
+        if group.is_leader:
             folder = partial_folder(self.directory, step)
             own = folder / str(group.owner)
             own.mkdir(exist_ok=True)
