@@ -99,19 +99,20 @@ def files_of(folder: Path) -> dict[str, int]:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write a manifest in one move: it is there whole, or not at all."""
+    """Write a manifest in one move: it is there whole, or not at all. Once it is there another owner may rename the
+    folder."""
     path = manifest_path(folder, manifest.owner)
     fresh = path.with_suffix(".json.tmp")
     with fresh.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(manifest)}, file)
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(path)
-    where = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(where)
+        fresh.replace(path)
+        os.fsync(opened)
     finally:
-        os.close(where)
+        os.close(opened)
 
 
 def read_manifest(path: Path) -> Manifest:
