@@ -47,11 +47,11 @@ _log: Final = logging.getLogger("shardc")
 SECONDS: Final = 600.0
 """For writing one checkpoint."""
 GRACE: Final = 30.0
-"""Seconds that the end of a failed loop waits for what is being written."""
+"""Seconds for which a loop that failed waits for its last checkpoint."""
 HURRY: Final = 3.0
-"""Seconds of that wait when the run is interrupted, as by Ctrl-C."""
+"""The same when the run is interrupted, as by Ctrl-C."""
 APPEARS: Final = 10.0
-"""Seconds in which what one host writes appears on the others."""
+"""Seconds after which a file that one host has written is expected on the others."""
 
 
 def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None) -> Checkpoints:
@@ -275,7 +275,8 @@ class Checkpoints:
             )
 
     def _find(self) -> Checkpoint | None:
-        """The newest complete checkpoint: process 0 looks, when nobody writes any more, and tells the others."""
+        """The newest complete checkpoint. Process 0 reads the directory when all writers have finished, and sends the step
+        to the others."""
         writer = self._open_writer()
         writer.wait()
         self._group.together(self._name("written"), writer.check)

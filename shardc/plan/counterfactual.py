@@ -1,4 +1,5 @@
-"""A plan's problem, solved again with other things said: what another placement of one value costs, or a pin.
+"""The placement problem of a plan, solved again under other conditions: what another placement of a value, or a pin,
+costs.
 
 The problem is built anew from what the plan was made of, with its pins released: a pin is then a restriction of the
 choices of one node, so that every question is answered on the same tables, and most of the work is done once.
