@@ -275,8 +275,8 @@ class Checkpoints:
             )
 
     def _find(self) -> Checkpoint | None:
-        """The newest complete checkpoint. Process 0 reads the directory when all writers have finished, and sends the step
-        to the others."""
+        """The newest complete checkpoint. Process 0 reads the directory when all writers have finished, and sends the
+        step to the others."""
         writer = self._open_writer()
         writer.wait()
         self._group.together(self._name("written"), writer.check)
