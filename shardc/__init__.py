@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from shardc.pipeline.schedule.schedule import Schedule
     from shardc.pipelines import PipelinePlan
     from shardc.plan.data_parallel import data_parallel
-    from shardc.plan.saved_json import load_plan
-    from shardc.plan.saved_plan import SavedPlan
+    from shardc.plan.saved_plan import SavedPlan, load_plan
     from shardc.plans import MemoryLimitError, Plan
     from shardc.report.show import show
     from shardc.sbp.discover import discover
@@ -155,7 +154,7 @@ _MODULES = {
     "fetch": "shardc.calls.placing",
     "fsdp": "shardc.passes.trace.fully_sharded",
     "function": "shardc.api",
-    "load_plan": "shardc.plan.saved_json",
+    "load_plan": "shardc.plan.saved_plan",
     "make_mesh": "shardc.machine.mesh",
     "put": "shardc.calls.placing",
     "rows_here": "shardc.calls.placing",

@@ -48,8 +48,7 @@ from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
 from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.request import Argument, ArgumentsTree, Request
-from shardc.plan.saved_json import load_plan
-from shardc.plan.saved_plan import SavedPlan
+from shardc.plan.saved_plan import SavedPlan, load_plan
 from shardc.plans import MemoryLimitError, Plan
 from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement

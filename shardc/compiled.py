@@ -16,7 +16,7 @@ from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
-from shardc.plan.check_found import check_found
+from shardc.plan.verify_signatures import check_found
 from shardc.plans import Plan
 from shardc.sbp.signature import is_extended
 

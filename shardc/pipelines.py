@@ -16,8 +16,7 @@ from shardc.passes.trace.trace import is_array
 from shardc.pipeline.make import make_pipeline_plan, with_schedule
 from shardc.pipeline.options import PipelineRequest
 from shardc.pipeline.plan import MpmdPlan
-from shardc.plan.saved_json import to_json
-from shardc.plan.saved_plan import record_borders
+from shardc.plan.saved_plan import record_borders, to_json
 from shardc.plans import PlanFace
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.chart_text import chart_text

@@ -13,8 +13,7 @@ from shardc.errors import ArgumentError, ShardcError
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
-from shardc.plan.saved_json import to_json
-from shardc.plan.saved_plan import record
+from shardc.plan.saved_plan import record, to_json
 
 if TYPE_CHECKING:
     from shardc.pipeline.plan import PlanView

@@ -107,6 +107,18 @@ for module in MODULES:
     module.TOPOLOGIES = {**USERS, "cpu": EAGER}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def meshes_as_they_were():
+    """JAX has one mesh object for equal meshes, so what `make_mesh(hbm=, calibration=)` says in one file would hold for
+    the mesh that another file made when it was collected."""
+    tables = shardc.machine.mesh._hbm_of_mesh, shardc.machine.mesh._calibration_of_mesh
+    before = [dict(table) for table in tables]
+    yield
+    for table, then in zip(tables, before, strict=True):
+        table.clear()
+        table.update(then)
+
+
 @pytest.fixture
 def as_users_plan(monkeypatch):
     for module in MODULES:

@@ -76,7 +76,7 @@ COVERED: Final[Mapping[str, str]] = {
     "pipeline/stage_network.py": "pipeline/test_memory.py",
     "pipeline/step_values.py": "pipeline/test_memory.py",
     "plan/borders.py": "whole/test_function.py",
-    "plan/check_found.py": "passes/trace/test_find_signatures.py",
+    "plan/verify_signatures.py": "passes/trace/test_find_signatures.py",
     "plan/make.py": "passes/place/test_memory_limit.py",
     "plan/names.py": "plan/test_counterfactual.py",
     "plan/saved_*.py": "plan/test_replay.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
@@ -19,27 +18,25 @@ import jax
 
 from shardc import compat
 from shardc.calls.placing import put
-from shardc.checkpoint.group import ClusterPeers, Group, group_of
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
-from shardc.checkpoint.orbax import module
+from shardc.checkpoint.orbax import Writer, module
+from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
 from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     TOKEN,
     Checkpoint,
-    folder_of,
+    commit,
+    folders_in,
     foreign,
-    is_written,
     last_complete,
-    make,
+    partial_folder,
     prune,
     read_checkpoint,
-    steps_in,
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
-from shardc.checkpoint.writer import Writer
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
 from shardc.execute.peers import settle_all
 from shardc.runtime import cluster
@@ -50,11 +47,11 @@ _log: Final = logging.getLogger("shardc")
 SECONDS: Final = 600.0
 """For writing one checkpoint."""
 GRACE: Final = 30.0
-"""Seconds that the end of a failed loop waits for what is being written."""
+"""Seconds for which a loop that failed waits for its last checkpoint."""
 HURRY: Final = 3.0
-"""Seconds of that wait when the run is interrupted, as by Ctrl-C."""
+"""The same when the run is interrupted, as by Ctrl-C."""
 APPEARS: Final = 10.0
-"""Seconds in which what one host writes appears on the others."""
+"""Seconds after which a file that one host has written is expected on the others."""
 
 
 def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None) -> Checkpoints:
@@ -99,9 +96,7 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
 
 
 def _digest(plan: Any) -> str:
-    if plan is None or isinstance(plan, str):
-        return plan or ""
-    return hashlib.sha256(plan.explain().encode()).hexdigest()[:16]
+    return "" if plan is None else plan if isinstance(plan, str) else plan.digest
 
 
 class Checkpoints:
@@ -125,8 +120,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._writer is not None:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
-        self._open()
-        self._writer = Writer(SECONDS)
+        writer = Writer(SECONDS)
+        self._meet(writer, None)
+        self._writer = writer
         return self
 
     def __exit__(
@@ -221,13 +217,8 @@ class Checkpoints:
         Raises:
           PeerLostError: a peer was lost and is not started again.
         """
-        lost: PeerLostError | None = None
         while True:
-            if lost is not None:
-                self._rejoin(lost)
             try:
-                if lost is not None:
-                    self._open()
                 state, start = self.last(init, mesh=mesh, placements=placements)
                 for i in range(start, steps):
                     state, loss = _state_and_loss(one_step(i, state), state)
@@ -235,7 +226,7 @@ class Checkpoints:
                 self._end(self._open_writer())  # while a loss can still be mended
                 return state
             except PeerLostError as error:
-                lost = error
+                self._meet(self._open_writer(), error)
 
     # -- several processes
 
@@ -252,15 +243,13 @@ class Checkpoints:
         peers = _peers()
         self._group: Group = group_of(peers)
         self._progress = Progress(peers)
-        made = self._group.together(self._name("begin"), self._leave_token if self._group.me == 0 else str)
+        token = self._group.from_first(self._name("begin"), self._leave_token)
         try:
-            token = self._group.gather(self._name("token"), made)[0]
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
         finally:
-            if made:
-                (self.directory / made).unlink(missing_ok=True)
-        written = (step for step in steps_in(self.directory) if is_written(folder_of(self.directory, step)))
-        self._newest, self._is_tidy, self._took_steps = next(written, -1), False, False
+            if self._group.me == 0:
+                (self.directory / token).unlink(missing_ok=True)
+        self._newest, self._is_tidy, self._took_steps = next(iter(folders_in(self.directory)), -1), False, False
 
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
@@ -286,13 +275,13 @@ class Checkpoints:
             )
 
     def _find(self) -> Checkpoint | None:
-        """The newest complete checkpoint: process 0 looks, when nobody writes any more, and tells the others."""
+        """The newest complete checkpoint. Process 0 reads the directory when all writers have finished, and sends the
+        step to the others."""
         writer = self._open_writer()
         writer.wait()
         self._group.together(self._name("written"), writer.check)
         self._took_steps = False
-        told = self._group.together(self._name("look"), self._look if self._group.me == 0 else str)
-        said = json.loads(self._group.gather(self._name("found"), told)[0])
+        said = json.loads(self._group.from_first(self._name("look"), self._look))
         self.note = said["note"]
         if self.note and self._group.me == 0:
             _log.warning("%s", self.note)
@@ -332,7 +321,7 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         until = monotonic() + APPEARS
-        while not (found := read_checkpoint(self.directory, step)).is_complete:
+        while not (found := read_checkpoint(self.directory / str(step))).is_complete:
             if monotonic() > until:
                 raise CheckpointError(f"{found.folder} is not complete: {found.missing or found.damage}")
             sleep(0.1)
@@ -340,19 +329,28 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Before the first step: remove what interrupted runs have left."""
-        taken = self._newest
-        work = (lambda: tidy(self.directory, taken)) if self._group.me == 0 else (lambda: None)
-        self._group.together(self._name("tidy"), work)
+        is_first = self._group.me == 0
+        self._group.together(self._name("tidy"), lambda: tidy(self.directory, self._newest) if is_first else None)
         self._is_tidy = True
 
-    def _rejoin(self, lost: PeerLostError) -> None:
-        """After the loss of a peer: wait until it is started again. Raises `lost` if nobody can do that."""
-        peers = _peers()
-        if peers is None:
-            raise lost
-        self._open_writer().dismiss(SECONDS)
-        peers.rejoin()
-        _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+    def _meet(self, writer: Writer, lost: PeerLostError | None) -> None:
+        """Meet the other processes; after the loss of a peer, or if one is lost meanwhile, when it is started again.
+
+        Raises:
+          PeerLostError: nobody can start it again.
+        """
+        while True:
+            if lost is not None:
+                if (peers := _peers()) is None:
+                    raise lost
+                writer.dismiss(SECONDS)
+                peers.rejoin()
+                _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+            try:
+                self._open()
+                return
+            except PeerLostError as error:
+                lost = error
 
     # -- writing
 
@@ -367,24 +365,26 @@ class Checkpoints:
             stored = blocks_of(number, x)
             leaves.append(described(path, x, [block for block, _ in stored]))
             arrays.update((block.name, encode(value)) for block, value in stored)
-        folder = folder_of(self.directory, step)
-        if self._group.speaks:
+        folder = partial_folder(self.directory, step)
+        if self._group.is_leader:
             try:
-                make(folder)
+                folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
 
     def _finish(self, step: int, leaves: list[StoredLeaf]) -> None:
-        """In the thread of the writer: what makes a checkpoint complete, and older ones superfluous."""
+        """Write the manifest, which completes this owner's part, and delete checkpoints beyond `keep`. Runs in the
+        thread of the writer after the arrays are written."""
         group = self._group
-        if group.speaks:
-            folder = folder_of(self.directory, step)
+        if group.is_leader:
+            folder = partial_folder(self.directory, step)
             own = folder / str(group.owner)
             own.mkdir(exist_ok=True)
             versions = VERSION, jax.__version__
             made = Manifest(step, group.owner, group.owners, tuple(leaves), files_of(own), self.plan, *versions)
             write_manifest(made, folder)
+            commit(folder, group.owners)
         if group.me == 0:
             self._prune()
 

@@ -27,12 +27,12 @@ def is_far(x: object) -> bool:
 
 
 def arrives(x: Any) -> bool:
-    """Whether an array lives in another island, and its value, which is small, comes here too."""
+    """Whether an array lives in another island and its value, which is small, is sent to this one."""
     return isinstance(x, FarArray) and x.arriving is not None
 
 
 def arrived(x: FarArray, value: NDArray[Any]) -> FarArray:
-    """An array that lives elsewhere, like `x`, whose value has come here."""
+    """The same remote array, with the value that this island has received."""
     return FarArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
 
 
@@ -109,7 +109,7 @@ def _known(x: Any) -> bool:
 
 
 def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
-    """The arrays in which a leaf is stored here, by what they hold: one, or one for each piece that lies here.
+    """The arrays in which this owner stores a leaf, with their rows: one, or one for each piece of a stacked array.
 
     Args:
       number: of the leaf, for names.
@@ -129,7 +129,7 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
 
 
 def encode(x: Any) -> Any:
-    """An array to store: logical, of a type that zarr has. What JAX holds stays where it is."""
+    """The logical value of a leaf in a type that zarr has. A jax.Array stays on its devices."""
     if isinstance(x, np.ndarray | np.generic):
         return _encode_host(np.array(x, x.dtype.newbyteorder("=")))  # a copy: its owner may write to it
     x = _plain(x)

@@ -1,7 +1,7 @@
 """The manifest of a part of a checkpoint: which leaves its owner has written, and in which files.
 
-A checkpoint is a folder named by its step. In it each owner has a folder that orbax writes, and a manifest that is
-written last. The checkpoint is complete when the manifests of all owners are there.
+In the folder of a checkpoint each owner has a folder that orbax writes, and a manifest that is written last. The
+checkpoint is complete when the manifests of all owners are there.
 """
 
 from __future__ import annotations
@@ -99,19 +99,20 @@ def files_of(folder: Path) -> dict[str, int]:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write a manifest in one move: it is there whole, or not at all."""
+    """Write a manifest in one move: it is there whole, or not at all. Once it is there another owner may rename the
+    folder."""
     path = manifest_path(folder, manifest.owner)
     fresh = path.with_suffix(".json.tmp")
     with fresh.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(manifest)}, file)
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(path)
-    where = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(where)
+        fresh.replace(path)
+        os.fsync(opened)
     finally:
-        os.close(where)
+        os.close(opened)
 
 
 def read_manifest(path: Path) -> Manifest:

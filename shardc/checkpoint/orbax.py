@@ -7,16 +7,20 @@ neither. So arrays are read by tensorstore, in which orbax writes them: zarr arr
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.pieces import Index
 from shardc.errors import CheckpointError
+
+_log: Final = logging.getLogger("shardc")
 
 
 def module(name: str) -> Any:
@@ -33,15 +37,17 @@ def module(name: str) -> Any:
         ) from error
 
 
-class Saver:
-    """Saves mappings from names to arrays, each into a folder, one after the other.
+class Writer:
+    """Writes one checkpoint of an owner at a time, beside the run.
 
     Args:
-      seconds: for one save, after which it fails.
+      seconds: for one checkpoint, after which it fails.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._thread: threading.Thread | None = None
+        self._failed: CheckpointError | None = None
 
     @cached_property
     def _checkpointer(self) -> Any:
@@ -51,17 +57,70 @@ class Saver:
         options = ocp.AsyncOptions(timeout_secs=int(self._seconds), create_directories_asynchronously=False)
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def start(self, folder: Path, arrays: Mapping[str, Any]) -> None:
-        """Copy the arrays to the host, and begin to write them. The folder appears when all is written."""
-        args = module("orbax.checkpoint").args.PyTreeSave(dict(arrays))
-        self._checkpointer.save(folder, args=args)
+    def start(self, step: int, folder: Path, arrays: Mapping[str, Any], finish: Callable[[], None]) -> None:
+        """Begin to write. Returns when the arrays are copied to the host.
 
-    def wait(self) -> None:
-        """Wait until all is written, and raise the error of the writer."""
-        self._checkpointer.wait_until_finished()
+        Args:
+          step: of the checkpoint, for errors.
+          folder: of this owner. It appears when all its files are written; without arrays `finish` has to make it.
+          finish: called, in a thread of its own, when it is there.
+
+        Raises:
+          CheckpointError: this checkpoint, or the one before, cannot be written.
+        """
+        self.wait()
+        self.check()
+
+        def failed(error: Exception) -> CheckpointError:
+            text = f"The checkpoint of step {step} could not be written to {folder}: {type(error).__name__}: {error}"
+            made = CheckpointError(text)
+            made.__cause__ = error
+            return made
+
+        def write() -> None:
+            try:
+                if arrays:
+                    self._checkpointer.wait_until_finished()
+                finish()
+            except Exception as error:  # noqa: BLE001 - `check` raises it in the thread of the run
+                self._failed = failed(error)
+
+        try:
+            if arrays:
+                args = module("orbax.checkpoint").args.PyTreeSave(dict(arrays))
+                self._checkpointer.save(folder, args=args)
+        except Exception as error:
+            raise failed(error) from error
+        self._thread = threading.Thread(target=write, name=f"shardc checkpoint {step}", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing is being written. False: something still is after `seconds`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, once."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def dismiss(self, seconds: float) -> None:
+        """Wait for the last checkpoint, but no longer than `seconds`, and log its error: another error is already on
+        its way."""
+        if not self.wait(seconds):
+            _log.warning("a checkpoint was still being written after %g s; it may stay incomplete", seconds)
+            return
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            _log.warning("%s", failed)
 
     def close(self) -> None:
-        if "_checkpointer" in vars(self):
+        if self._thread is None and "_checkpointer" in vars(self):
             self._checkpointer.close()
 
 

@@ -9,27 +9,27 @@ import jax
 
 
 @runtime_checkable
-class Says(Protocol):
+class StatusLine(Protocol):
     """The part of a `Cluster` that shows a status line."""
 
     def say(self, *, step: int, loss: float | None, tokens: float | None) -> None: ...
 
 
 class Progress:
-    """Tells the status line of each step. Never waits for a device: a loss is shown when it is there."""
+    """Reports each step to the status line. Never waits for a device: a loss is shown once it is computed."""
 
     def __init__(self, line: Any) -> None:
-        self._line = line if isinstance(line, Says) else None
+        self._line = line if isinstance(line, StatusLine) else None
         self._began: float | None = None
         self._waiting: Any = None
         self._loss: float | None = None
 
     def step(self, step: int, loss: Any, tokens: float | None) -> None:
-        """Tell of a step.
+        """Report a step.
 
         Args:
           loss: a number, or an array of one element.
-          tokens: how many the step has taken.
+          tokens: the number of tokens of the step.
         """
         if self._line is None:
             return

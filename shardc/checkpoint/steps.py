@@ -1,9 +1,14 @@
-"""The checkpoints in a directory: which are complete, which one is the last, which may go."""
+"""The checkpoints in a directory: which are complete, which one is the last, which may go.
+
+A checkpoint is written to `<step>.partial`. When the manifests of all owners are there, the folder is renamed to
+`<step>`: this commits it.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -12,8 +17,8 @@ from shardc.checkpoint.manifest import Manifest, StoredLeaf, manifest_path, read
 
 TOKEN: Final = ".token-"
 """How the name of a file begins that is written to see whether all processes share the directory."""
-MARK: Final = ".shardc"
-"""The file in each step's folder that says whose it is."""
+PARTIAL: Final = ".partial"
+"""How the name of a folder ends that is being written, or that an interrupted writer has left."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +65,38 @@ class Checkpoint:
         return self.manifests[0].plan
 
 
-def steps_in(directory: Path) -> list[int]:
-    """The steps that have a folder, the newest first."""
-    named = (p for p in directory.iterdir() if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir())
-    return sorted((int(p.name) for p in named), reverse=True)
+def folders_in(directory: Path, suffix: str = "") -> dict[int, Path]:
+    """The folder of each step, the newest first: the committed ones, or with PARTIAL those that are being written."""
+    names = (p.name.removesuffix(suffix) for p in directory.iterdir() if p.is_dir() and p.name.endswith(suffix))
+    steps = {int(name) for name in names if name.isdecimal() and str(int(name)) == name}
+    return {step: directory / f"{step}{suffix}" for step in sorted(steps, reverse=True)}
 
 
-def make(folder: Path) -> None:
-    """Make the folder of a step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+def partial_folder(directory: Path, step: int) -> Path:
+    """The folder in which the checkpoint of a step is written."""
+    return directory / f"{step}{PARTIAL}"
+
+
+def commit(folder: Path, owners: int) -> None:
+    """Give a checkpoint its name if all its owners have written their manifests. Two owners may find so at once."""
+    if all(manifest_path(folder, owner).exists() for owner in range(owners)):
+        with suppress(FileNotFoundError):
+            folder.replace(folder.with_suffix(""))
 
 
 def foreign(directory: Path) -> list[str]:
-    """The folders that are named like steps, and that somebody else has made."""
-    folders = [folder_of(directory, step) for step in steps_in(directory)]
-    return [f.name for f in folders if not is_written(f) and not (f / MARK).exists() and any(f.iterdir())]
+    """The folders that are named like steps, and that somebody else has made: none has an owner and its manifest."""
+
+    def is_ours(folder: Path) -> bool:
+        inside = list(folder.iterdir())
+        return not inside or any(p.name.isdecimal() and p.with_suffix(".json") in inside for p in inside)
+
+    return [folder.name for folder in folders_in(directory).values() if not is_ours(folder)]
 
 
-def folder_of(directory: Path, step: int) -> Path:
-    return directory / str(step)
-
-
-def read_checkpoint(directory: Path, step: int) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
     """Read what is known of a checkpoint, complete or not. Its arrays are not read."""
-    folder = folder_of(directory, step)
+    step = int(folder.stem)
     found: dict[int, Manifest] = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -106,7 +118,8 @@ def read_checkpoint(directory: Path, step: int) -> Checkpoint:
     lost = [leaf.path for leaf in manifests[0].leaves if leaf.path not in parts]
     if lost and not damage:
         damage = f"no owner has all of {', '.join(lost)}"
-    return Checkpoint(step, folder, manifests, "", damage, parts)
+    missing = "its writer was stopped at the end" if folder.suffix == PARTIAL else ""
+    return Checkpoint(step, folder, manifests, missing, damage, parts)
 
 
 def _damage(folder: Path, manifests: Iterable[Manifest]) -> str:
@@ -151,8 +164,9 @@ def _covering(rows: int, there: Sequence[StoredRows]) -> tuple[StoredRows, ...]:
 def last_complete(directory: Path) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest complete checkpoint, and the newer ones that are not complete."""
     newer: list[Checkpoint] = []
-    for step in steps_in(directory):
-        checkpoint = read_checkpoint(directory, step)
+    every = [*folders_in(directory).items(), *folders_in(directory, PARTIAL).items()]
+    for _, folder in sorted(every, reverse=True):
+        checkpoint = read_checkpoint(folder)
         if checkpoint.is_complete:
             return checkpoint, newer
         newer.append(checkpoint)
@@ -166,48 +180,29 @@ def tidy(directory: Path, taken: int) -> None:
     """
     for path in directory.glob(f"{TOKEN}*"):
         path.unlink(missing_ok=True)
-    for step in steps_in(directory):
-        checkpoint = read_checkpoint(directory, step)
-        if checkpoint.missing:
-            remove(checkpoint.folder)
-        elif step > taken:
-            aside = checkpoint.folder.with_name(f"{step}.damaged")
+    for folder in folders_in(directory, PARTIAL).values():
+        shutil.rmtree(folder)
+    for step, folder in folders_in(directory).items():
+        if step > taken:
+            aside = folder.with_suffix(".damaged")
             shutil.rmtree(aside, ignore_errors=True)
-            checkpoint.folder.replace(aside)
+            folder.replace(aside)
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and incomplete ones that are older than a complete one."""
-    complete = 0
-    for step in steps_in(directory):
-        folder = folder_of(directory, step)
-        if complete >= keep:
+    """Remove all but the newest `keep` committed checkpoints, and what is older than one and is not committed."""
+    committed = folders_in(directory)
+    for folder in list(committed.values())[keep:]:
+        remove(folder)
+    for step, folder in folders_in(directory, PARTIAL).items():
+        if step < max(committed, default=0):
             remove(folder)
-        elif is_written(folder):
-            complete += 1
-        elif complete:
-            remove(folder)
-
-
-def is_written(folder: Path) -> bool:
-    """Whether the manifests of all owners are there."""
-    names = [p.stem for p in folder.glob("*.json")]
-    if not names:
-        return False
-    try:
-        owners = read_manifest(manifest_path(folder, int(names[0]))).owners
-    except (OSError, ValueError):
-        return False
-    return len(names) == owners
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: its manifests first, so that it is at no time complete in part, and its mark last."""
-    for path in folder.glob("*.json"):
-        path.unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != MARK:
-            path.unlink()
-    shutil.rmtree(folder)
+    """Remove a checkpoint. It loses its name first, so that at no time a part of it counts as complete."""
+    gone = folder.with_suffix(PARTIAL)
+    if gone != folder:
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.replace(gone)
+    shutil.rmtree(gone)

@@ -71,46 +71,17 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """A small array that lives in another island, and whose value is known here too."""
-
-    like: Any
-
-    def needs(self) -> list[Index]:
-        return [whole(self.like.shape)]
-
-    def make(self, pieces: Pieces) -> Any:
-        return arrived(self.like, pieces[whole(self.like.shape)])
-
-
-@dataclass(frozen=True)
-class OnHost:
-    """A NumPy array, or a NumPy scalar."""
+class Whole:
+    """An array that this process needs whole. `finish` makes the leaf of it."""
 
     shape: tuple[int, ...]
-    scalar: bool
+    finish: Callable[[NDArray[Any]], Any]
 
     def needs(self) -> list[Index]:
         return [whole(self.shape)]
 
     def make(self, pieces: Pieces) -> Any:
-        value = pieces[whole(self.shape)]
-        return value[()] if self.scalar else value
-
-
-@dataclass(frozen=True)
-class Uncommitted:
-    """A jax.Array on the default device that moves to where it is used."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    weak: bool
-
-    def needs(self) -> list[Index]:
-        return [whole(self.shape)]
-
-    def make(self, pieces: Pieces) -> Any:
-        return finished(jax.numpy.asarray(pieces[whole(self.shape)]), self.dtype, self.weak)
+        return self.finish(pieces[whole(self.shape)])
 
 
 @dataclass(frozen=True)
@@ -279,18 +250,17 @@ def _array_target(x: Any, saved: StoredLeaf) -> Target:
     if is_placed(x):
         return _placed(x, saved.weak)
     if isinstance(x, np.ndarray | np.generic):
-        return OnHost(tuple(x.shape), isinstance(x, np.generic))
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):  # a Python number, of which a step has made an array
-        return Uncommitted((), np.dtype(saved.dtype), saved.weak)
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
-    if sharding is None:
-        return Uncommitted(tuple(x.shape), x.dtype, saved.weak)
-    return Sharded(tuple(x.shape), x.dtype, saved.weak, sharding)
+        return Whole(tuple(x.shape), lambda value: value[()] if isinstance(x, np.generic) else value)
+    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)  # else a Python number, of which a step made an array
+    shape, dtype = (tuple(x.shape), x.dtype) if is_array else ((), np.dtype(saved.dtype))
+    if is_array and getattr(x, "committed", True) and x.sharding is not None:
+        return Sharded(shape, dtype, saved.weak, x.sharding)
+    return Whole(shape, lambda value: finished(jax.numpy.asarray(value), dtype, saved.weak))
 
 
 def _placed(x: Any, weak: bool) -> Target:
     if is_far(x):
-        return Arrived(x) if arrives(x) else Given(x)
+        return Whole(x.shape, lambda value: arrived(x, value)) if arrives(x) else Given(x)
     if not isinstance(x, StackedArray):
         return InPieces(x.shape, x.dtype, weak, x.placement, x.mesh)
     starts = tuple(sum(p.shape[0] for p in x.pieces[:i]) for i in range(len(x.pieces)))

@@ -67,7 +67,7 @@ class Peers:
         if self._exchange is not None:
             texts = self._finish(self._begin(text, what), what)
         elif len(self.members) == jax.process_count():
-            texts = _gathered(text)
+            texts = gathered(text)
         else:
             texts = [text] * len(self.members)
         return self._facts(what, texts)
@@ -146,11 +146,11 @@ def _call_text(what: str, facts: Mapping[str, str]) -> str:
     return json.dumps({"call": what, "facts": facts})
 
 
-def _gathered(text: str) -> list[str]:
-    """The texts of all processes, by collectives of JAX."""
+def gathered(text: str) -> list[str]:
+    """The texts of all processes of this JAX runtime, by its collectives."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]

@@ -124,7 +124,8 @@ def make_mesh(
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's.
+      hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's. JAX has one mesh object for equal axes
+        over the same devices: `calibration` and `hbm` of the last call hold for functions that are made after it.
       **axes: name and size of each axis, outermost first.
 
     Returns:

@@ -1,4 +1,5 @@
-"""A plan's problem, solved again with other things said: what another placement of one value costs, or a pin.
+"""The placement problem of a plan, solved again under other conditions: what another placement of a value, or a pin,
+costs.
 
 The problem is built anew from what the plan was made of, with its pins released: a pin is then a restriction of the
 choices of one node, so that every question is answered on the same tables, and most of the work is done once.
@@ -13,16 +14,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr
-from shardc.ir.box import Boxed, box_p
-from shardc.ir.nested import bodies_of
 from shardc.passes.place.domain import Domains
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placed, Tables
-from shardc.passes.place.problem import Nested, Node, Problem, Scope
+from shardc.passes.place.problem import Node
 from shardc.plan.borders import problem_of
 from shardc.plan.plan import SpmdPlan
+from shardc.plan.rows import ports_in, rows_of
 from shardc.sbp.placement import Pin, Placement, is_even
 from shardc.solver import FORBIDDEN, ROUNDING, Assignment, AssignmentCost
 from shardc.solver.cost_tables import Table, whole
@@ -78,17 +76,11 @@ class Counterfactual:
 
     def _known_state(self) -> list[int]:
         """The choice of each node in the plan; where the plan does not tell, as for holds, the cheapest."""
-        known: dict[Node, _Mask] = {}
-        for node, ports in ports_in(self.problem, self.plan.boxed).items():
-            d = self._domains.of[node.number]
-            mask = np.ones(len(d.options), np.bool_)
-            for port, placement in ports.items():
-                table, rows = d.tables[port], d.rows[port]
-                if table is not None and rows is not None:
-                    mask &= rows == table.index.get(placement, -1)
-            if mask.any():
-                known[node] = mask
-        return self._solve(known, None).values
+        boxed = self.plan.boxed
+        rows = rows_of(boxed.jaxpr.eqns, boxed.jaxpr.outvars, boxed.placements)
+        ports = ports_in(self.problem, self.plan.inputs, rows)
+        masks = {n: self._domains.of[n.number].choices_at(at) for n, at in ports.items()}
+        return self._solve({n: mask for n, mask in masks.items() if mask.any()}, None).values
 
     def _where(self, node: Node, allows: Callable[[Placement], bool], port: int = -1) -> _Mask:
         """The choices of a node that have a value where `allows` says."""
@@ -163,44 +155,3 @@ class Counterfactual:
             tuple(ports[n][0] for n in problem.sinks), plan.ties, request=replace(plan.request, notes=()),
         )  # fmt: skip
         return Other(tuple(ports[n][port] for n in nodes), other, found.exact)
-
-
-def ports_in(problem: Problem, boxed: Boxed) -> dict[Node, dict[int, Placement]]:
-    """The placement at each port of each node of a problem, read off its boxed program."""
-    ports = _Ports(boxed)
-    for node, var in zip(problem.sources, boxed.jaxpr.invars, strict=True):
-        ports.note(node, -1, var)
-    for node, atom in zip(problem.sinks, boxed.jaxpr.outvars, strict=True):
-        ports.note(node, 0, atom)
-    ports.walk(problem.scope, boxed.jaxpr)
-    return ports.found
-
-
-class _Ports:
-    def __init__(self, boxed: Boxed) -> None:
-        self.boxed = boxed
-        self.found: dict[Node, dict[int, Placement]] = {}
-
-    def note(self, node: Node, port: int, atom: Atom) -> None:
-        if not compat.is_literal(atom):
-            self.found.setdefault(node, {})[port] = self.boxed.placements[atom]
-
-    def walk(self, scope: Scope, jaxpr: Jaxpr) -> None:
-        for node, eqn in zip(scope.nodes, (e for e in jaxpr.eqns if e.primitive is not box_p), strict=True):
-            if isinstance(node, Nested):
-                self.nested(node, eqn)
-                continue
-            for port, atom in enumerate((*eqn.invars, *eqn.outvars)):
-                self.note(node, port, atom)
-
-    def nested(self, node: Nested, eqn: Eqn) -> None:
-        for n, atom in zip(node.entries, eqn.invars, strict=True):
-            self.note(n, 0, atom)
-        for n, var in zip(node.exits, eqn.outvars, strict=True):
-            self.note(n, -1, var)
-        for k, (inner, body) in enumerate(zip(node.scopes, bodies_of(eqn), strict=True)):
-            for n, var in zip(node.entries_into(k), body.invars, strict=True):
-                self.note(n, len(n.operands), var)
-            for (n, port), atom in zip(node.returns[k], body.outvars, strict=False):
-                self.note(n, port, atom)
-            self.walk(inner, body)

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.errors import ArgumentError, all_offenders, did_you_mean
-from shardc.ir.box import Boxed, box_p
-from shardc.ir.nested import NESTED, bodies_of, with_bodies
+from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
+from shardc.ir.box import Boxed
 from shardc.ir.program import Program
-from shardc.ir.walk import all_eqns, operation_of
+from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
-from shardc.passes.place.insert_boxing import latest
+from shardc.passes.place.domain import Domains
+from shardc.passes.place.insert_boxing import insert_boxing
+from shardc.passes.place.place import Placed
 from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
 from shardc.plan.borders import match_donated, moves, pin_entries, problem_of
-from shardc.plan.counterfactual import ports_in
+from shardc.plan.digest import digests
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import rewritten
-from shardc.plan.saved_json import rows_of
-from shardc.plan.saved_plan import SavedLeaf, SavedPlan, digests, operation_text, placement_word
-from shardc.sbp.placement import REPLICATED, Pin, Placement
-from shardc.sbp.ring import Ring, goes_around, ring_of, ring_signatures
-from shardc.sbp.signature import Setting, Signature
+from shardc.plan.rows import Row, operation_text, placement_word, ports_in, rows_before_placing
+from shardc.plan.saved_plan import SavedLeaf, SavedPlan
+from shardc.sbp.placement import Pin, Placement
 
 MOST = 4
 """Operations that an error names, of each sort."""
@@ -47,7 +44,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     request = rewritten(request, saved.rewrites, saved.shared, pinned)
     program, mesh = request.program, request.mesh
     where = f"{saved.name} is not a plan of {program.name} as it is called"
-    if saved.operations is None:
+    if saved.rows is None:
         raise ArgumentError(
             f"{saved.name} holds the borders of a pipeline's plan alone; pin them, with "
             "in_placements=shardc.load_plan(...).in_placements, and leave plan= out."
@@ -67,11 +64,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     program = pin_entries(program, pinned)
     ties = match_donated(program, pinned)
     asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
-    problem = problem_of(asked, ties)
-    boxed = _Replayer(saved, problem, mesh).program(program, pinned)
-    wrong = _illegal(problem, mesh, boxed)
-    if wrong:
-        raise ArgumentError(all_offenders(f"{saved.name} was changed so that it is no plan:", wrong))
+    boxed = _boxed(saved, asked, problem_of(asked, ties))
     backend = backend_of(mesh.topology.kind)
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
@@ -119,7 +112,7 @@ def _other_operations(saved: SavedPlan, program: Program, *, with_types: bool) -
     Without types only the kinds: where arguments have other types, so have most operations.
     """
     eqns = all_eqns(program.jaxpr)
-    now, then = list(map(operation_text, eqns)), [text for text, _ in saved.operations or ()]
+    now, then = list(map(operation_text, eqns)), [row.text for row in saved.rows or () if row.is_operation]
     if not with_types:
         now, then = ([text.partition(" ")[0] for text in texts] for texts in (now, then))
     lines = {text: compat.source_line(eqn) for text, eqn in zip(reversed(now), reversed(eqns), strict=True)}
@@ -166,155 +159,49 @@ def _pins_not_kept(saved: SavedPlan, program: Program, request: Request) -> list
     ]
 
 
-@dataclass
-class _Held:
-    """A value in one scope: the placements that it is there in."""
+def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
+    """The program with its values where the plan has them, boxed by the ways that they went.
 
-    at: dict[Placement, Atom]
-    source: str
-    made_by: Eqn | None
-
-
-class _Replayer:
-    def __init__(self, saved: SavedPlan, problem: Problem, mesh: MeshView) -> None:
-        self.saved, self.problem, self.mesh = saved, problem, mesh
-        self._numbers = itertools.count()
-        self.placements: dict[Var, Placement] = {}
-
-    def program(self, program: Program, arguments: Sequence[Argument]) -> Boxed:
-        jaxpr, count = program.jaxpr, sum(map(moves, arguments))
-        env: dict[Var, _Held] = {}
-        for var, a, path in zip(jaxpr.invars, arguments, program.in_paths, strict=True):
-            assert a.pin is not None
-            at = a.arrival if a.arrival is not None and moves(a) else a.pin.placement
-            self._define(env, var, at, f"argument {path}", None)
-        eqns: list[Eqn] = []
-        for eqn in jaxpr.eqns[:count]:  # what arrives elsewhere is brought to where the plan has it
-            (var,), (out,) = eqn.invars, eqn.outvars
-            want = eqn.params["pin"].placement
-            self._box(eqns, env[var], next(iter(env[var].at)), want, var)
-            eqns.append(eqn.replace(invars=[env[var].at[want]]))
-            self._define(env, out, want, env[var].source, eqn)
-        rest, outvars = self._scope(jaxpr.eqns[count:], jaxpr.outvars, env, "results.", self._ends())
-        return Boxed(compat.new_jaxpr(jaxpr.invars, outvars, [*eqns, *rest], jaxpr), self.placements)
-
-    def _ends(self) -> list[Placement]:
-        return [leaf.placement for leaf in self.saved.results.values()]
-
-    def _define(self, env: dict[Var, _Held], var: Var, at: Placement, source: str, eqn: Eqn | None) -> None:
-        self.placements[var] = at
-        env[var] = _Held({at: var}, source, eqn)
-
-    def _box(self, eqns: list[Eqn], held: _Held, src: Placement, dst: Placement, atom: Atom) -> None:
-        var = compat.fresh_var(atom.aval)
-        value = None if compat.is_literal(atom) else self.problem.values[atom]
-        shared = self.problem.view_for(value, self.mesh).shared
-        params = {"src": src, "dst": dst, "source": held.source, "shared": shared}
-        after = latest(eqns) if dst in held.at else []  # boxed once more, not to be kept
-        eqns.append(compat.new_eqn([held.at[src], *after], [var], box_p, params, held.made_by))
-        held.at[dst] = var
-        self.placements[var] = dst
-
-    def _read(self, env: dict[Var, _Held], eqns: list[Eqn], atom: Atom, want: Placement, reader: str) -> Atom:
-        held = _Held({REPLICATED: atom}, "", None) if compat.is_literal(atom) else env[atom]
-        for src, dst in self.saved.boxings.get(reader, ()):
-            if src in held.at:
-                self._box(eqns, held, src, dst, atom)
-        if want not in held.at:
-            raise ArgumentError(
-                f"{self.saved.name} was changed so that it is no plan: {reader} reads its value at "
-                f"{placement_word(want)}, but it is only at {', '.join(map(placement_word, held.at))}."
-            )
-        return held.at[want]
-
-    def _scope(
-        self, eqns: Sequence[Eqn], outvars: Sequence[Atom], env: dict[Var, _Held], end: str, ends: Sequence[Placement]
-    ) -> tuple[list[Eqn], list[Atom]]:
-        made: list[Eqn] = []
-        for eqn in eqns:
-            n = next(self._numbers)
-            assert self.saved.operations is not None
-            (wants, gives), *inside = rows_of(self.saved.operations[n][1])
-            invars = [
-                self._read(env, made, a, want, f"{n}.{k}")
-                for k, (a, want) in enumerate(zip(eqn.invars, wants, strict=True))
-            ]
-            source = compat.source_line(eqn)
-            params = eqn.params
-            if eqn.primitive.name in NESTED:
-                params = with_bodies(eqn, [
-                    self._body(body, f"{n}/{k}.", source, *row)
-                    for k, (body, row) in enumerate(zip(bodies_of(eqn), inside, strict=True))
-                ])  # fmt: skip
-            else:
-                known = (env[a].source for a in eqn.invars if not compat.is_literal(a))
-                source = source or next(known, "")
-            made.append(eqn.replace(invars=invars, params=params))
-            for var, at in zip(eqn.outvars, gives, strict=True):
-                self._define(env, var, at, source, eqn)
-        leave = enumerate(zip(outvars, ends, strict=True))
-        return made, [self._read(env, made, a, want, f"{end}{k}") for k, (a, want) in leave]
-
-    def _body(
-        self, body: Jaxpr, end: str, source: str, takes: Sequence[Placement], gives: Sequence[Placement]
-    ) -> Jaxpr:
-        env: dict[Var, _Held] = {}
-        for var, at in zip(body.invars, takes, strict=True):
-            self._define(env, var, at, source, None)
-        eqns, outvars = self._scope(body.eqns, body.outvars, env, end, gives)
-        return compat.new_jaxpr(body.invars, outvars, eqns, body)
+    Raises:
+      ArgumentError: the file was changed so that it is no plan.
+    """
+    wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", asked.program.jaxpr
+    pins = [leaf.placement for leaf in (*saved.arguments.values(), *saved.captured)]
+    ways = [
+        (a.arrival, p) if a.arrival is not None and moves(a) else (p,)
+        for a, p in zip(asked.arguments, pins, strict=True)
+    ]
+    moved = zip(jaxpr.eqns, [way for way in ways if len(way) > 1], strict=False)
+    rows = [*(Row(operation_text(eqn), (way,), way[1:]) for eqn, way in moved), *(saved.rows or ())]
+    if list(map(_shape, rows)) != list(map(_shape, rows_before_placing(jaxpr))):
+        raise ArgumentError(f"{wrong} rows are missing, or operands in one.")
+    placed, lines = _placed(problem, asked.mesh, ports_in(problem, [way[0] for way in ways], rows))
+    if lines:
+        raise ArgumentError(all_offenders(wrong, lines))
+    try:
+        return insert_boxing(problem, placed, asked.mesh, paths=(path for row in rows for path in row.reads))
+    except PlacementError as error:
+        raise ArgumentError(f"{wrong} {error}") from error
 
 
-def _illegal(problem: Problem, mesh: MeshView, boxed: Boxed) -> list[str]:
-    """A line for each operation that cannot be computed at its placements."""
-    axes = [a for a, n in mesh.axes if n > 1]
-    known: dict[Any, bool] = {}
-    lines: list[str] = []
-    for node, ports in ports_in(problem, boxed).items():
-        key = (id(node.options), id(node.fixed), id(node.rule), node.pin, tuple(ports.items()))
-        if key not in known:
-            known[key] = _is_legal(node, ports, axes, mesh)
-        if not known[key]:
-            at = ", ".join(map(placement_word, ports.values()))
+def _placed(
+    problem: Problem, mesh: MeshView, known: Mapping[Node, Mapping[int, Placement]]
+) -> tuple[Placed, list[str]]:
+    """The choice of each node that has the known placements at its ports, and a line for each that has none."""
+    domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
+    choices, lines = [0] * len(problem.nodes), list[str]()
+    for node, ports in known.items():
+        if node.pin is not None and node.pin.fixed is None:
+            legal = all(map(node.pin.allows, ports.values()))
+        else:
+            found = domains.of[node.number].choices_at(ports)
+            choices[node.number], legal = int(found.argmax()), bool(found.any())
+        if not legal:
             what = node.eqn.primitive.name if node.eqn is not None else f"{node.kind} {node.path}".rstrip()
-            lines.append(f"{what} cannot be computed at {at}.")
-    return _some(list(dict.fromkeys(lines)))
+            lines.append(f"{what} cannot be computed at {', '.join(map(placement_word, ports.values()))}.")
+    ports_of = {n: domains.placements(n, choices[n.number]) for n in problem.nodes}
+    return Placed(ports_of, math.nan, math.inf), _some(list(dict.fromkeys(lines)))
 
 
-def _is_legal(node: Node, ports: Mapping[int, Placement], axes: Sequence[str], mesh: MeshView) -> bool:
-    if node.pin is not None:
-        return all(node.pin.allows(p) for p in ports.values())
-    if node.fixed is not None:
-        return all(p == node.fixed[1][port] for port, p in ports.items())
-    before = {pair for p in ports.values() for names in p.splits.values() for pair in itertools.combinations(names, 2)}
-    if any((b, a) in before for a, b in before):
-        return False  # pieces of one operand are cut in another order than those of another
-    splits: dict[str, int] = {}
-    ring = _ring_at(node, ports, mesh)
-    for axis in axes:
-        options = node.options
-        if ring is not None and node.rule is not None and axis == ring.axis:
-            options = ring_signatures(node.rule, operation_of(node.equation))
-        option = next((s for s in options if _fits(s, ports, axis)), None)
-        if option is None:
-            return False
-        if option.split:
-            splits[option.split] = splits.get(option.split, 1) * mesh.sizes[axis]
-    granules = node.rule.granule if node.rule else {}
-    return all(granules.get(f, 0) % n == 0 for f, n in splits.items())
-
-
-def _ring_at(node: Node, ports: Mapping[int, Placement], mesh: MeshView) -> Ring | None:
-    """The ring that an operation is, if it can be one."""
-    count = len(node.operands)
-    if node.rule is None or node.rule.terms is None or len(ports) < count + 1:
-        return None
-    at, sizes = [ports[k] for k in range(count + 1)], {a: n for a, n in mesh.axes if n > 1}
-    setting = Setting(operation_of(node.equation), tuple(at[:count]), tuple(at[count:]), sizes)
-    ring = ring_of(node.rule, setting)
-    return ring if ring is not None and goes_around(ring, node.rule, setting) else None
-
-
-def _fits(option: Signature, ports: Mapping[int, Placement], axis: str) -> bool:
-    sbps = (*option.operands, *option.results)
-    return all(sbps[port] == p[axis] for port, p in ports.items())
+def _shape(row: Row) -> tuple[str, int, int]:
+    return row.text, len(row.reads), len(row.makes)

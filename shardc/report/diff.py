@@ -116,12 +116,11 @@ def _operations(one: PlanView, other: PlanView) -> Section | None:
     a, b = record(one), record(other)
     if a.digests != b.digests:
         return Section("The programs differ; arguments and results are compared by path.")
-    assert a.operations is not None
-    assert b.operations is not None
-    moved = sum(x != y for x, y in zip(a.operations, b.operations, strict=True))
+    pairs = [(x, y) for x, y in zip(a.rows or (), b.rows or (), strict=True) if x.is_operation]
+    moved = sum(x.at != y.at for x, y in pairs)
     if not moved:
         return None
-    count = number_text(len(a.operations), "operation")
+    count = number_text(len(pairs), "operation")
     return Section(f"{moved} of {count} read or make a value with another placement.")
 
 

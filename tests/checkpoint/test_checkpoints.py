@@ -21,7 +21,7 @@ import shardc
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint import checkpoints as face
-from shardc.checkpoint import steps
+from shardc.checkpoint.steps import read_checkpoint
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError
 from tests.checkpoint.peers import Fake, Run, all_processes, as_process, use_fakes
 from tests.checkpoint.test_leaves import elsewhere, far
@@ -330,6 +330,7 @@ def _delete(folder):
 
 def _no_manifest(folder):
     (folder / "0.json").unlink()
+    folder.rename(f"{folder}.partial")
     return "no manifest is there", False
 
 
@@ -350,7 +351,7 @@ def test_the_one_before_a_half_written_one_is_taken(tmp_path, caplog, damage):
         assert saved.note.startswith("The checkpoint of step 1 is not complete: ") and why in saved.note
         assert saved.note.endswith("; that of step 0 is taken.") and saved.note in caplog.text
         np.testing.assert_array_equal(state["x"], np.random.default_rng(0).normal(size=100))
-        assert start == 1 and names(tmp_path) == ["0", "1"]  # who only looks removes nothing
+        assert start == 1 and names(tmp_path) == ["0", "1" if stays else "1.partial"]  # who only looks removes nothing
         saved.step(1, state)
         assert saved.last(or_else=state)[1] == 2 and saved.note == ""
     assert names(tmp_path) == ["0", "1", *(["1.damaged"] if stays else [])]
@@ -366,37 +367,44 @@ def test_none_is_complete(tmp_path):
 
 
 def test_litter_of_a_killed_run_goes(tmp_path):
-    for name in ("7/0.orbax-checkpoint-tmp/d", "3/1.orbax-checkpoint-tmp"):
+    for name in ("7.partial/0.orbax-checkpoint-tmp/d", "3.partial/1.orbax-checkpoint-tmp"):
         (tmp_path / name).mkdir(parents=True)
-        steps.make(tmp_path / name[0])
-    (tmp_path / "3" / "0.json.tmp").touch()
+    (tmp_path / "3.partial" / "0.json.tmp").touch()
     (tmp_path / ".token-0123").touch()
     with shardc.checkpoints(tmp_path, every=2) as saved:
         saved.step(0, {"x": 1})  # there is no complete one: this is the first run
         assert names(tmp_path) == []
         saved.step(1, {"x": 1})
-    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == [steps.MARK, "0", "0.json"]
+    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["0", "0.json"]
 
 
-class FakePlan:
-    def __init__(self, text):
-        self.text = text
-
-    def explain(self):
-        return self.text
+def a_plan(**mesh):
+    f = shardc.function(jnp.tanh, mesh=make_mesh(data=4, model=2, **mesh), in_placements={"data": S(0)})
+    return f.plan(jnp.ones((8, 8)))
 
 
 def test_another_plan_is_said(tmp_path):
-    with shardc.checkpoints(tmp_path, plan=FakePlan("data parallel")) as saved:
+    plan = a_plan()
+    with shardc.checkpoints(tmp_path, plan=plan) as saved:
         saved.step(0, {"x": 1})
         assert saved.last(or_else={"x": 1})[1] == 1 and saved.note == ""
     with shardc.checkpoints(tmp_path, plan="abc") as saved:
         assert saved.last(or_else={"x": 0}) == ({"x": 1}, 1)
-        digest = json.loads((tmp_path / "0" / "0.json").read_text())["plan"]
-        assert saved.note == f"The checkpoint of step 0 was written under plan {digest}, not abc."
+        assert saved.note == f"The checkpoint of step 0 was written under plan {plan.digest}, not abc."
     with shardc.checkpoints(tmp_path) as saved:
         saved.last(or_else={"x": 0})
         assert saved.note == ""
+
+
+def test_other_memory_is_no_other_plan(tmp_path):
+    plans = [a_plan(hbm=hbm) for hbm in ("4GB", "8GB")]
+    assert plans[0].explain() != plans[1].explain()
+    for plan in plans:
+        with shardc.checkpoints(tmp_path, plan=plan) as saved:
+            state, start = saved.last(or_else={"x": 0})
+            assert saved.note == ""
+            saved.step(start, state)
+    assert start == 1
 
 
 # -- errors of the body and of the writer
@@ -452,7 +460,7 @@ def test_an_error_of_the_body_goes_out_and_nothing_more_is_written(tmp_path, cap
 
     with pytest.raises(ZeroDivisionError):
         within(60, loop)
-    assert names(tmp_path) == ["0"] and steps.read_checkpoint(tmp_path, 0).is_complete
+    assert names(tmp_path) == ["0"] and read_checkpoint(tmp_path / "0").is_complete
 
 
 def test_an_error_of_the_body_does_not_wait_for_ever(tmp_path, monkeypatch):
@@ -479,11 +487,11 @@ def test_a_slow_writer_does_not_hold_the_run(tmp_path, monkeypatch):
         with shardc.checkpoints(tmp_path, every=3) as saved:
             for i in range(5):  # the second one to write would wait
                 saved.step(i, {"x": np.ones(3)})
-            assert not steps.read_checkpoint(tmp_path, 2).is_complete
+            assert not read_checkpoint(tmp_path / "2").is_complete
             may_end.set()
 
     within(60, loop)
-    assert steps.read_checkpoint(tmp_path, 2).is_complete
+    assert read_checkpoint(tmp_path / "2").is_complete
 
 
 # -- several processes
@@ -517,7 +525,7 @@ def write_two(directory, steps=3, **options):
 def test_each_island_writes_what_it_has(tmp_path):
     assert write_two(tmp_path) == [0, 0]
     assert names(tmp_path) == ["1", "2"]
-    assert names(tmp_path / "2") == [steps.MARK, "0", "0.json", "1", "1.json"]
+    assert names(tmp_path / "2") == ["0", "0.json", "1", "1.json"]
     manifests = [json.loads((tmp_path / "2" / f"{o}.json").read_text()) for o in (0, 1)]
     assert [[bool(x["blocks"]) for x in m["leaves"]] for m in manifests] == [[True, True, False], [True, False, True]]
     assert [m["owners"] for m in manifests] == [2, 2]
@@ -559,6 +567,7 @@ def test_another_number_of_islands_takes_it_whole(tmp_path, processes):
 def test_a_step_that_one_island_has_not_written_is_not_taken(tmp_path):
     write_two(tmp_path)
     (tmp_path / "2" / "1.json").unlink()
+    (tmp_path / "2").rename(tmp_path / "2.partial")
 
     def body(cluster):
         with shardc.checkpoints(tmp_path) as saved:
@@ -679,6 +688,27 @@ def test_a_second_loss_while_the_run_begins_again(tmp_path):
 
     assert within(60, as_process, Unlucky(run, 0), body) == {"n": 10}
     assert count == [1, 1]
+
+
+def test_a_loss_on_entry_is_mended_too(tmp_path):
+    lost = []
+
+    class Unlucky(Fake):
+        def gather(self, name, text):
+            if name.endswith("begin: result") and not lost:
+                lost.append(1)
+                raise PeerLostError("process 1 is lost: killed.", 1)
+            return super().gather(name, text)
+
+        def rejoin(self):
+            self.counts = {}
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            return saved.run(lambda i, state: {"n": state["n"] + i}, {"n": 0}, steps=5)
+
+    assert within(60, as_process, Unlucky(Run(1, 1), 0), body) == {"n": 10} and lost
+    assert names(tmp_path) == ["3", "4"]
 
 
 def test_a_loss_at_the_end_of_a_run_is_mended_too(tmp_path, caplog):

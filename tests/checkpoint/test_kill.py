@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardc.checkpoint.steps import read_checkpoint, steps_in
+from shardc.checkpoint.steps import folders_in, read_checkpoint
 from tests.checkpoint.worker import Worker
 
 
@@ -17,13 +17,13 @@ def check_kills(directory, seeds, steps=10**6):
             starts.append(int(worker.line()))
             time.sleep(random.Random(seed).uniform(0.0, 0.6))
             worker.kill()
-    complete = [s for s in steps_in(directory) if read_checkpoint(directory, s).is_complete]
+    complete = [s for s, folder in folders_in(directory).items() if read_checkpoint(folder).is_complete]
     with Worker("alone", directory, complete[0] + 3, 1, devices=1) as worker:
         starts.append(int(worker.line()))
         worker.end()
     assert starts == sorted(starts) and starts[-1] == complete[0] + 1
     left = sorted(p.relative_to(directory).as_posix() for p in directory.glob("*/*"))
-    assert left == sorted(f"{s}/{name}" for s in (starts[-1], starts[-1] + 1) for name in ("0", "0.json", ".shardc"))
+    assert left == sorted(f"{s}/{name}" for s in (starts[-1], starts[-1] + 1) for name in ("0", "0.json"))
     assert not list(directory.rglob("*tmp*"))
     return starts
 

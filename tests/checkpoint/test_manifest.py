@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,19 @@ def test_an_interrupted_write_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_manifest(made(step=8), tmp_path)
     assert read_manifest(manifest_path(tmp_path, 0)).step == 7
+
+
+def test_another_owner_may_rename_the_folder_as_soon_as_the_manifest_is_there(tmp_path, monkeypatch):
+    folder, known = tmp_path / "7.partial", Path.replace
+    folder.mkdir()
+
+    def replace(path, target):
+        known(path, target)
+        known(folder, tmp_path / "7")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    write_manifest(made(), folder)
+    assert read_manifest(manifest_path(tmp_path / "7", 0)) == made()
 
 
 @pytest.mark.parametrize(

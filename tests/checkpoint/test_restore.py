@@ -9,7 +9,7 @@ import pytest
 
 from shardc.checkpoint.leaves import blocks_of, described, encode, named_leaves
 from shardc.checkpoint.manifest import Manifest, RowBlock
-from shardc.checkpoint.orbax import Saver
+from shardc.checkpoint.orbax import Writer
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import Checkpoint, parts_by_path
 from shardc.errors import CheckpointError
@@ -23,10 +23,11 @@ def saved(folder, tree):
         leaves.append(described(path, x, [b for b, _ in blocks]))
         arrays.update((b.name, encode(v)) for b, v in blocks)
     if arrays:
-        saver = Saver(60)
-        saver.start(folder / "0", arrays)
-        saver.wait()
-        saver.close()
+        writer = Writer(60)
+        writer.start(3, folder / "0", arrays, lambda: None)
+        writer.wait()
+        writer.check()
+        writer.close()
     manifests = (Manifest(3, 0, 1, tuple(leaves), {}, "", "1", "2"),)
     return Checkpoint(3, folder, manifests, parts=parts_by_path(manifests))
 
@@ -102,11 +103,11 @@ def test_empty_arrays_have_their_types(tmp_path):
 
 def test_a_leaf_of_several_blocks_is_put_together(tmp_path):
     value = np.arange(24, dtype=np.float32).reshape(6, 4)
-    saver = Saver(60)
+    writer = Writer(60)
     for owner, rows in ((0, slice(0, 4)), (1, slice(2, 6))):  # rows 2 and 3 are in both
-        saver.start(tmp_path / str(owner), {"0": value[rows] + 100 * owner})
-        saver.wait()
-    saver.close()
+        writer.start(3, tmp_path / str(owner), {"0": value[rows] + 100 * owner}, lambda: None)
+        writer.wait()
+    writer.close()
     leaf = described("w", value)
     blocks = [RowBlock("0", 0, 4)], [RowBlock("0", 2, 6)]
     manifests = tuple(

@@ -1,30 +1,28 @@
 """The checkpoints in a directory: complete ones, half-written ones, damaged ones; what goes and what stays."""
 
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from shardc.checkpoint.manifest import Manifest, RowBlock, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.steps import (
-    MARK,
+    PARTIAL,
     StoredRows,
+    commit,
+    folders_in,
     foreign,
     last_complete,
-    make,
     parts_by_path,
     prune,
     read_checkpoint,
     remove,
-    steps_in,
     tidy,
 )
 
 
 def write(directory, step, owners=1, only=None, rows=4):
-    """A checkpoint of one array whose rows are split over its owners."""
-    folder = directory / str(step)
+    """A checkpoint of one array whose rows are split over its owners, as far as `only` these have written it."""
+    folder = directory / f"{step}{PARTIAL}"
     for owner in range(owners) if only is None else only:
         data = folder / str(owner)
         data.mkdir(parents=True)
@@ -32,7 +30,8 @@ def write(directory, step, owners=1, only=None, rows=4):
         each = rows // owners
         leaf = StoredLeaf("w", "array", "float32", (rows, 2), blocks=(RowBlock("0", owner * each, (owner + 1) * each),))
         write_manifest(Manifest(step, owner, owners, (leaf,), files_of(data), "", "1", "2"), folder)
-    return folder
+    commit(folder, owners)
+    return folder if only is not None else directory / str(step)
 
 
 def names(directory):
@@ -43,7 +42,7 @@ def test_the_newest_complete_one_is_the_last(tmp_path):
     for step in (9, 19, 109):
         write(tmp_path, step)
     (tmp_path / "notes").mkdir()
-    assert steps_in(tmp_path) == [109, 19, 9]
+    assert list(folders_in(tmp_path)) == [109, 19, 9]
     found, newer = last_complete(tmp_path)
     assert (found.step, newer) == (109, [])
 
@@ -99,7 +98,7 @@ def test_rows_that_no_owner_has_are_damage(tmp_path):
     leaf = StoredLeaf("w", "array", "float32", (4, 2), blocks=(RowBlock("0", 0, 2),))
     for owner in (0, 1):
         write_manifest(Manifest(1, owner, 2, (leaf,), {}, "", "1", "2"), folder)
-    assert read_checkpoint(tmp_path, 1).damage == "no owner has all of w"
+    assert read_checkpoint(tmp_path / "1").damage == "no owner has all of w"
 
 
 def test_of_two_owners_the_lower_is_read():
@@ -111,11 +110,22 @@ def test_of_two_owners_the_lower_is_read():
     assert found == {"w": (StoredRows(1, "a", 0, 4, 0), StoredRows(2, "b", 4, 6, 0)), "e": ()}
 
 
+def test_it_is_committed_when_the_last_owner_has_written(tmp_path):
+    folder = write(tmp_path, 3, owners=2, only=[0])
+    assert folder.name == "3.partial" and read_checkpoint(folder).missing == "the manifest of owner 1 of 2 is missing"
+    write_manifest(Manifest(3, 1, 2, (), {}, "", "1", "2"), folder)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.missing == "its writer was stopped at the end" and last_complete(tmp_path)[0] is None
+    commit(folder, 2)
+    commit(folder, 2)  # the other owner has found the same
+    assert names(tmp_path) == ["3"]
+
+
 def test_tidy_removes_half_written_ones_and_sets_damaged_ones_aside(tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2, owners=2, only=[1])
     _truncate(write(tmp_path, 3))
-    (tmp_path / "4" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "4.partial" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
     (tmp_path / ".token-1").touch()
     (tmp_path / "notes").touch()
     tidy(tmp_path, 1)
@@ -132,50 +142,41 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path):
     write(tmp_path, 5, owners=2, only=[0])
     write(tmp_path, 7, owners=2, only=[0])  # still being written
     prune(tmp_path, 2)
-    assert names(tmp_path) == ["4", "6", "7"]
+    assert names(tmp_path) == ["4", "6", "7.partial"]
 
 
 def test_nothing_goes_before_a_newer_one_is_complete(tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2, owners=2, only=[0])
     prune(tmp_path, 1)
-    assert names(tmp_path) == ["1", "2"]
+    assert names(tmp_path) == ["1", "2.partial"]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_complete_one(tmp_path, monkeypatch):
-    folder = write(tmp_path, 1, owners=2)
+    folder, real = write(tmp_path, 1, owners=2), shutil.rmtree
 
-    def die(*_):
+    def die(path, **more):
+        if more:
+            return real(path, **more)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         remove(folder)
-    assert sorted(os.listdir(folder)) == ["0", "1"]
-    assert last_complete(tmp_path)[0] is None
+    monkeypatch.undo()
+    assert names(tmp_path) == ["1.partial"] and last_complete(tmp_path)[0] is None
+    write(tmp_path, 2)
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["2"]
 
 
 def test_what_others_have_made_stays(tmp_path):
-    """Folders of others may be named like steps; of ours at least the mark is there, until the last."""
-    (tmp_path / "100").mkdir()
-    (tmp_path / "100" / "array").touch()
+    """Folders of others may be named like steps: of ours one owner at least has its manifest."""
+    for name in ("100/array", "5/0.png", "6/0/1.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
     (tmp_path / "0005").mkdir()
-    make(tmp_path / "3")
-    (tmp_path / "4").mkdir()  # of a process that was killed before it made the mark
+    (tmp_path / "4").mkdir()
     write(tmp_path, 2)
-    assert steps_in(tmp_path) == [100, 4, 3, 2]
-    assert foreign(tmp_path) == ["100"]
-    left = []
-    real = shutil.rmtree
-
-    def watched(path, **more):
-        left.append(sorted(p.name for p in Path(path).iterdir()) if Path(path).parent == tmp_path else None)
-        real(path, **more)
-
-    (tmp_path / "3" / "0.orbax-tmp").mkdir()
-    shutil.rmtree = watched
-    try:
-        remove(tmp_path / "3")
-    finally:
-        shutil.rmtree = real
-    assert left == [None, [MARK]] and not (tmp_path / "3").exists()
+    assert list(folders_in(tmp_path)) == [100, 6, 5, 4, 2]
+    assert foreign(tmp_path) == ["100", "6", "5"]

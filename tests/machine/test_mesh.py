@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+import shardc
 from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
 from shardc.machine import mesh as mesh_module
 from shardc.machine.mesh import (
@@ -61,6 +63,13 @@ def test_hbm_overrides_the_topology() -> None:
     assert view(make_mesh(topology="h100", hbm=123, data=8)).topology.hbm == 123
     assert view(make_mesh(hbm="2GB", with_memory=8)).topology.hbm == 2 * 10**9
     assert view(make_mesh(without=8)).topology.hbm == TOPOLOGIES["cpu"].hbm
+
+
+def test_a_later_mesh_of_equal_axes_changes_no_function_that_is_there() -> None:
+    f = shardc.function(jnp.sum, mesh=make_mesh(hbm="2GB", first=8))
+    again = make_mesh(first=8)
+    assert f.plan(jnp.ones(8)).mesh.limit == 2 * 10**9
+    assert shardc.function(jnp.sum, mesh=again).plan(jnp.ones(8)).mesh.limit is None
 
 
 @pytest.mark.parametrize(

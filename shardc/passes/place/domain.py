@@ -8,7 +8,7 @@ Equal nodes share one domain, so that the repeated layers of a model are priced 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -57,6 +57,15 @@ class Domain:
     tables: tuple[BoxingTable | None, ...]
     rows: tuple[NDArray[np.int64] | None, ...]
     also: NDArray[np.int64] | None = None
+
+    def choices_at(self, ports: Mapping[int, Placement]) -> NDArray[np.bool_]:
+        """Whether each choice has these placements at these ports; a literal has any."""
+        found = np.ones(len(self.options), np.bool_)
+        for port, placement in ports.items():
+            table, rows = self.tables[port], self.rows[port]
+            if table is not None and rows is not None:
+                found &= rows == table.index.get(placement, -1)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

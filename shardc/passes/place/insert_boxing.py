@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.errors import PlacementError
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.host_callback import runs_once
 from shardc.ir.nested import NESTED, with_bodies
@@ -86,12 +87,13 @@ class Sources:
 
 @dataclass
 class _Inserter:
-    """The walk that inserts boxings. `now`: the point of the program, `partings` as for `insert_boxing`."""
+    """The walk that inserts boxings. `now`: the point of the program, `partings` and `paths` as for `insert_boxing`."""
 
     problem: Problem
     placed: Placed
     mesh: MeshView
     partings: Sequence[int] = ()
+    paths: Iterator[Sequence[Placement]] | None = None
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
     rules: dict[Eqn, Rule] = field(default_factory=dict[Eqn, Rule])
     now: int = 0
@@ -113,7 +115,7 @@ class _Inserter:
                 self.placements.update(zip(eqn.outvars, [self._port(n, -1) for n in node.exits], strict=True))
             else:
                 ports, split = self.placed.ports[node], len(node.operands)
-                if not all(map(boxed.is_there, eqn.invars, ports)):
+                if self.paths is not None or not all(map(boxed.is_there, eqn.invars, ports)):
                     eqn = eqn.replace(invars=[boxed.read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)])
                 boxed.eqns.append(eqn)
                 if node.rule is not None and not runs_once(eqn):
@@ -179,6 +181,8 @@ class _BoxedScope:
 
     def read(self, atom: Atom, want: Placement) -> Atom:
         """The value at `want`, boxed if it is not there."""
+        if self.inserter.paths is not None:
+            return self.follow(atom, next(self.inserter.paths))
         if self.is_there(atom, want):
             return atom
         copies = self.copies_of(atom)
@@ -196,7 +200,7 @@ class _BoxedScope:
         if atom not in self.copies:
             ins = self.inserter
             born, hold = ins.placements[atom], ins.problem.holds.get(id(ins.problem.values[atom]))
-            places = ins.in_order(atom, born, ins.placed.ports[hold]) if hold else ()
+            places = ins.in_order(atom, born, ins.placed.ports[hold]) if hold and ins.paths is None else ()
             self.copies[atom] = _Copies({born: atom}, self.source_of(atom), self.source_of.maker.get(atom), places)
         return self.copies[atom]
 
@@ -207,16 +211,34 @@ class _BoxedScope:
         ins = self.inserter
         src = min((*copies.at, *through), key=lambda p: ins.boxing(atom, p, want).seconds)
         start = self.reach(atom, copies, src, through[: through.index(src)] if src in through else ())
-        if want == src:
-            return start
-        var = compat.fresh_var(atom.aval)
-        params = {"src": src, "dst": want, "source": copies.source, "shared": ins.view(atom).shared}
-        after = latest(self.eqns) if want in copies.forgotten else []
+        if want != src:
+            copies.at[want] = self.box(atom, copies, (src, start), want, again=want in copies.forgotten)
+            if want not in copies.holds:
+                copies.age[want] = self.age
+        return copies.at[want]
+
+    def follow(self, atom: Atom, path: Sequence[Placement]) -> Atom:
+        """The value at the end of a path, boxed from each placement on it to the next.
+
+        Raises:
+          PlacementError: it is not where the path begins.
+        """
+        copies = self.copies_of(atom)
+        if path[0] not in copies.at:
+            there = ", ".join(map(str, copies.at))
+            raise PlacementError(f"a value of {copies.source or 'a literal'} is read at {path[0]}, and is at {there}.")
+        for src, want in itertools.pairwise(path):
+            copies.at[want] = self.box(atom, copies, (src, copies.at[src]), want, again=want in copies.at)
+        return copies.at[path[-1]]
+
+    def box(self, atom: Atom, copies: _Copies, copy: tuple[Placement, Atom], want: Placement, *, again: bool) -> Var:
+        """A boxing of a copy to `want`; `again`: where it was before, so that it starts only now."""
+        (src, start), var = copy, compat.fresh_var(atom.aval)
+        shared = self.inserter.view(atom).shared
+        params = {"src": src, "dst": want, "source": copies.source, "shared": shared}
+        after = latest(self.eqns) if again else []
         self.eqns.append(compat.new_eqn([start, *after], [var], box_p, params, copies.made_by))
-        copies.at[want] = var
-        if want not in copies.holds:
-            copies.age[want] = self.age
-        ins.placements[var] = want
+        self.inserter.placements[var] = want
         return var
 
 
@@ -226,7 +248,10 @@ def latest(eqns: Sequence[Eqn]) -> list[Var]:
     return list(itertools.islice(made, 1))
 
 
-def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView, partings: Sequence[int] = ()) -> Boxed:
+def insert_boxing(
+    problem: Problem, placed: Placed, mesh: MeshView, partings: Sequence[int] = (),
+    paths: Iterable[Sequence[Placement]] | None = None,
+) -> Boxed:  # fmt: skip
     """The problem's program with the boxings of a solution.
 
     Args:
@@ -234,8 +259,10 @@ def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView, partings: Se
       partings: points of the program (`live_ranges`), in order. A boxing for one reader serves later ones too, but none
         behind a parting. These get a boxing of their own, whose cost the solution has counted, and the copy is not in
         memory between.
+      paths: the placements that each operand goes through, from one that its value has already, in the order of the
+        program. None: the cheapest ways by way of the values' holds.
     """
-    ins = _Inserter(problem, placed, mesh, partings)
+    ins = _Inserter(problem, placed, mesh, partings, None if paths is None else iter(paths))
     inputs = [placed.ports[n][-1] for n in problem.sources]
     returns = [placed.ports[n][0] for n in problem.sinks]
     sources = [f"argument {n.path}" for n in problem.sources]

@@ -17,7 +17,7 @@ from shardc.passes.estimate.memory import GAPS
 from shardc.passes.recompute.recompute import RecomputeChoice, choice_named, names_of
 from shardc.passes.recompute.recompute_residuals import Slices, find_residuals, recompute_residuals
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.plan.counterfactual import ports_in
+from shardc.plan.rows import ports_in, rows_of
 from tests.passes.programs import before_after
 
 LAYERS, ROWS, WIDTH = 3, 4, 8
@@ -246,7 +246,8 @@ def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path
     assert plan.recomputed.count == len(plan.recomputed.names)
     assert 0 <= plan.gap < 1
     assert "Recomputed to save memory" in plan.explain()
-    assert len(ports_in(plan.counterfactuals[0].problem, plan.boxed)) > len(plan.boxed.jaxpr.eqns)
+    rows = rows_of(plan.boxed.jaxpr.eqns, plan.boxed.jaxpr.outvars, plan.boxed.placements)
+    assert len(ports_in(plan.counterfactuals[0].problem, plan.inputs, rows)) > len(plan.boxed.jaxpr.eqns)
     compiled = f.compile(*state, batch)
     assert compiled.audit().ok
     assert total(compiled.memory_stats()) <= min(limit, 0.7 * total(free.compile(*state, batch).memory_stats()))

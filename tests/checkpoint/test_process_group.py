@@ -1,25 +1,29 @@
 """What processes decide together: one that fails makes all fail."""
 
-from shardc.checkpoint.group import Group, group_of
+from shardc.checkpoint.process_group import Group, group_of
 from shardc.errors import CheckpointError
 from tests.checkpoint.peers import Fake, Run, all_processes
 
 
 def test_alone_in_one_process():
     group = group_of(None)
-    assert (group.me, group.processes, group.owners, group.owner, group.speaks) == (0, 1, 1, 0, True)
+    assert (group.me, group.processes, group.owners, group.owner, group.is_leader) == (0, 1, 1, 0, True)
     assert group.gather("x", "y") == ["y"] and group.together("x", lambda: 3) == 3
 
 
 def test_islands_are_owners():
     groups = [group_of(Fake(Run(6, 3), p)) for p in range(6)]
     assert [g.owner for g in groups] == [0, 0, 1, 1, 2, 2]
-    assert [g.speaks for g in groups] == [True, False] * 3
+    assert [g.is_leader for g in groups] == [True, False] * 3
     assert Group(1, 2, 1, groups[0].gather).owner == 0
 
 
 def test_together_gives_each_its_own_result():
     assert all_processes([lambda c, p=p: group_of(c).together("work", lambda: p) for p in range(3)]) == [0, 1, 2]
+
+
+def test_all_get_what_the_first_makes():
+    assert all_processes([lambda c, p=p: group_of(c).from_first("work", lambda: str(p)) for p in range(3)]) == ["0"] * 3
 
 
 def test_one_that_fails_makes_all_fail():

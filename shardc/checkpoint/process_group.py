@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
-import numpy as np
 
 from shardc.errors import CheckpointError, ShardcError
+from shardc.execute.peers import gathered
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ class Group:
         return range(self.owner * number, (self.owner + 1) * number)
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process is the first of its island."""
+    def is_leader(self) -> bool:
+        """Whether this process is the first of its island: it writes the files of which an owner has one."""
         return self.me == self.island[0]
 
     def together(self, name: str, work: Callable[[], T]) -> T:
@@ -88,27 +88,20 @@ class Group:
             raise CheckpointError(f"process {other}: {said[other]}")
         return result[0]
 
+    def from_first(self, name: str, work: Callable[[], str]) -> str:
+        """The text that process 0 makes.
+
+        Raises:
+          CheckpointError: in every process, if it failed.
+        """
+        made = self.together(name, work if self.me == 0 else str)
+        return self.gather(f"{name}: result", made)[0]
+
 
 def group_of(peers: ClusterPeers | None) -> Group:
     """The group of a cluster; without one, of the processes that share this JAX runtime."""
     if peers is not None:
         return Group(peers.me, peers.processes, peers.seat.islands, peers.gather)
     if jax.process_count() > 1:
-        return Group(jax.process_index(), jax.process_count(), 1, _gather_by_jax)
+        return Group(jax.process_index(), jax.process_count(), 1, lambda name, text: gathered(text))
     return Group(0, 1, 1, lambda name, text: [text])
-
-
-def _gather_by_jax(name: str, text: str) -> list[str]:
-    """The text of each process of a JAX runtime that no cluster knows."""
-    from jax.experimental import multihost_utils  # noqa: PLC0415  # not needed in one process
-
-    def gathered(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.asarray(multihost_utils.process_allgather(x))
-
-    del name
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = gathered(np.array([data.size], np.int32)).reshape(-1)
-    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-    padded[: data.size] = data
-    rows = gathered(padded).reshape(len(sizes), -1)
-    return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]

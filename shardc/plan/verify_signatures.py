@@ -1,4 +1,4 @@
-"""Holds signatures that were found against values: a boxed program on one device, with logical values.
+"""Verifies inferred signatures: runs a boxed program on one device and compares pieces with whole values.
 
 At each operation whose signatures were found (`find_signatures`), the pieces that the plan gives to the devices are
 computed one after the other and compared with the same pieces of the whole.
