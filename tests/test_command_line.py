@@ -1,6 +1,7 @@
 """`python -m shardc schedule ...`: what a person sees, what a program reads, and how it says no."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -111,7 +112,7 @@ def test_what_a_person_sees(capsys, golden):
         assert code == ("--credits" in arguments and arguments[-1] in "02")
         assert err == ""
         texts.append(f"$ python -m shardc schedule {' '.join(arguments)}\n{out}")
-    golden("command_line", "\n".join(texts).rstrip("\n"))
+    golden("command_line", re.sub(r"\d+ tried", "... tried", "\n".join(texts).rstrip("\n")))
 
 
 def test_files(capsys, tmp_path):
