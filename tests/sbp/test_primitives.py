@@ -1,5 +1,5 @@
-"""The treatment of every primitive that JAX lowers: each name, of every supported release, has a rule or is in one list,
-with the reason. A rule that keeps a dimension whole has its reason in `KEEPS`."""
+"""The treatment of every primitive that JAX lowers: each name, of every supported release, has a rule or is in one
+list, with the reason. A rule that keeps a dimension whole has its reason in `KEEPS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Final
 
 import jax
 import pytest
-from jax import lax
 
 from shardc.compat import NESTED
 from shardc.ir.host_callback import CALLBACKS
@@ -157,6 +156,5 @@ def whole_in() -> dict[str, list[bool]]:
 
 
 def test_rules_that_keep_a_dimension_whole_have_a_reason(whole_in: dict[str, list[bool]], lowered: set[str]) -> None:
-    assert {
-        name for name, cases in whole_in.items() if name in lowered and all(cases)
-    } == KEEPS.keys() & whole_in.keys()
+    keep = {name for name, cases in whole_in.items() if name in lowered and all(cases)}
+    assert keep == KEEPS.keys() & whole_in.keys()
