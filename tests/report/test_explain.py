@@ -14,6 +14,8 @@ from shardc.plan.plan import Unlimited
 from shardc.report.tables import bytes_text
 from tests.report import programs
 
+pytestmark = pytest.mark.plans_eagerly
+
 
 @pytest.fixture(scope="module")
 def mesh():
