@@ -12,8 +12,8 @@ from typing import Final
 import jax
 import pytest
 
-from shardc.compat import NESTED
 from shardc.ir.host_callback import CALLBACKS
+from shardc.ir.nested import NESTED
 from shardc.passes.trace.canonicalize import IDENTITIES, INLINED
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule, rule_names
