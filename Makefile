@@ -15,27 +15,26 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VERSION := $(shell $(or $(wildcard $(BIN)/python),$(PY),false) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 LOCK := locks/python$(VERSION).txt
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline demo-processes test quick sample oldest parity every everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
 	@echo "make demo-processes   both, for 50 steps, in one process and in two: the losses have to be equal"
-	@echo "make test   the test suite"
-	@echo "make quick  the tests that are not marked slow"
-	@echo "make sample a part of the tests of every file: quick to run on one more release"
-	@echo "make newest the quick tests on the newest releases of everything, whatever the locks say"
-	@echo "make parity every plan, schedule, model and mesh of the parity with one device, of which the suite runs a sample"
-	@echo "make every  the suite with every case of its slow tests, of which it else runs one of three"
+	@echo "make test   the tests, with a sample of the cases of long ones: ten minutes on two cores"
+	@echo "make turn TURN=2   a part of the cases that make test leaves out; the turns 2 to 8 have all of them"
+	@echo "make every  all tests, with all cases"
+	@echo "make newest make test on the newest releases of everything, whatever the locks say"
 	@echo "make everything  lint, docs, make every on the newest and on the oldest Python, harnesses, without-rules: hours"
-	@echo "make harnesses   JAX's own cases at random placements, of which the suite runs a sample"
-	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the suite runs a sample"
-	@echo "make without-rules   what is found for each operation whose rule is taken away, of which the suite runs a sample"
-	@echo "make faults  100 kills and 20 stops of processes at random times, of which the suite runs a sample"
+	@echo "make harnesses   JAX's own cases at random placements, of which the tests run three of each group"
+	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the tests run a sample"
+	@echo "make without-rules   what is found for each operation whose rule is taken away"
+	@echo "make faults  100 kills and 20 stops of processes at random times, of which the tests run a few"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
@@ -54,13 +53,13 @@ demo-processes: $(VENV)/.has-examples
 	$(BIN)/python -m examples.processes $(ARGS)
 
 test: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(PYTEST) --turn 1 $(ARGS)
 
-quick: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+turn: $(VENV)/.has-dev
+	$(PYTEST) --turn $(TURN) $(ARGS)
 
-sample: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --sample $(ARGS)
+every: $(VENV)/.has-dev
+	$(PYTEST) $(ARGS)
 
 oldest:
 	@echo "$(call python_of,$(lastword $(TESTED)))"
@@ -71,7 +70,7 @@ newest:
 	$(PY) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable ".[dev]"
 	.venv-newest/bin/python -m pip list --format=freeze | grep -iE "^(jax|jaxlib|numpy|scipy|flax|optax)=="
-	.venv-newest/bin/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	.venv-newest/bin/python -m pytest -n $(JOBS) --dist worksteal --turn 1 $(ARGS)
 
 lock:
 	rm -rf .venv-lock
@@ -81,12 +80,6 @@ lock:
 	echo "# The versions that shardc is tested with on Python $$v: constraints for pip (-c). Made by make lock PY=python$$v."; \
 	.venv-lock/bin/python -m pip freeze --exclude-editable; } > locks/python$$v.txt
 	rm -rf .venv-lock
-
-parity: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case tests/whole/test_parity.py tests/pipeline/test_parity.py $(ARGS)
-
-every: $(VENV)/.has-dev
-	$(BIN)/python -m pytest -n $(JOBS) --every-case $(ARGS)
 
 everything: lint docs every harnesses without-rules
 	$(MAKE) every PY="$(call python_of,$(lastword $(TESTED)))" VENV=.venv-oldest

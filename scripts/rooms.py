@@ -48,9 +48,15 @@ def room_of(module: str) -> str:
     return max((r for r in ROOMS if module == r or module.startswith(f"{r}.")), key=len, default="")
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree, the module first. Each file is parsed once in a process."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of shardc that a file imports, at its top or anywhere else."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (a.name.removeprefix("shardc.") for a in node.names if a.name.startswith("shardc."))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shardc":

@@ -10,7 +10,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import functools
 import gc
+import math
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,69 +23,35 @@ from jax._src import compiler
 import shardc.machine.mesh
 import shardc.machine.topology
 from shardc.machine.topology import Fabric
+from tests import turns
 from tests.releases import IS_OLDEST, OLDEST
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SAMPLE = 24
-"""Of so many tests of a file that follow each other, `--sample` runs one."""
-
-
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
-    parser.addoption("--every-case", action="store_true", help="all cases of parity and of slow tests, not a sample")
-    parser.addoption("--sample", action="store_true", help="a part of the tests of every file, for one more release")
-    parser.addoption("--stride", type=int, default=SAMPLE, help="of so many tests of a file --sample runs one")
+    parser.addoption("--turn", type=int, help=f"a part of the tests, 1 to {turns.TURNS}; 1 is a sample of all")
+    parser.addoption("--minutes", type=float, default=math.inf, help="tests that would begin later are skipped")
 
 
-CASES = 3
-"""Of so many slow cases of a test that follow each other, one runs without `--every-case`."""
-RELEASE = "test_find_signatures.py", "test_compat.py", "test_primitives.py", "test_versions.py"
-"""Files of which it runs all that is not slow: what depends on the release."""
-MODELS = "test_parity.py", "test_zoo_parity.py"
-"""Files of which it runs a case of each model."""
-
-
-def _model_of(item):
-    """The name of the model that a parity test is of: its parameter's first word."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    case = params.get("case", params.get("model", ""))
-    return str(case[0] if isinstance(case, tuple | list) else case).partition(" ")[0]
+BEGIN = time.monotonic()
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--every-case"):
-        slow = {}
-        for item in items:
-            if item.get_closest_marker("slow"):
-                slow.setdefault((item.path, item.originalname), []).append(item)
-        _keep(config, items, {id(i) for i in items if not i.get_closest_marker("slow")}.union(
-            id(i) for cases in slow.values() for i in cases[::CASES]
-        ))  # fmt: skip
-    if config.getoption("--sample"):
-        _keep(config, items, _sample(items, config.getoption("--stride")))
+    turn = config.getoption("--turn")
+    if turn is not None:
+        kept = turns.of_turn(items, turn)
+        known = set(map(id, kept))
+        config.hook.pytest_deselected(items=[i for i in items if id(i) not in known])
+        items[:] = kept
 
 
-def _keep(config, items, kept):
-    config.hook.pytest_deselected(items=[i for i in items if id(i) not in kept])
-    items[:] = [i for i in items if id(i) in kept]
-
-
-def _sample(items, stride):
-    by_file = {}
-    for item in items:
-        by_file.setdefault(item.path, []).append(item)
-    kept = set()
-    for path, mine in by_file.items():
-        fast = [i for i in mine if not i.get_closest_marker("slow")]
-        if path.name in MODELS:
-            some = list({_model_of(i): i for i in reversed([*fast, *mine])}.values())
-        else:
-            some = fast if path.name in RELEASE else (fast or mine)[::stride]
-        kept.update(map(id, some))
-    return kept
+def pytest_collection_finish():
+    """What the collection made lives as long as the process: the collector of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -101,12 +69,11 @@ EMITTERS = "xla_cpu_use_fusion_emitters"
 MODULES = shardc.machine.mesh, shardc.machine.topology
 USERS = shardc.machine.topology.TOPOLOGIES
 EAGER = replace(USERS["cpu"], launch=2e-6, fabrics=(Fabric("switch", 1e9, 2e-7),), combined=())
-"""Fake devices whose collectives start for next to nothing. Tests plan for them: they look at what is split and moved,
-and in small examples little would be, if a start cost what it does. `as_users_plan` is the machine that users have."""
-for module in MODULES:
-    module.TOPOLOGIES = {**USERS, "cpu": EAGER}
+"""Fake devices whose collectives start for next to nothing: in small examples little would be split or moved, if a
+start cost what it does on the users' `cpu`."""
 
 
+<<<<<<< HEAD
 @pytest.fixture(autouse=True, scope="module")
 def meshes_as_they_were():
     """JAX has one mesh object for equal meshes, so what `make_mesh(hbm=, calibration=)` says in one file would hold for
@@ -121,8 +88,16 @@ def meshes_as_they_were():
 
 @pytest.fixture
 def as_users_plan(monkeypatch):
+=======
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Tests marked `plans_eagerly` plan for `EAGER`, all others for the machine that users have."""
+    if time.monotonic() - BEGIN > 60 * item.config.getoption("--minutes"):
+        pytest.skip("the time is over")
+    eagerly = item.get_closest_marker("plans_eagerly")
+>>>>>>> w41-tests
     for module in MODULES:
-        monkeypatch.setattr(module, "TOPOLOGIES", USERS)
+        module.TOPOLOGIES = {**USERS, "cpu": EAGER} if eagerly else USERS
 
 
 @functools.cache
@@ -150,13 +125,6 @@ def compiled_fast(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def slow_compiled_fast(request):
-    """The same for tests that are marked slow; the others are compiled as a user's programs are."""
-    if request.node.get_closest_marker("slow"):
-        request.getfixturevalue("compiled_fast")
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_what_a_person_sees(capsys, golden):
         assert code == ("--credits" in arguments and arguments[-1] in "02")
         assert err == ""
         texts.append(f"$ python -m shardc schedule {' '.join(arguments)}\n{out}")
-    golden("command_line", "\n".join(texts).rstrip("\n"))
+    golden("command_line", re.sub(r"\d+ tried", "... tried", "\n".join(texts).rstrip("\n")))
 
 
 def test_files(capsys, tmp_path):

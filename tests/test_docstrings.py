@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.test_rooms import modules
+from scripts.rooms import modules, nodes_of
 
 HEADLESS = re.compile(
     r"(What|Who|Whatever|Those|All that|As many|As much|If|That which|So many|The same|In which|By which|"
@@ -20,7 +20,7 @@ MOST = 0.05
 def documented() -> Iterator[tuple[str, str]]:
     """Where a docstring stands, and its first line."""
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 yield f"{name}:{getattr(node, 'name', '')}", text.partition("\n")[0]
 
@@ -34,7 +34,9 @@ def test_first_lines_have_a_subject():
 def test_a_public_class_name_stands_once():
     found: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.parse(path.read_text("utf-8")).body:
+        module = nodes_of(path)[0]
+        assert isinstance(module, ast.Module)
+        for node in module.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(name)
     assert {name: where for name, where in found.items() if len(where) > 1} == {}

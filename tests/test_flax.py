@@ -139,6 +139,7 @@ def test_an_axis_twice_is_an_error():
         shardc.flax.placements({"w": nn.Partitioned(jnp.zeros((8, 8)), ("model", "model"))})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("boxed", [True, False], ids=["boxed", "unboxed"])
 @pytest.mark.parametrize("model", [Layer(), Stack()], ids=["axes", "logical names"])
 def test_placements_are_pins_of_a_step_with_boxes_and_without(mesh, model, boxed):

@@ -17,8 +17,6 @@ import pytest
 
 from shardc.__main__ import main
 
-pytestmark = pytest.mark.usefixtures("as_users_plan")
-
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *BENCHMARKS]

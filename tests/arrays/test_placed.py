@@ -168,12 +168,14 @@ def _through_nnx(x):
     return again(VALUE.T), nnx.to_pure_dict(state)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_gets_the_logical_array(reader):
     plain = jax.device_put(VALUE, NamedSharding(MESH, jax.P()))
     same(READERS[reader](placed("uneven")), READERS[reader](plain))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["twice", "both", "partial", "stacked"])
 def test_however_it_is_placed(kind):
     for reader in SOME:

@@ -28,6 +28,8 @@ from shardc.passes.audit.hlo import parse_collectives
 from shardc.passes.place import domain
 from shardc.sbp import boxing
 
+pytestmark = pytest.mark.plans_eagerly
+
 WHOLE = shardc.rules({"*": {}})
 HEADS = 8
 
@@ -225,6 +227,7 @@ FSDP = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", FSDP)
 def test_fsdp_gathers_weights_where_they_are_used_and_scatters_gradients(layers):
     B, T, D, L, d = 128, 16, 64, 4, 8
@@ -302,7 +305,7 @@ def sides(names, reasons):
     """Each row, annotated and automatic; what is known to send more has to, for a reason."""
     found = []
     for name, side in itertools.product(names, ("annotated", "auto")):
-        marks = [pytest.mark.slow] if name in SLOW else []
+        marks = [pytest.mark.sampled(0)] if name in SLOW else []
         if (name, side) in reasons:
             marks.append(pytest.mark.xfail(strict=True, reason=reasons[name, side]))
         found.append(pytest.param(name, side, id=f"{name}-{side}", marks=marks))
@@ -312,6 +315,7 @@ def sides(names, reasons):
 SENT_FOR_TIME = {(name, side): why for name, why in FASTER.items() for side in ("annotated", "auto")}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "side"), sides(HERE, {k: f"{best} of it is possible" for k, best in MISSED.items()}))
 def test_no_more_is_sent_than_by_hand(name, side):
     row, found = HERE[name], measure(HERE[name], side)
@@ -348,7 +352,7 @@ def one_axis_at_a_time():
         cached.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "without", "share"),
     [("fsdp_tensor_8x8", no_rings, 0.926), ("hybrid_tensor_4x8x8", one_axis_at_a_time, 0.95)],
@@ -365,6 +369,7 @@ def test_what_is_sent_beyond_the_formula_takes_less_time(name, without, share):
     assert plan.seconds == pytest.approx(share * least.seconds, rel=0.01)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", HERE)
 def test_what_is_free_costs_no_more_than_what_is_annotated(name):
     """Every annotated plan is one that is free to be chosen."""

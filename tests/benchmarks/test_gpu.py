@@ -37,7 +37,7 @@ def no_constant(name: str) -> Any:
     raise AssertionError(f"{name} is no JSON")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path), "--jobs", "1"]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
@@ -86,6 +86,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "FAILED" not in text
 
 
+@pytest.mark.sampled(0)
 def test_what_fails_is_told(tmp_path: Path) -> None:
     """By the process that fails, and by the exit status of one that can say nothing; the others are measured."""
     args = ("--tiny", "--out", str(tmp_path))
@@ -106,6 +107,7 @@ def test_time_is_limited() -> None:
     assert batch.errors[1]["message"] == "not started: the section's 0 s are over"
 
 
+@pytest.mark.sampled(0)
 def test_programs_take_turns_at_the_device(tmp_path: Path) -> None:
     """A program that cannot be made is a row with its error, and the others of its process are measured."""
     (tmp_path / machine.FILE).write_text(TOPOLOGIES["cpu"].to_json())
@@ -179,7 +181,7 @@ def test_there_are_twenty_programs() -> None:
     assert set(programs.TINY) <= set(programs.PROGRAMS)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", programs.MODELS)
 def test_a_step_takes_its_batch_and_gives_its_state_anew(name: str) -> None:
     init_fn, step_fn, batch = programs.training(name, tiny=False)
@@ -199,7 +201,7 @@ def test_models_of_the_steps_have_their_sizes(name: str, millions: float) -> Non
     assert sum(x.size for x in jax.tree.leaves(params)) == pytest.approx(1e6 * millions, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", steps.MODELS)
 def test_models_of_the_steps_compute_in_bfloat16(name: str) -> None:
     module, cfg, rows = steps.MODELS[name]

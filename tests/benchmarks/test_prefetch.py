@@ -40,6 +40,7 @@ def test_all_gathers_of_rows_are_found(backward):
     assert sum(w.trips * w.gathers for w in found) == pytest.approx(plan.time.all_gather)
 
 
+@pytest.mark.sampled(0)
 def test_products_in_front_of_a_reader_hide_its_gather():
     def step(params, x):
         return loss(params, x)

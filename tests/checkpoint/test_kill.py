@@ -33,7 +33,7 @@ def test_a_few_kills(tmp_path):
     assert starts[0] == 0 and starts[-1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("first", [100, 107, 114])
 def test_many_kills(tmp_path, first):
     check_kills(tmp_path, range(first, first + 7))

@@ -118,7 +118,7 @@ def test_two_runtimes_one_of_which_is_killed(tmp_path):
     check_islands(tmp_path, 16, [(5, 1, 0)])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_runtimes_of_which_one_after_the_other_is_killed(tmp_path, seed):
     k = random.Random(seed)

@@ -130,6 +130,7 @@ def test_the_same_run_has_the_same_losses_to_the_last_bit(directories, name):
     check(directories, name, name, init())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -145,7 +146,7 @@ def test_another_run_goes_on(directories, source, target):
         assert StackedArray in kinds
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("source", "target"), list(product(RUNS, RUNS)))
 def test_every_run_goes_on_with_every_other(directories, source, target):
     check(directories, source, target, running(target))

@@ -57,7 +57,7 @@ def output(words, path, **more):
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [slurm, ompi])
 def test_under_a_cluster(kind, mode, path, plain, tmp_path):
@@ -69,7 +69,7 @@ def test_under_a_cluster(kind, mode, path, plain, tmp_path):
     assert losses_of(out) == plain(mode)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.parametrize("mode", MODES)
 def test_under_ray(mode, path, plain):

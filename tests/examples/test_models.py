@@ -34,7 +34,7 @@ def name_of(module):
 
 
 def some_slow(modules):
-    return [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in modules]
+    return [pytest.param(m, marks=[pytest.mark.sampled(0)] if m in SLOW else []) for m in modules]
 
 
 @cache
@@ -67,6 +67,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("module", some_slow(ZOO), ids=name_of)
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
@@ -76,6 +77,7 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", some_slow(DATA_PARALLEL), ids=name_of)
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
@@ -86,6 +88,7 @@ def test_accumulate_over_parts_is_the_same_step(module):
     assert_close(moments_of_parts, moments)
 
 
+@pytest.mark.sampled(0)
 def test_resnet_step_moves_every_batch_statistic():
     state, step = start_and_step(resnet)
     _, after, _, _ = step(*state, next(batches(resnet)))
@@ -94,6 +97,7 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", some_slow(SCANNED), ids=name_of)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str
@@ -176,6 +180,7 @@ def test_llama_turns_pairs_by_their_distance():
         np.testing.assert_allclose(jnp.diagonal(products, distance), products[0, distance], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["test_mixtral", "test_deepseek"])
 def test_mixtures_of_llamas_learn_and_look_only_back(name):
     cfg = moe.CONFIGS[name]
@@ -204,6 +209,7 @@ def test_experts_of_a_token_are_as_many_as_are_chosen():
     np.testing.assert_array_equal(jnp.take_along_axis(dispatch_BTEC.sum(3), best_BT3E, -1), 1)
 
 
+@pytest.mark.sampled(0)
 def test_queries_of_a_vit_with_parallel_layers_have_one_size():
     cfg = replace(vit.CONFIGS["test"], parallel=True)
     params, _ = vit.make_step(cfg)[0](jax.random.key(0))
@@ -231,6 +237,7 @@ def test_t5_distances_are_those_of_the_paper():
     assert not back[np.triu_indices(200)].any()
 
 
+@pytest.mark.sampled(0)
 def test_t5_looks_back_in_what_it_says_and_everywhere_in_what_it_reads():
     cfg, (params, _) = t5.CONFIGS["test"], start_and_step(t5)[0]
     logits_of = jax.jit(partial(t5.T5(cfg).apply, {"params": params}))
@@ -263,6 +270,7 @@ def test_experts_liked_equally_are_balanced():
     assert moe.route(one, places=T)[2] == pytest.approx(E, rel=1e-3)
 
 
+@pytest.mark.sampled(0)
 def test_unet_noise_belongs_to_a_row_and_its_key():
     cfg, (params, _) = unet.CONFIGS["test"], start_and_step(unet)[0]
     batch, loss = next(batches(unet)), jax.jit(partial(unet.loss, cfg=cfg))
@@ -315,6 +323,7 @@ def test_bert_reads_in_both_directions_and_only_what_is_shown():
         assert not np.allclose(logits, logits_of(text.at[0, place].set(99), positions))
 
 
+@pytest.mark.sampled(0)
 def test_dlrm_reads_the_rows_that_its_categories_name():
     (params, _), batch = start_and_step(dlrm)[0], next(batches(dlrm, 64))
     grads = jax.grad(dlrm.loss)(params, batch)

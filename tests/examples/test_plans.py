@@ -126,7 +126,7 @@ def test_the_moments_of_a_tensor_parallel_weight_live_where_it_does(module, plan
     assert pinned("opt_state") == {f"1/0/{moment}/{path}" for moment in ("mu", "nu") for path in pinned("params")}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_resnet50_is_planned_for_machines_that_are_not_there():
     init_fn, step_fn = resnet.make_step(resnet.CONFIGS["resnet50"])
     mesh = shardc.make_mesh(topology="v5e", data=64)

@@ -63,7 +63,7 @@ def test_the_exit_status(monkeypatch, capsys, first, status, says):
     assert text.count(CLEAN) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_two_processes_have_the_losses_of_one(monkeypatch, capsys):
     monkeypatch.setattr(processes, "CASES", CASES[1:])  # stages; `test_launchers` has one mesh
     status = main(["--steps", "3", "--config", "test", "--batch", "8", "--microbatches", "4"])

@@ -11,12 +11,12 @@ from shardc.pipeline.schedule.schedule import Schedule
 
 RUNS = {
     "mlp": "--model mlp --mesh data=4,model=2 --plan data_tensor --steps 30",
-    "resnet": "--model resnet --config test --mesh data=8 --plan zero1 --steps 4",
-    "gpt2": "--config test --mesh data=4,model=2 --plan zero1 --microbatches 2 --steps 4",
-    "chosen mesh": "--model mlp --mesh auto --plan data_tensor --steps 10",
     "pipeline": "--config test --mesh pipe=2,data=2,model=2 --plan pipeline --batch 8 --microbatches 4 --steps 4",
 }
-SLOW = {
+MORE = {
+    "chosen mesh": "--model mlp --mesh auto --plan data_tensor --steps 10",
+    "resnet": "--model resnet --config test --mesh data=8 --plan zero1 --steps 4",
+    "gpt2": "--config test --mesh data=4,model=2 --plan zero1 --microbatches 2 --steps 4",
     "fsdp": "--config test --mesh data=8 --plan fsdp --scan --remat --steps 4",
     "llama": "--model llama --config test --mesh data=4,model=2 --plan data_tensor --scan --steps 4",
     "moe": "--model moe --config test --mesh data=8 --plan gshard --steps 4",
@@ -55,6 +55,7 @@ def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path):
     run(RUNS[name], capsys, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("name", ["mlp", "pipeline"])
 def test_the_same_command_again_goes_on(name, capsys, tmp_path):
@@ -68,11 +69,11 @@ def test_the_same_command_again_goes_on(name, capsys, tmp_path):
     assert len(log.read_text().splitlines()) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("compiled_fast")
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", MORE)
 def test_other_plans(name, capsys, tmp_path):
-    run(SLOW[name], capsys, tmp_path)
+    run(MORE[name], capsys, tmp_path)
 
 
 def losses_of(options, tmp_path):
@@ -82,6 +83,7 @@ def losses_of(options, tmp_path):
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
+@pytest.mark.sampled(0)
 def test_a_pipeline_has_the_losses_of_its_plan_on_one_device_and_of_a_schedule_from_a_file(tmp_path, capsys):
     file = tmp_path / "mine.csv"
     file.write_text(make_schedule("gpipe", 2, 4).to_csv())

@@ -20,15 +20,6 @@ pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 DEVICES, ROWS = 7, 16
 """Hardly a size divides by it."""
-SAMPLE = "mlp", "gpt2", "dlrm"
-"""Of all models; with `--every-case` all are tried."""
-
-
-def pytest_generate_tests(metafunc):
-    if "model" in metafunc.fixturenames:
-        chosen = MODELS if metafunc.config.getoption("--every-case") else SAMPLE
-        marked = [pytest.param(m, marks=[] if m == "mlp" else [pytest.mark.slow]) for m in chosen]
-        metafunc.parametrize("model", marked)
 
 
 def split_last(tree):
@@ -51,6 +42,8 @@ def after_a_step(model):
     return tuple(state), step_fn, batch
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")  # orbax, of a checkpoint without a target
 def test_what_comes_back_is_the_logical_state(model, tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")

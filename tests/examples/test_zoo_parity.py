@@ -14,8 +14,6 @@ from examples import moe
 from examples.zoo import MODELS
 from tests.whole.test_parity import assert_close
 
-pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
-
 MESH = {"data": 4, "model": 2}
 ROWS = 16
 ZOO = ("vit", "mixer", "llama", "moe", "bert", "t5", "unet", "dlrm", "ppo")
@@ -35,7 +33,7 @@ CASES = [
     *((case, plan) for case in ("moe scan remat", "deepseek scan", "mixtral") for plan in ("expert", "gshard")),
     *((case, plan) for case in ("vit scan", "t5 scan") for plan in ("data_tensor", "fsdp")),
 ]
-QUICK = [
+AS_USERS = [
     ("llama scan", "data_tensor"),
     ("moe scan remat", "expert"),
     ("deepseek scan", "gshard"),
@@ -46,6 +44,7 @@ QUICK = [
     ("dlrm", "hybrid"),
     ("ppo", "data"),
 ]
+"""Compiled as users' programs are; the others are compiled fast."""
 
 
 def parts(case, accumulate=lambda fn: fn):
@@ -79,15 +78,17 @@ def check(case, plan, accumulate=lambda fn: fn):
     assert_close(tuple(state), want)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES], ids=" ".join
-)
-def test_a_step_equals_that_of_one_device(case):
+@pytest.mark.sampled(by=lambda case: {CONFIGS[case[0]][0]})
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_step_equals_that_of_one_device(case, request):
+    if case not in AS_USERS:
+        request.getfixturevalue("compiled_fast")
     with jax.enable_x64(True):
         check(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
+@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("model", ZOO)
 def test_a_step_over_microbatches_equals_that_of_one_device(model):
     with jax.enable_x64(True):

@@ -63,6 +63,7 @@ assert current().waits == {}
 """
 
 
+@pytest.mark.sampled(0)
 def test_the_live_line_says_who_waits_for_whom(tmp_path):
     path = tmp_path / "pipeline.py"
     path.write_text(PIPELINE + WAITS)
@@ -224,6 +225,7 @@ print("loss", float(loss))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ends", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_call_that_another_process_does_not_make(tmp_path, run, ends, after):

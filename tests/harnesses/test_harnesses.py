@@ -27,7 +27,7 @@ GROUPS = sorted({case.group for case in all_cases()})
 FEW = 3
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_few_cases_equal_one_device(group):
     results = [run_case(case, seed=0, draws=1) for case in choose([group], limit=FEW)]

@@ -113,6 +113,7 @@ def test_they_run_as_on_one_device(program):
         assert not exe.plan.gathered
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: str(dict(m.shape)))
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
 def test_numbers_of_64_bits_keep_them(dtype, mesh):

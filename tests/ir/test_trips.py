@@ -65,6 +65,7 @@ def test_a_long_loop_gathers_its_weights_once_and_a_short_one_sends_what_they_ma
     assert long.seconds < 1000 * short.seconds
 
 
+@pytest.mark.plans_eagerly
 def test_what_moves_in_each_round_is_counted_as_often() -> None:
     def fn(x: Any, w: Any) -> Any:
         def body(c: Any) -> Any:

@@ -80,6 +80,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("where", [{}, {"a": S(0)}, {"a": S(1), "b": S(0)}], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_it_equals_jit(program, where):

@@ -9,7 +9,7 @@ from tests.launch.launching import command, environment, script, started
 from tests.launch.test_on_this_machine import PSUM
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-pytestmark = [needs_ray, pytest.mark.slow]
+pytestmark = needs_ray
 LOST = """
 c.gather("all", "")
 if c.epoch == 0 and c.me == 1:

@@ -22,6 +22,7 @@ print("sum", float(jax.jit(lambda x: x.sum())(x)), jax.process_count(), len(jax.
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("islands", "line"), [(1, "sum 6.0 2 2"), (2, "sum 1.0 1 2")])
 def test_a_sum_over_the_devices_of_an_island(tmp_path, islands, line, run, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody answers there
@@ -75,8 +76,8 @@ def test_a_module_and_a_line_that_is_not_ended_yet(tmp_path):
     [
         ("raise ValueError('on fire')", 1, "process 1| ValueError: on fire"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 is lost: killed by SIGKILL."),
-        pytest.param("sys.exit(7)", 7, "process 1 ended with exit code 7.", marks=pytest.mark.slow),
-        pytest.param("sys.exit('no data')", 1, "process 1| no data", marks=pytest.mark.slow),
+        pytest.param("sys.exit(7)", 7, "process 1 ended with exit code 7.", marks=pytest.mark.sampled(0)),
+        pytest.param("sys.exit('no data')", 1, "process 1| no data", marks=pytest.mark.sampled(0)),
     ],
 )
 def test_exit_code_and_first_error_come_through(tmp_path, how, code, last, run):
@@ -106,7 +107,6 @@ def test_an_error_of_all_is_shown_once(tmp_path, run):
     assert len(re.findall(short, done.err, re.MULTILINE)) == 1
 
 
-@pytest.mark.slow
 def test_an_error_in_one_process_of_a_jax_runtime_does_not_wait_in_a_barrier(tmp_path, run):
     path = script(tmp_path, "if c.me == 0:\n    raise ValueError('on fire')\ntime.sleep(100)")
     done = run(path, "--processes", 2, "--devices", 1)
@@ -115,6 +115,7 @@ def test_an_error_in_one_process_of_a_jax_runtime_does_not_wait_in_a_barrier(tmp
     assert done.seconds < 20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("restarts", "code"), [(1, 0), (0, 137)])
 def test_a_loss_after_the_end_of_all_scripts_fails_no_run_that_can_mend_losses(tmp_path, run, restarts, code):
     text = "import atexit\nif c.me == 1:\n    atexit.register(os.kill, os.getpid(), signal.SIGKILL)\nprint('done')"
@@ -134,7 +135,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sampled(0))])
 def test_ctrl_c(tmp_path, number):
     path = script(tmp_path, INTERRUPTED)
     with started(command(path, "--processes", 2, arguments=[tmp_path]), str(path)) as process:
@@ -198,9 +199,10 @@ print("end")
 """
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.sampled(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("islands", "rejoins"), [(1, False), (2, True), pytest.param(2, False, marks=SLOW)])
 def test_a_killed_process_is_started_again(tmp_path, islands, rejoins, run):
     path = script(tmp_path, RESTARTED.format(signal=9, rejoins=rejoins and islands == 2))
@@ -222,7 +224,7 @@ def test_a_stopped_process_is_lost(tmp_path, run):
     assert done.err == "process 1 is lost (no sign of life for 2 s); started again, 0 restarts are left\n"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_a_restart_does_not_compile_again(tmp_path, run):
     path = script(
         tmp_path,
@@ -274,7 +276,7 @@ def test_a_terminal_stays_a_terminal(tmp_path):
     assert text.endswith(("end\r\n", "\x1b[2K"))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_values_that_differ_in_the_last_call_are_an_error_and_in_no_checkpoint(tmp_path, run):
     body = """
     import jax, numpy as np, shardc

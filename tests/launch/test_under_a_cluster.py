@@ -53,6 +53,7 @@ class Tasks:
         return [(t.returncode, *ends) for t, ends in ((t, t.communicate(timeout=60)) for t in self.tasks)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [slurm, ompi])
 def test_the_same_script(tmp_path, kind):
     path = script(tmp_path, PSUM + "import sys; print(sys.argv[1:])", head="")
@@ -72,7 +73,7 @@ def test_a_lost_process_is_started_again_by_its_own_launcher(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", ["raise ValueError('on fire')", pytest.param("os.kill(os.getppid(), 9)", marks=pytest.mark.slow)]
+    "how", ["raise ValueError('on fire')", pytest.param("os.kill(os.getppid(), 9)", marks=pytest.mark.sampled(0))]
 )
 def test_the_failure_of_a_process_is_told_by_process_0(tmp_path, how):
     """Also if its launcher dies with it."""

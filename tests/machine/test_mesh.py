@@ -106,11 +106,11 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
         ),
         (
             lambda: make_mesh(topology="v5q", a=2),
-            "There is no topology 'v5q'. Did you mean \"v5p\"? Known are cpu, v4, v5e, v5p, v6e, h100, h200, b200.",
+            f"There is no topology 'v5q'. Did you mean \"v5p\"? Known are {', '.join(TOPOLOGIES)}.",
         ),
         (
             lambda: make_mesh(topology="abacus", a=2),
-            "There is no topology 'abacus'. Known are cpu, v4, v5e, v5p, v6e, h100, h200, b200.",
+            f"There is no topology 'abacus'. Known are {', '.join(TOPOLOGIES)}.",
         ),
         (
             lambda: make_mesh(topology="v5p:4x", a=2),

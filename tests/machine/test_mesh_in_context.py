@@ -39,6 +39,7 @@ def given(context: str) -> Mesh:
     return EXPLICIT if context == "explicit" else AUTO
 
 
+@pytest.mark.sampled(2)
 def test_a_call(context):
     """Regression: each raised `The context mesh ... should match the mesh passed to shard_map`."""
 
@@ -75,6 +76,7 @@ def test_a_pipeline(context):
         np.testing.assert_allclose(f(p, X)[0], want, rtol=1e-6)
 
 
+@pytest.mark.sampled(2)
 def test_uneven_empty_and_failing(context):
     f = shardc.function(lambda x: 2 * x, mesh=given(context), in_placements=(ROWS,), out_placements=ROWS)
     for shape in ((13, 2), (0, 2)):
@@ -86,6 +88,7 @@ def test_uneven_empty_and_failing(context):
             log(X - 1)
 
 
+@pytest.mark.sampled(2)
 def test_what_is_closed_over_and_made_outside(context):
     """A key, and constants that lie on the mesh in context with its types."""
     key, row = jax.random.key(0), jnp.arange(4.0)

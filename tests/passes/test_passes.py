@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import shardc
 from shardc import S
@@ -92,3 +94,77 @@ def test_the_command_prints_the_list(capsys):
     assert main(["passes"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in NAMES)
+
+
+CHIPS = shardc.make_mesh(topology="v5p", data=8)
+ROWS, COLUMNS = {"data": S(0)}, {"data": S(1)}
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def sums(x):
+    """The second sum is always of zeros."""
+    return lax.scan(lambda c, row: ((c[0] + row, c[1] + jnp.zeros(())), None), (jnp.zeros(8), jnp.zeros(())), x)[0]
+
+
+def layers(w, x):
+    return lax.scan(lambda x, w: (jnp.sin(jnp.tanh(x @ w)), None), x, w)[0].sum()
+
+
+WINDOW = {"in_placements": (ROWS,), "out_placements": ROWS}
+TRANSFORM = {"in_placements": (ROWS,), "out_placements": COLUMNS}
+SPLIT = {"in_placements": ({}, ROWS)}
+EXAMPLES = [
+    ("canonicalize", lambda x: jax.jit(jnp.tanh)(x), (f32(8, 8),), {}, {"jit": 1}, {"tanh": 1}),
+    ("fold_transposes", lambda h, w: h @ w.T, (f32(8, 8), f32(8, 8)), {}, {"transpose": 1}, {}),
+    ("drop_zero_sums", sums, (f32(8, 8),), {}, {"add": 1}, {}),
+    (
+        "compose_windows", lambda x: jnp.pad(x, ((1, 1), (0, 0), (0, 0)))[2:], (f32(1024, 1024, 256),), WINDOW,
+        {"slice": 1, "convert_element_type": 1}, {},
+    ),
+    (
+        "compose_windows", lambda x: jnp.roll(x, 1, 0), (f32(1024, 1024, 256),), WINDOW,
+        {"slice": 2, "concatenate": 1}, {"join_ranges": 1},
+    ),
+    ("chain_transforms", jnp.fft.rfftn, (f32(512, 512, 512),), TRANSFORM, {}, {"fft": 2, "transpose": 4}),
+    (
+        "recompute_residuals", jax.grad(layers), (f32(8, 512, 512), f32(65536, 512)), SPLIT,
+        {}, {"tanh": 1},
+    ),
+    ("insert_boxing", lambda w, x: x.sum() * w, (f32(8), f32(8, 8)), SPLIT, {}, {"box": 1}),
+]  # fmt: skip
+"""Of passes over one program: a function, its arguments and options; what goes, and what comes."""
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "args", "options", "gone", "come"), EXAMPLES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_an_example_of_a_pass(name, fn, args, options, gone, come):
+    plan = shardc.function(fn, mesh=CHIPS, **options).plan(*args)
+    programs = [("", jax.make_jaxpr(fn)(*args)), *plan.program.passed, ("insert_boxing", plan.boxed.jaxpr)]
+    at = [n for n, _ in programs].index("canonicalize" if name == "fold_transposes" else name)  # which is part of it
+    before, after = (
+        Counter(e.primitive.name for e in all_eqns(getattr(j, "jaxpr", j))) for _, j in programs[at - 1 : at + 1]
+    )
+    assert (before - after, after - before) == (Counter(gone), Counter(come))
+
+
+def test_the_examples_of_pipelines(pipeline):
+    """`y' = stage_boundary y` becomes a send and a receive, forward and backward a task each, the update one."""
+    first, second = (s.plan.program.passed for s in pipeline.stages)
+    for passed in (first, second):
+        names = [e.primitive.name for e in all_eqns(dict(passed)["cut_stages"])]
+        assert names.count("send") == names.count("receive") == 1
+        assert "stage_boundary" not in names
+    tasks = [sum(t.plan is not None for t in s.tasks.loop.values()) for s in pipeline.stages]
+    assert tasks == [2, 1]  # the last stage's forward and backward are one
+    assert all(s.tasks.updates for s in pipeline.stages)
+
+
+def test_the_example_of_lower():
+    fn = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=8), in_placements=(ROWS,), out_placements={})
+    exe = fn.compile(jnp.ones((8, 8)))
+    assert [c.kind for c in exe.plan.collectives] == ["all_gather"]
+    assert exe.audit().ok

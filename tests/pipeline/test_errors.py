@@ -12,7 +12,9 @@ import pytest
 import shardc
 from shardc import S, accumulate, make_mesh, stage_boundary
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError
+from shardc.pipeline.schedule.methods import METHODS
 from tests.pipeline.pipelines import batch, chain, dense, error, layers
+from tests.pipeline.schedule.methods.test_methods import with_chunks
 
 HERE = "test_errors.py"
 
@@ -306,10 +308,7 @@ def scheduled(schedule, m=2, stages=2, **how):
 
 
 SECOND = "rank 1 | 1F0 1B0 1F1 1B1"
-NAMES = (
-    "gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, "
-    "pipedream-2bw, auto"
-)
+NAMES = ", ".join([*METHODS, "auto"])
 
 
 @pytest.mark.parametrize(
@@ -388,12 +387,10 @@ def test_a_schedule_that_cannot_have_these_stages_or_microbatches():
         "microbatches, to fill the V from both ends; zb-v needs fewer."
     )
     assert scheduled("zb-v", chunks=3) == (
-        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: set chunks=2, or use interleaved, breadth-first '
-        "or auto."
+        f'{STEP}: Schedule "zb-v" has 2 stages on each rank, not 3: set chunks=2, or use {with_chunks(3)}.'
     )
     assert scheduled("1f1b", chunks=2) == (
-        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: set chunks=1, or use interleaved, breadth-first, '
-        "zb-v, v-half, v-min, dualpipe-v or auto."
+        f'{STEP}: Schedule "1f1b" has 1 stage on each rank, not 2: set chunks=1, or use {with_chunks(2)}.'
     )
 
 

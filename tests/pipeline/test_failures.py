@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_failing_task_is_named_and_undone(case):
     options, label, actor = CASES[case]

@@ -127,6 +127,7 @@ def adam_inputs():
     return params, optax.adam(1e-2).init(params), jnp.asarray(rng.normal(size=(512, 256)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "auto"])
 def test_stages_are_placed_so_that_their_ranks_have_room(recompute):
     with jax.enable_x64(True):

@@ -122,14 +122,14 @@ SHORT, LONG = ("gpipe", "1f1b", "eager-1f1b"), ("zb-v", "dualpipe-v")
     ("schedules", "p", "m", "donated"),
     [
         (SHORT, 2, 2, True),
-        pytest.param(SHORT, 4, 8, False, marks=pytest.mark.slow),
+        pytest.param(SHORT, 4, 8, False, marks=pytest.mark.sampled(0)),
         (("zb-h1",), 2, 4, False),
-        (("zb-h1",), 4, 4, True),
+        pytest.param(("zb-h1",), 4, 4, True, marks=pytest.mark.sampled(0)),
         (("interleaved",), 2, 4, True),
-        (("interleaved",), 4, 4, False),
+        pytest.param(("interleaved",), 4, 4, False, marks=pytest.mark.sampled(0)),
         (LONG, 2, 4, False),
         (LONG[:1], 2, 2, True),
-        pytest.param(LONG, 4, 8, True, marks=pytest.mark.slow),
+        pytest.param(LONG, 4, 8, True, marks=pytest.mark.sampled(0)),
     ],
 )
 def test_what_lives_is_what_is_planned(schedules, p, m, donated):
@@ -147,6 +147,7 @@ def tied(params, rows, cuts):
     return error(x @ params["table"].T, rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_tied_table_and_momentum_clipped_by_the_norm_of_all(schedule):
     gradient = shardc.accumulate(jax.value_and_grad(lambda p, r: tied(p, r, (0, 1))), microbatches=4)

@@ -14,6 +14,7 @@ from shardc.pipeline.schedule.methods import METHODS
 from tests.pipeline.pipelines import batch, layers, loss, training
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.weight_versions == 1])
 def test_actions_run_in_the_order_of_the_simulation(name):
     stages = 2 * METHODS[name].chunks

@@ -1,15 +1,15 @@
 """One device is the truth for pipelines too: every schedule, model, depth, inner mesh and number of microbatches.
 
-The stages of a program are cut, placed and compiled once; all schedules that run the same tasks replay them. Without
-`--every-case` a sample is run: whatever two of a schedule, a model, a number of ranks, an inner mesh and a number of
-microbatches can stand together do so in some case of it.
+The stages of a program are cut, placed and compiled once; all schedules that run the same tasks replay them. In the
+sample that `make test` runs each schedule stands together with each number of ranks and each inner mesh, and each model
+and number of microbatches stands in some case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from itertools import combinations, product
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -20,16 +20,30 @@ import pytest
 import shardc
 from examples import gpt2, llama, mlp, moe, t5
 from examples.zoo import MODELS
-from shardc.pipeline.schedule.methods import METHODS
+from shardc.pipeline.schedule.methods import METHODS, make_schedule
+from tests.turns import cover
 
-SCHEDULES = {
-    "one task": ("1f1b", "gpipe", "eager-1f1b", "pipedream-2bw"),
-    "two tasks": ("zb-h1", "zb-h2"),
-    "loop": ("interleaved", "breadth-first"),
-    "v": ("zb-v", "v-half", "v-min", "dualpipe-v"),
+TASKS = {
+    ("loop", 1, False): "one task",
+    ("loop", 1, True): "two tasks",
+    ("loop", 2, False): "loop",
+    ("v", 2, True): "v",
 }
-"""By how tasks are cut and where they run; in each group only the order differs. Steps of the first group take their
-gradients at an older version of the parameters, without which there is no pipedream-2bw."""
+"""Names of groups of schedules, by the placement of stages, stages of each rank, whether backward is two tasks."""
+
+
+def groups() -> dict[str, list[str]]:
+    """All schedules by how tasks are cut and where they run; in each group only the order differs."""
+    found: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        key = method.placement, method.chunks, make_schedule(name, 2, 4).splits_backward
+        found.setdefault(TASKS.get(key, str(key)), []).append(name)
+    return found
+
+
+SCHEDULES = groups()
+"""Steps of the group "one task" take their gradients at an older version of the parameters, without which there is no
+pipedream-2bw."""
 RANKS = (2, 3, 4)
 INNER = {"": {}, "data": {"data": 2}, "model": {"model": 2}}
 MICROBATCHES = {"1": lambda p: 1, "p-1": lambda p: p - 1, "p": lambda p: p, "2p+1": lambda p: 2 * p + 1}
@@ -73,14 +87,14 @@ class Case(NamedTuple):
         return [s for s in SCHEDULES[self.tasks] if METHODS[s].refuse(self.ranks, self.m, chunks) is None]
 
     @property
-    def cost(self) -> int:
+    def cost(self) -> float:
         """Roughly how much there is to compile."""
-        return self.stages * (5 if self.tasks in ("two tasks", "v") else 4) * {"mlp": 1, "t5": 4}.get(self.model, 3)
+        tasks = self.stages * (5 if self.tasks in ("two tasks", "v") else 4)
+        return (20 + tasks * {"mlp": 1, "t5": 4}.get(self.model, 3)) ** 0.7
 
-    def pairs(self) -> set[frozenset[tuple[str, object]]]:
-        """What stands together in this case, two by two."""
-        others = list(self._asdict().items())[1:]
-        return {frozenset(pair) for s in self.schedules for pair in combinations([("schedule", s), *others], 2)}
+    def pairs(self) -> set[tuple[object, object]]:
+        """What stands together in this case, and the model."""
+        return {*product(self.schedules, [("ranks", self.ranks), self.inner]), self.microbatches, self.model}
 
 
 def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
@@ -89,28 +103,9 @@ def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Case]:
             yield case
 
 
-def sample(cases: list[Case]) -> list[Case]:
-    """Few cases with all pairs: one after the other that which adds most for what it costs."""
-    missing = set().union(*(c.pairs() for c in cases))
-    found: list[Case] = []
-    while missing:
-        found.append(max(cases, key=lambda c: len(c.pairs() & missing) / (20 + c.cost) ** 0.7))
-        missing -= found[-1].pairs()
-    return found
-
-
 EVERY = list(cases(HERE, RANKS))
-SAMPLE = sample(EVERY)
-OVER_PROCESSES = sample(list(cases(("mlp", "gpt2", "t5", "moe"), (2, 3))))
+OVER_PROCESSES = cover(list(cases(("mlp", "gpt2", "t5", "moe"), (2, 3))), Case.pairs, lambda c: c.cost)
 """Those that `tests.processes` runs, each rank in a process of its own."""
-QUICK = [min((c for c in SAMPLE if c.tasks == tasks), key=lambda c: c.cost) for tasks in SCHEDULES]
-
-
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        chosen = EVERY if metafunc.config.getoption("--every-case") else SAMPLE
-        slow = pytest.mark.slow
-        metafunc.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [slow]) for c in chosen], ids=str)
 
 
 def loss_of(case: Case, cut=lambda x: x):
@@ -186,16 +181,13 @@ def placements(case: Case):
     return {"batch": {"data": shardc.S(0)}} if case.inner else {}
 
 
-def test_the_cases_are_all_there_and_the_sample_has_every_pair():
+def test_the_cases_are_all_there():
+    assert len(SCHEDULES) >= len(TASKS)
     assert len(EVERY) == len(SCHEDULES) * len(HERE) * len(INNER) * (3 + 4 + 4)
-    assert {s for group in SCHEDULES.values() for s in group} == set(METHODS)
-    pairs = set().union(*(c.pairs() for c in SAMPLE))
-    for axis, values in {"model": HERE, "ranks": RANKS, "inner": INNER}.items():
-        for schedule, value in product(METHODS, values):
-            assert frozenset((("schedule", schedule), (axis, value))) in pairs
-    assert len(SAMPLE) < 40
 
 
+@pytest.mark.sampled(by=lambda case: case.pairs(), cost=lambda case: case.cost)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_every_schedule_gives_what_one_device_gives(case):
     params, momentum = start_of(case.model, case.stages)
     older = jax.tree.map(lambda p: 0.9 * p, params)

@@ -43,12 +43,14 @@ def in_double():
 # stages
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stages", "count", "m"), [(1, 2, 3), (2, 5, 1), (3, 5, 2), (4, 7, 3), (4, 4, 9)])
 def test_layers_that_do_not_divide_and_few_microbatches(stages, count, m):
     step = training(partial(loss, cuts=even_cuts(count, stages)), m)
     check(step, (layers(count), batch(2 * m)), make_mesh(pipe=stages))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 3), ("breadth-first", 3)])
 def test_three_stages_of_a_rank(schedule, chunks):
     step = training(partial(loss, cuts=range(5)), 5)
@@ -64,6 +66,7 @@ def test_ranks_of_unequal_size(first):
     check(training(loss, 4), (layers(3), batch(16)), None, pipeline=pipeline, in_placements=ROWS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axes", "places"),
     [
@@ -79,6 +82,7 @@ def test_uneven_splits_inside_stages(axes, places):
 # what crosses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("m", [1, 4])
 def test_tied_embeddings(m):
     def tied(params, batch):
@@ -92,6 +96,7 @@ def test_tied_embeddings(m):
     check(training(tied, m), (params, batch(8)), make_mesh(pipe=3, model=2), in_placements=split)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
 def test_one_layer_in_all_stages(wrap):
     def shared(layer, batch):
@@ -101,6 +106,7 @@ def test_one_layer_in_all_stages(wrap):
     check(training(wrap(shared), 4), (layers(1)[0], batch(8)), make_mesh(pipe=3, model=2), in_placements=places)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_a_value_that_skips_stages(schedule):
     def skipping(params, batch):
@@ -205,6 +211,7 @@ def test_frozen_stages_have_no_backward(trained):
 # remat, scans and what else stands inside a stage
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     "loss",
@@ -234,6 +241,7 @@ def test_recompute_by_the_plan(recompute):
     check(training(THREE, 4), (layers(3), batch(8)), make_mesh(pipe=3), pipeline=pipeline)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
 def test_scans_inside_stages(axes, schedule):
@@ -323,6 +331,7 @@ def dropping(key_of):
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
 def test_keys_in_the_batch(axes):
     keys = jax.random.split(jax.random.key(0), 8)
@@ -332,7 +341,7 @@ def test_keys_in_the_batch(axes):
     check(step, (layers(3), data), make_mesh(pipe=3, **axes), **places)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_typed_keys_in_the_batch_and_one_that_is_split_for_it():
     keys = jax.random.split(jax.random.key(0), 8)
     check(training(dropping(lambda k: k), 4), (layers(3), batch(8, key=keys)), make_mesh(pipe=3))
@@ -360,6 +369,7 @@ def trainer(optimizer, *, average=False):
     return step, params, jax.tree.map(np.asarray, optimizer.init(params))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("donated", [(), ("params", "state")])
 def test_clipping_by_the_norm_over_all_stages(donated):
     schedule = optax.cosine_decay_schedule(0.1, 10)
@@ -430,6 +440,7 @@ def test_the_returned_state_is_the_next_calls_without_planning_or_compiling_agai
 TEXT = "mine\nrank 0 | 0F0 0F1 0B0 0B1\nrank 1 | 1F0 1B0 1F1 1B1"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "schedule",
     [TEXT, TEXT.partition("\n")[2], Schedule.parse(TEXT), METHODS["gpipe"], lambda *_: Schedule.parse(TEXT)],
@@ -469,6 +480,7 @@ def test_another_schedule_without_compiling_again():
 # nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pin", [shardc.AUTO, {"data": S(0)}, {"data": S(1)}, {"data": shardc.P}], ids=str)
 def test_empty_arrays_are_sent_summed_and_returned(pin):
     """Alone among a jitted function's results, one in pieces would be whole on every device; tasks have others."""

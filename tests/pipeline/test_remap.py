@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 
 def mesh_of(*numbers, axes=("data",)):
     return Mesh(np.array([jax.devices()[i] for i in numbers]), axes)

@@ -87,6 +87,7 @@ def lengths(plan):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("count", "schedule", "inner", "m"),
     [

@@ -54,6 +54,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("donated", [(), ("params", "state")], ids=["kept", "donated"])
 def test_one_sum_of_each_gradient(name, donated):

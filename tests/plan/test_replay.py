@@ -62,6 +62,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_saved_plan_is_lowered_as_it_was_without_its_pins(mesh, tmp_path, case):
     fn, keywords, args = CASES[case]
@@ -124,7 +125,6 @@ for n, (fn, keywords, args) in enumerate(CASES.values()):
 """
 
 
-@pytest.mark.usefixtures("as_users_plan")
 def test_another_process_writes_the_same_files_and_reads_them(mesh, tmp_path):
     for seed in ("1", "2"):
         (tmp_path / seed).mkdir()
@@ -318,6 +318,7 @@ def test_axes_that_cut_in_another_order_are_not_the_same_pieces(mesh):
     assert message in error(mesh, from_json(text, "file"), jnp.tanh, (f32(8, 8),))
 
 
+@pytest.mark.plans_eagerly
 def test_the_file(golden, mesh):
     plan = shardc.function(programs.uneven, mesh=mesh, in_placements={"x": {"data": S(0)}, "w": {}})
     golden("plan_json", to_json(record(plan.plan(f32(101, 12), f32(12, 6)))).rstrip())

@@ -35,4 +35,4 @@ SAMPLE: Final = (
     "tests/passes/lower/test_lower_boxing.py",
     "tests/passes/trace/test_accumulate.py",
 )
-"""Of these `--sample` runs some tests of each in the suite."""
+"""Of these the suite runs some tests of each."""

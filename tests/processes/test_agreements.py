@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.processes.run import run_tests
 
 
-@pytest.mark.slow
 def test_agreements():
     report = run_tests(["tests/processes/agreements.py"], seconds=300)
     assert not report.bad, report.text()

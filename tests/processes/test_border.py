@@ -7,9 +7,10 @@ import pytest
 from tests.processes.run import run_tests
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (3, 2)])
-def test_data_in_and_values_out(processes, devices):
-    report = run_tests(["tests/processes/border.py"], processes=processes, devices=devices, seconds=300)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("processes", "devices", "stride"), [(2, 4, 4), (2, 4, 1), (3, 2, 1)])
+def test_data_in_and_values_out(processes, devices, stride):
+    which = ["tests/processes/border.py", "--stride", str(stride)]
+    report = run_tests(which, processes=processes, devices=devices, seconds=300)
     assert not report.bad, report.text()
-    assert len(report.outcomes) > 100
+    assert len(report.outcomes) > 100 / stride

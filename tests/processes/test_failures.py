@@ -35,7 +35,6 @@ def run(folder, body, **options):
     return run_script(script, **options)
 
 
-@pytest.mark.slow
 def test_another_shape_in_a_later_call_is_an_error(tmp_path):
     """A process that came alone to a collective of another size was an abort of the interpreter."""
     found = run(
@@ -54,7 +53,7 @@ def test_another_shape_in_a_later_call_is_an_error(tmp_path):
     assert found[0][0] in (7, None), first  # it learned of it too, or it was ended while it waited
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_the_death_of_a_process_is_an_error_in_the_other(tmp_path):
     found = run(
         tmp_path,

@@ -28,10 +28,12 @@ def ends_as_without(programs, kind, form, *faults, cold=False):
     assert not outcome.missed and outcome.restarts >= 1, f"{outcome}\n{outcome.output}"
 
 
+@pytest.mark.sampled(0)
 def test_spmd_killed_in_a_step(programs):
     ends_as_without(programs, "spmd", "run", Fault("kill", "step", 1, 0.5, 7))
 
 
+@pytest.mark.sampled(0)
 def test_spmd_killed_while_it_saves(programs):
     ends_as_without(programs, "spmd", "loop", Fault("kill", "save", 0, 0.3, 5))
 
@@ -40,14 +42,17 @@ def test_two_stages_killed_while_they_compile(programs):
     ends_as_without(programs, "2 stages", "loop", Fault("kill", "first step", 0, 0.6), cold=True)
 
 
+@pytest.mark.sampled(0)
 def test_two_stages_stopped_while_they_save(programs):
     ends_as_without(programs, "2 stages", "run", Fault("stop", "save", 1, 0.6, 5))
 
 
+@pytest.mark.sampled(0)
 def test_three_stages_killed_in_a_step_and_while_they_start_again(programs):
     ends_as_without(programs, "3 stages", "run", Fault("kill", "step", 1, 0.1, 8), Fault("kill", "restart", 0, 0.5))
 
 
+@pytest.mark.sampled(0)
 def test_three_stages_killed_while_they_start(programs):
     ends_as_without(programs, "3 stages", "loop", Fault("kill", "start", 2, 0.5))
 
@@ -103,6 +108,7 @@ def has_the_curve(run, kind="2 stages"):
     return sorted(losses)
 
 
+@pytest.mark.sampled(0)
 def test_a_pipeline_goes_on_while_its_launcher_is_stopped():
     silence = 3.0
     with Launched(TWO, Options(sleep=0.6, silence=silence)) as run:
@@ -118,6 +124,7 @@ def test_a_pipeline_goes_on_while_its_launcher_is_stopped():
         assert run.left() == [] and run.temporary() == []
 
 
+@pytest.mark.sampled(0)
 def test_ctrl_c_ends_all_in_five_seconds_and_a_later_run_goes_on(tmp_path):
     options = Options(sleep=0.2, directory=tmp_path)
     with Launched(TWO, options) as run:

@@ -1,7 +1,6 @@
 """Pipelines over processes: each test starts a run of `tests.processes.pipelines`, which compares with one device.
 
-Without `--every-case` the parity of a few small pipelines is run; with it that of a sample of `test_parity`, of two and
-three ranks, in which all pairs stand.
+The parity of all of `OVER_PROCESSES`, of two and three ranks, runs in later turns; `make test` runs a few of two ranks.
 """
 
 import os
@@ -68,6 +67,7 @@ def test_two_processes_give_what_one_device_gives():
     run([*IN_TWO[:-1], *cheapest(2), IN_TWO[-1]])
 
 
+@pytest.mark.sampled(0)
 def test_values_that_are_pulled():
     run(["an_argument_of_two_stages_and_results_elsewhere", "random_keys_cross_and_come_back"], edges="pull")
 
@@ -76,11 +76,13 @@ def test_a_rank_moves_to_another_process():
     run(["a_rank_moves_to_a_process_of_its_own", "a_rank_moves_within_its_process_and_then_to_another"], processes=3)
 
 
+@pytest.mark.sampled(0)
 def test_a_stage_of_two_processes():
     names = ["a_stage_of_two_hosts_is_an_island", "small_results_in_pieces_are_made_whole_by_all_that_hold_them"]
     run(names, processes=4, islands=2)
 
 
+@pytest.mark.sampled(0)
 def test_one_runtime():
     names = [
         "stages_of_one_runtime_in_two_processes",
@@ -90,12 +92,7 @@ def test_one_runtime():
     run(names, islands=1)
 
 
-def pytest_generate_tests(metafunc):
-    if "name" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-case")
-        chosen = [(r, n) for r in (2, 3) for n in names_of(r)] if every else []
-        metafunc.parametrize(("ranks", "name"), [pytest.param(*c, marks=pytest.mark.slow) for c in chosen])
-
-
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(("ranks", "name"), [(r, n) for r in (2, 3) for n in names_of(r)])
 def test_parity(ranks, name):
     run([name], processes=ranks)

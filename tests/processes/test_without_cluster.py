@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.processes.run import run_script
 
 SCRIPT = """
@@ -41,7 +39,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
 def test_first_calls_are_compared_and_rows_put(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     for code, text in run_script(tmp_path / "script.py"):

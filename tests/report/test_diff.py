@@ -7,6 +7,8 @@ from tests.report.test_explain import f32
 from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
 from tests.report.test_explain_why import mlp_plan
 
+pytestmark = pytest.mark.plans_eagerly
+
 
 @pytest.fixture(scope="module")
 def mesh():

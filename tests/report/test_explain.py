@@ -15,6 +15,8 @@ from shardc.report.explain import sections_of
 from shardc.report.tables import bytes_text, report_text
 from tests.report import programs
 
+pytestmark = pytest.mark.plans_eagerly
+
 
 @pytest.fixture(scope="module")
 def mesh():

@@ -10,6 +10,8 @@ from tests.report import loops, programs
 from tests.report.test_explain import MEGATRON, f32, mlp_params
 from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
 
+pytestmark = pytest.mark.plans_eagerly
+
 
 @pytest.fixture(scope="module")
 def mesh():

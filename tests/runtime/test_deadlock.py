@@ -126,7 +126,7 @@ def test_verdict_is_that_of_brute_force():
     assert 250 < sum(verdicts) < 750  # both happen
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_verdict_is_that_of_brute_force_on_many():
     verdicts = [check_against_brute_force(seed, actors=5, steps=14) for seed in range(10_000, 20_000)]
     assert 2500 < sum(verdicts) < 8500

@@ -96,7 +96,7 @@ def test_threads_stop_where_the_machine_does(monkeypatch):
     assert not actor_threads()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_threads_stop_where_the_machine_does_on_many(monkeypatch):
     verdicts = [check_threads(seed, monkeypatch) for seed in range(1000, 1400)]
     assert 50 < sum(verdicts) < 350

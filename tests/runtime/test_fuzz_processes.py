@@ -101,7 +101,7 @@ def test_over_sockets(processes, monkeypatch):
     assert 8 < sum(verdicts) < 42
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seeds", range(1000, 2000, 200))
 @pytest.mark.parametrize("processes", [2, 3])
 def test_over_sockets_on_many(processes, seeds, monkeypatch):
@@ -167,7 +167,7 @@ def test_over_processes(a_run, processes):
     assert 2 < sum(check_seeds(a_run, processes, range(200, 220))) < 18
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seeds", range(3000, 3300, 100))
 @pytest.mark.parametrize("processes", [2, 3])
 def test_over_processes_on_many(a_run, processes, seeds):

@@ -84,13 +84,13 @@ def test_a_stop(a_run):
     check_stop(a_run, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_kills(a_run, seed):
     check_kill(a_run, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(100, 105))
 def test_stops(a_run, seed):
     check_stop(a_run, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import jax
@@ -27,6 +27,14 @@ def case(name: str, fn: Callable[..., Any], *args: Any, primitive: str | None = 
     """Add a case; its arguments are made with x64 on, as NumPy arrays."""
     assert name not in CASES, name
     CASES[name] = (fn, args, primitive)
+
+
+@cache
+def primitive_of(name: str) -> str:
+    """The primitive of a case."""
+    fn, args, primitive = CASES[name]
+    with jax.enable_x64(True):
+        return primitive or jax.make_jaxpr(fn)(*args).jaxpr.eqns[-1].primitive.name
 
 
 def floats(*shape: int, dtype: Any = np.float64) -> np.ndarray:

@@ -17,7 +17,7 @@ from tests.sbp.exhaustive import Exhaustive
 from tests.sbp.simulate import place, read, simulate
 
 ONE_AND_TWO_AXES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 4}]
-RANK_3 = [pytest.param(shape, marks=pytest.mark.slow) for shape in [(8, 8, 8), (5, 3, 1)]]
+RANK_3 = [pytest.param(shape, marks=pytest.mark.sampled(0)) for shape in [(8, 8, 8), (5, 3, 1)]]
 SHAPES = [(16,), (5,), (1,), (8, 16), (5, 7), (13, 1), (0, 3), *RANK_3]
 THREE_AXES = {"a": 2, "b": 2, "c": 2}
 ITEMSIZE = 4
@@ -60,6 +60,7 @@ def check(shape: tuple[int, ...], axes: dict[str, int], ops: tuple[ReduceOp, ...
             np.testing.assert_array_equal(copy, x, err_msg=where)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("axes", ONE_AND_TWO_AXES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sum_boxings_are_exact_and_cheapest(shape: tuple[int, ...], axes: dict[str, int]) -> None:
@@ -83,7 +84,7 @@ def test_boxings_from_one_partial_op_to_another_are_exact_and_cheapest(
     check(shape, {"a": 4, "b": 2}, ops, limit=200)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(8, 16, 8), (5, 7, 1), (3, 2, 13)], ids=str)
 def test_boxings_on_three_axes_are_exact_and_cheapest(shape: tuple[int, ...]) -> None:
     check(shape, THREE_AXES, ("sum",), limit=400)
@@ -169,6 +170,7 @@ def test_axes_of_size_one_are_free(shape: tuple[int, ...]) -> None:
         assert find_boxing(shape, 4, src, dst, wide) == plain
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("axes", [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}], ids=str)
 @pytest.mark.parametrize("shape", [(), (64,), (5, 7), (8, 1), (0, 4)], ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])

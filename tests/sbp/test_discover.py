@@ -46,7 +46,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 """Cases, the signatures found for them, and the reason why no rule has these."""
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found_that_no_rule_has(name: str) -> None:
     fn, args, primitive = CASES[name]
@@ -82,6 +82,7 @@ OF_KEYS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fn", "shape", "args", "said", "said_of_rbg"), OF_KEYS)
 def test_keys_are_drawn_and_cut(fn, shape, args, said, said_of_rbg) -> None:
     for impl, text in (("threefry2x32", said), ("rbg", said_of_rbg)):

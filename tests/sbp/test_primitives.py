@@ -1,5 +1,5 @@
-"""The treatment of every primitive that JAX lowers: each name, of every supported release, is in one list, with the
-reason if it is not split in every way that mathematics allows."""
+"""The treatment of every primitive that JAX lowers: each name, of every supported release, has a rule or is in one
+list, with the reason. A rule that keeps a dimension whole has its reason in `KEEPS`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Final
 
 import jax
 import pytest
-from jax import lax
 
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.nested import NESTED
@@ -22,23 +21,6 @@ from tests.sbp.cases import CASES
 from tests.sbp.harness import equation_of
 
 assert rules  # imported for what it registers
-
-_NAMES_SPLIT: Final = """
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj conv_general_dilated convert_element_type copy cos
-    cosh cumlogsumexp cummax cummin cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice empty eq
-    eq_to erf erf_inv erfc exp exp2 expm1 floor gather ge gt igamma igamma_grad_a igammac imag integer_pow iota
-    iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name
-    ne neg nextafter not one_minus_square or pad polygamma polynomial population_count pow ragged_dot_general
-    random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap real reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max
-    reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt scaled_dot
-    scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter_add
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze stack
-    stop_gradient sub tan tanh threefry2x32 top_k transpose xor zeta
-"""
-SPLIT: Final = frozenset(_NAMES_SPLIT.split())
-"""Primitives of which every dimension may be split, by at least one set of parameters."""
 
 KEEPS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
@@ -126,7 +108,7 @@ NOT_EVERYWHERE: Final = frozenset(_NOT_EVERYWHERE.split())
 """Names that some of the supported releases do not have."""
 
 TABLES: Final = (PLANNED, GATHERED, ABSENT)
-NAMES: Final = [*SPLIT, *KEEPS, *(name for table in TABLES for names in table.values() for name in names)]
+LISTED: Final = [name for table in TABLES for names in table.values() for name in names]
 LOWERED: Final = """
 import jax
 from jax._src.interpreters import mlir
@@ -135,21 +117,23 @@ print(*{p.name for table in tables for p in table})
 """
 
 
-OURS = {"user_operation", "join_ranges"}
-"""Primitives of shardc that have a rule."""
-
-
-def test_every_primitive_is_in_one_list() -> None:
-    assert [name for name, times in Counter(NAMES).items() if times > 1] == []
+@pytest.fixture(scope="module")
+def lowered() -> set[str]:
+    """The primitives that JAX lowers, without those that shardc adds."""
     told = subprocess.run([sys.executable, "-c", LOWERED], check=True, capture_output=True, text=True)
-    lowered = set(told.stdout.split())
+    return set(told.stdout.split())
+
+
+def test_every_primitive_has_a_rule_or_is_in_one_list(lowered: set[str]) -> None:
+    with_rule = set(rule_names())
+    assert [name for name, times in Counter([*with_rule, *LISTED]).items() if times > 1] == []
+    assert KEEPS.keys() - with_rule == set(), "rules that are not there"
     assert len(lowered) > 200
-    assert lowered - set(NAMES) == set(), "names that no list has"
-    assert set(NAMES) - lowered - NOT_EVERYWHERE == set(), "names that JAX does not have"
+    assert lowered - with_rule - set(LISTED) == set(), "names without a rule that no list has"
+    assert {*KEEPS, *LISTED} - lowered - NOT_EVERYWHERE == set(), "names that JAX does not have"
 
 
-def test_those_with_a_rule_are_the_first_two_lists() -> None:
-    assert set(rule_names()) - OURS == SPLIT | KEEPS.keys()
+def test_what_is_planned_is_known_to_a_pass() -> None:
     planned = {name for names in PLANNED.values() for name in names}
     known = INLINED.keys() | NESTED.keys() | CALLBACKS | {"rng_uniform", *IDENTITIES}
     opened = {"split", "reshard", "sharding_constraint", "custom_linear_solve", "device_put", "shard_map"}
@@ -171,6 +155,6 @@ def whole_in() -> dict[str, list[bool]]:
     return found
 
 
-def test_the_lists_say_what_the_rules_do(whole_in: dict[str, list[bool]]) -> None:
-    split = {name for name, cases in whole_in.items() if not all(cases)} - OURS
-    assert split == SPLIT - {name for name in NOT_EVERYWHERE if not hasattr(lax, name)}
+def test_rules_that_keep_a_dimension_whole_have_a_reason(whole_in: dict[str, list[bool]], lowered: set[str]) -> None:
+    keep = {name for name, cases in whole_in.items() if name in lowered and all(cases)}
+    assert keep == KEEPS.keys() & whole_in.keys()

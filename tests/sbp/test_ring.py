@@ -72,6 +72,7 @@ def _legal(eqn: Equation, combo: Combo) -> bool:
     return ring is not None and goes_around(ring, rule, setting)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rings_of_one_axis(name: str) -> None:
     eqn = PRODUCTS[name]()
@@ -83,6 +84,7 @@ def test_rings_of_one_axis(name: str) -> None:
     assert proved > 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["matrices", "batched", "two summed", "integers", "uneven"])
 def test_rings_beside_another_axis(name: str) -> None:
     """Another axis may split the same dimension, on the outside."""

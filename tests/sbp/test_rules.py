@@ -16,7 +16,7 @@ from shardc.sbp import rules
 from shardc.sbp.piece import mask_padding
 from shardc.sbp.placement import P, Placement, S
 from shardc.sbp.signature import Site, bind_same, find_rule, rule_names, signatures
-from tests.sbp.cases import CASES, INTO_ROWS, ROWS, TAME
+from tests.sbp.cases import CASES, INTO_ROWS, ROWS, TAME, primitive_of
 from tests.sbp.harness import Equation, equation_of, placements_of, prove
 
 assert rules  # imported for what it registers
@@ -53,6 +53,7 @@ def test_rule_describes_its_operation(name: str) -> None:
     assert set(rule.neutral) <= set(range(len(op.operands)))
 
 
+@pytest.mark.sampled(by=lambda name: {primitive_of(name)})
 @pytest.mark.parametrize("name", CASES)
 def test_signatures_of_one_axis(name: str) -> None:
     eqn, rng = _equation(name), _rng(name)

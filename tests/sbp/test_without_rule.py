@@ -1,4 +1,4 @@
-"""Rules taken away one by one (`without_rule`): a sample, and all cases with `--every-case`."""
+"""Rules taken away one by one (`without_rule`): a sample, and all cases in parts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import pytest
 
 from tests.sbp.without_rule import ENOUGH, cases, compare
 
-SAMPLE = 9
-"""The suite runs one of this many consecutive cases."""
+PARTS = 9
 
 
-def test_what_is_found_moves_the_bytes_of_the_rule_and_gives_its_values(request: pytest.FixtureRequest) -> None:
-    every = request.config.getoption("--every-case")
-    outcomes = [compare(c) for c in cases()[:: 1 if every else SAMPLE]]
-    assert len({o.case.primitive for o in outcomes}) > (100 if every else 20)
+def check(numbers: slice, primitives: int, enough: float) -> None:
+    """What is found moves the bytes of the rule and gives its values."""
+    outcomes = [compare(c) for c in cases()[numbers]]
+    found = {o.case.primitive for o in outcomes}
+    assert len(found) > primitives
     assert [(o.case, o.wrong) for o in outcomes if o.wrong] == []
-    primitives = {o.case.primitive for o in outcomes}
     more = {o.case.primitive for o in outcomes if not o.same}
-    enough = ENOUGH if every else ENOUGH - 0.1  # of a sample
-    assert len(primitives - more) >= enough * len(primitives), sorted(more)
+    assert len(found - more) >= enough * len(found), sorted(more)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_part_of_the_cases(part: int) -> None:
+    check(slice(part, None, PARTS), 20, ENOUGH - 0.1)
+
+
+@pytest.mark.sampled(0)
+def test_all_cases() -> None:
+    check(slice(None), 100, ENOUGH)

@@ -266,6 +266,7 @@ def test_tables_larger_than_a_cache_are_read_in_parts():
     same(lambda k: (k.least_product(left, right), k.least_product(wide, right[:3]), k.least_product(right[:3], wide)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", shapes)
 def test_both_implementations_of_messages_agree(shape):
     """Bounds, readings and messages are the same bits after several sweeps."""

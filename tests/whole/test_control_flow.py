@@ -14,7 +14,7 @@ from jax.experimental import checkify
 import shardc
 from shardc import S
 
-pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 MESHES = {"8": shardc.make_mesh(data=8), "4x2": shardc.make_mesh(data=4, model=2)}
 SPLITS = {"8": [{"data": S(0)}, {"data": S(1)}], "4x2": [{"data": S(0), "model": S(1)}, {"data": S(1), "model": S(1)}]}
@@ -220,10 +220,8 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows"),
-    [("8", 8), ("4x2", 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("8", 5), ("4x2", 8)))],
-)
+@pytest.mark.sampled(by=lambda program, mesh, rows: {program, (mesh, rows)})
+@pytest.mark.parametrize(("mesh", "rows"), [("4x2", 5), ("8", 8), ("8", 5), ("4x2", 8)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_it_equals_one_device(program, mesh, rows):
     with jax.enable_x64(True):
@@ -360,6 +358,7 @@ def checked(x, y):
     return lax.map(lambda row: row / y, x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scale", "divisor"), [(1, 2), (1, 0), (-100, 2)])
 def test_errors_of_checkify_come_out_the_same(scale, divisor):
     x, y = jnp.arange(1.0, 17).reshape(8, 2) * scale, jnp.full(2, float(divisor))

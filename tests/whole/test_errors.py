@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import AUTO, ArgumentError, B, MeshError, P, PlacementError, S, rules
+from shardc.machine.topology import TOPOLOGIES
 
 MESH = "mesh data=4, model=2 on cpu"
 ROWS = np.ones(8, np.float32)
@@ -505,7 +506,7 @@ MESHES = {
     ),
     "no such topology": (
         {"topology": "h10:8", "data": 8},
-        "There is no topology 'h10'. Did you mean \"h100\"? Known are cpu, v4, v5e, v5p, v6e, h100, h200, b200.",
+        f"There is no topology 'h10'. Did you mean \"h100\"? Known are {', '.join(TOPOLOGIES)}.",
     ),
     "a shape that is none": (
         {"topology": "v5p:2by2", "data": 4},

@@ -13,6 +13,8 @@ import shardc
 import shardc.flax
 from shardc import AUTO, P, Placement, S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH = shardc.make_mesh(data=2, model=1)
 FAKE = shardc.make_mesh(topology="v5p:2x1x1", data=2, model=1)
 X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
@@ -31,6 +33,7 @@ def matches(f, plain, *args):
     assert f.compile(*args).audit().ok
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize(
     "pin",

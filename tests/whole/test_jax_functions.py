@@ -13,6 +13,8 @@ import pytest
 import shardc
 from shardc import AUTO, S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 10)).astype(np.float32)
 POSITIVE = np.abs(X) + 0.5
@@ -74,6 +76,7 @@ def check(mesh, fn, x, pin, out=AUTO):
     return plan
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_values_and_gradients(mesh, name):
     fn = SMOOTH[name]
@@ -83,6 +86,7 @@ def test_values_and_gradients(mesh, name):
         assert whole or not any(p.collectives for p in plans), "it works element by element"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", STEPS)
 def test_values(mesh, name):
     for x, pin in itertools.chain(zip((X,) * 3, PINS, strict=True), [(UNEVEN, PINS[0])]):

@@ -13,6 +13,8 @@ from examples.long_context import attend_in_blocks
 from shardc import S
 from shardc.machine.mesh import parse_bytes
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 SPLIT = {"token": S(1)}
 
 
@@ -26,6 +28,7 @@ def in_blocks(blocks):
     return with_gradients(partial(attend_in_blocks, blocks=blocks))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tokens", "heads", "keys", "blocks"), [(24, 4, 2, 6), (30, 3, 3, 5), (16, 2, 1, 16), (8, 1, 1, 1)]
 )

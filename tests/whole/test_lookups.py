@@ -46,6 +46,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(by=lambda name, axes: {name, axes})
 @pytest.mark.parametrize("axes", [("a",), ("b", "a")])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_a_split_table(name: str, axes: tuple[str, ...]) -> None:
@@ -74,6 +75,7 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [(5, 0, 11, 9, 1, 3), (0, 0, 4, 0, 20, 1), (29, 0, 0, 0, 0, 0)])
 @pytest.mark.parametrize("split", SPLITS)
 def test_of_groups_of_rows(split: str, sizes: tuple[int, ...]) -> None:

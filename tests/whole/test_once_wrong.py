@@ -15,6 +15,8 @@ from jax import lax
 import shardc
 from shardc import P, S, equinox, flax
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH = shardc.make_mesh(a=2)
 
 

@@ -11,6 +11,8 @@ import pytest
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
 X = np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32)
 PARAMS = {

@@ -42,6 +42,7 @@ def _same(whole: Any, got: Any) -> None:
     np.testing.assert_allclose(np.asarray(got), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(by=lambda name, rows, axes: {name, (rows, axes)})
 @pytest.mark.parametrize("axes", [("a",), ("b", "a")])
 @pytest.mark.parametrize("rows", [64, 61, 9])
 @pytest.mark.parametrize("name", [*RUNNING, *REDUCED])

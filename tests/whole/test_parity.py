@@ -16,8 +16,6 @@ from examples.plans import gpt2 as gpt2_plans
 from examples.plans import mlp as mlp_plans
 from examples.plans import resnet as resnet_plans
 
-pytestmark = pytest.mark.usefixtures("slow_compiled_fast")
-
 STEPS = 3
 ROWS = 16
 TEXT = gpt2.CONFIGS["test"]
@@ -43,10 +41,7 @@ def meshes(plan):
 
 CASES = [(model, plan, mesh) for model, (_, _, plans) in MODELS.items() for plan in plans if plan != "pipeline"
          for mesh in meshes(plan)]  # fmt: skip
-ON_THREE_AXES = {"gpt2 scan": "fsdp", "gpt2 remat": "data_tensor", "gpt2 257": "vocab", "gpt2 509 scan": "tensor"}
-"""Of these the one plan that is run on three axes too; with `--every-case` all are. Of other models all plans are."""
-SAMPLE = [(model, plan, mesh) for model, plan, mesh in CASES if len(mesh) < 3 or ON_THREE_AXES.get(model, plan) == plan]
-QUICK = [
+AS_USERS = [
     ("mlp", "tensor", {"model": 8}),
     ("mlp", "fsdp", {"data": 4, "model": 2}),
     ("mlp", "data_tensor", {"data": 2, "model": 2, "other": 2}),
@@ -56,6 +51,7 @@ QUICK = [
     ("gpt2 scan remat", "data_tensor", {"data": 4, "model": 2}),
     ("gpt2 509 scan", "vocab", {"data": 4, "model": 2}),
 ]
+"""Compiled as users' programs are; the others are compiled fast."""
 
 
 def batches(module, cfg):
@@ -77,19 +73,22 @@ def one_device(model):
     return start, after
 
 
+def facts_of(case):
+    """Each way to write an example, each plan and each mesh."""
+    model, plan, mesh = case
+    return {model, plan, str(mesh)}
+
+
 def test_the_cases_are_all_there():
-    assert (len(CASES), len(SAMPLE)) == (121, 101)
-    assert all(case in SAMPLE for case in QUICK)
+    assert len(CASES) == 121
+    assert all(case in CASES for case in AS_USERS)
 
 
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        chosen = CASES if metafunc.config.getoption("--every-case") else SAMPLE
-        marked = [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in chosen]
-        metafunc.parametrize("case", marked, ids=str)
-
-
-def test_training_steps_equal_those_of_one_device(case):
+@pytest.mark.sampled(by=facts_of)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_steps_equal_those_of_one_device(case, request):
+    if case not in AS_USERS:
+        request.getfixturevalue("compiled_fast")
     model, plan, axes = case
     module, cfg, plans = MODELS[model]
     with jax.enable_x64(True):

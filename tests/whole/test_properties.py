@@ -13,6 +13,8 @@ import shardc
 from shardc import AUTO, B, P, PlacedArray, S
 from shardc.sbp.placement import REDUCE_OPS
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESHES = {
     "8": shardc.make_mesh(data=8),
     "4x2": shardc.make_mesh(data=4, model=2),
@@ -202,6 +204,7 @@ def placements(draw, shape, mesh, floats):
     return {axis: draw(st.sampled_from(sbps)) for axis in mesh.axis_names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtype", [np.float64, np.int32], ids=["float64", "int32"])
 @settings(max_examples=12, deadline=None, derandomize=True, **QUICKLY)

@@ -13,6 +13,8 @@ import pytest
 import shardc
 from shardc import B, S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESHES = [shardc.make_mesh(a=8), shardc.make_mesh(a=4, b=2), shardc.make_mesh(a=2, b=2, c=2)]
 SHAPES = [(13,), (8,), (1,), (6, 5), (8, 4), (3, 16), (4, 3, 5), (2, 8, 4), (1, 7, 2)]
 
@@ -82,6 +84,7 @@ def check(fn, *args, where, mesh, exact=True):
     return exe.plan
 
 
+@pytest.mark.sampled(by=lambda name, x64: {name, x64})
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_they_are_those_of_one_device(name, x64):
@@ -95,6 +98,7 @@ def test_they_are_those_of_one_device(name, x64):
             check(fn, key, where=placement(rng, mesh, rank), mesh=mesh, exact=name not in ROUNDED)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["normal", "split", "fold_in", "for_each_key"])
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg", "threefry4x32"])
 def test_of_every_generator(generator, name):
@@ -104,6 +108,7 @@ def test_of_every_generator(generator, name):
     check(fn, key, where=where, mesh=MESHES[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["normal", "bits_8", "split", "for_each_key", "permutation"])
 def test_of_threefry_that_does_not_count(name):
     with jax.threefry_partitionable(False):

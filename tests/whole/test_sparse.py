@@ -11,6 +11,8 @@ from jax.experimental import sparse
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 RNG = np.random.default_rng(0)
 ROWS, COLUMNS, ENTRIES = 12, 10, 13
 WHERE = np.stack([np.sort(RNG.integers(0, ROWS, ENTRIES)), RNG.integers(0, COLUMNS, ENTRIES)], 1).astype(np.int32)
@@ -53,6 +55,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products_give_the_values_of_one_device(product):
     """A bcsr product was tried on random indices, which its kernel reads without a check: the process crashed."""

@@ -11,6 +11,8 @@ from jax import lax
 import shardc
 from shardc import S
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESH = shardc.make_mesh(a=3)
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 V = X[:, 0]
@@ -55,6 +57,7 @@ OPERATIONS = {
 SOME = ("scatter min", "gather", "cumsum", "scan", "accumulate")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "setting",
     [

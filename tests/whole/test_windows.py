@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(by=lambda name, rows, axes: {name, (rows, axes)})
 @pytest.mark.parametrize("axes", [("a",), ("b", "a")])
 @pytest.mark.parametrize("rows", [32, 29])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -87,6 +88,8 @@ def loss(kernels: Any, x: Any, place: Any = None) -> Any:
 IMAGES: list[dict[str, Any]] = [{"a": S(1)}, {"a": S(1), "b": S(2)}]
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize("size", [(32, 32), (29, 23)])
 @pytest.mark.parametrize("place", IMAGES, ids=str)
 def test_images_split_in_space(place: dict[str, Any], size: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import COLLECTIVES, FEMTO, group_of
 from shardc.sbp.placement import Placement
 
-pytestmark = pytest.mark.usefixtures("as_users_plan", "compiled_fast")
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 ROWS = {"data": S(0)}
 RNG = np.random.default_rng(0)
 

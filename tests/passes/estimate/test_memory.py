@@ -132,6 +132,7 @@ def compare(function, args):
     return predicted.peak / allotted
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("step", "args", "donated"), CASES, ids=NAMES)
 def test_never_below_what_xla_allots(step, args, donated, place):
@@ -164,7 +165,7 @@ ZOO = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "plan", "axis"), ZOO)
 def test_the_zoo(model, plan, axis):
     zoo = MODELS[model]

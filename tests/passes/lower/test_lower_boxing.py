@@ -86,6 +86,7 @@ def sample(pairs: Sequence[Pair], n: int, seed: int = 0) -> list[Pair]:
     return [pairs[i] for i in sorted(np.random.default_rng(seed).choice(len(pairs), n, replace=False))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("op", ["sum", "max"])
 @pytest.mark.parametrize("shape", [(16, 8), (5, 7), (1, 3), (0, 8)], ids=str)
 def test_all_boxings_on_one_axis(shape: tuple[int, ...], op: ReduceOp) -> None:
@@ -95,7 +96,7 @@ def test_all_boxings_on_one_axis(shape: tuple[int, ...], op: ReduceOp) -> None:
 TWO_AXES = [{"a": 4, "b": 2}, {"a": 2, "b": 4}]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("op", ["sum", "max"])
 @pytest.mark.parametrize("shape", [(16, 8), (5, 7)], ids=str)
 @pytest.mark.parametrize("axes", TWO_AXES, ids=str)
@@ -103,19 +104,21 @@ def test_all_boxings_on_two_axes(shape: tuple[int, ...], axes: dict[str, int], o
     check(all_pairs(2, axes, op), shape, axes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", TWO_AXES, ids=str)
 @pytest.mark.parametrize("shape", [(13, 1), (8, 16)], ids=str)
 def test_some_boxings_on_two_axes(shape: tuple[int, ...], axes: dict[str, int]) -> None:
     check(sample(all_pairs(2, axes), 50), shape, axes)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(8, 4, 8), (5, 7, 3)], ids=str)
 def test_some_boxings_on_three_axes(shape: tuple[int, ...]) -> None:
     axes = {"a": 2, "b": 2, "c": 2}
     check(sample(all_pairs(3, axes), 100), shape, axes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [

@@ -91,7 +91,7 @@ def train_function(step, hbm, topology=None):
     return shardc.function(step, mesh=mesh, donate_argnames=("params", "opt_state"), in_placements={"params": {}})
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.sampled(0))])
 def test_a_training_step_within_a_limit(name):
     """Whole parameters are pinned, so that the optimizer's state is what is split: it fits, runs, and is right."""
     step, state, batch = training(name)

@@ -74,7 +74,7 @@ def random_problem(rng):
     return build_problem(jaxpr, borders, results, *names), mesh, steps
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(250, 2500, 250))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.sampled(0)) for n in range(250, 2500, 250))])
 def test_no_assignment_of_placements_costs_less(first):
     tried = 0
     for seed in range(first, first + 250):

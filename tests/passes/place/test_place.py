@@ -68,10 +68,9 @@ print(plan.collectives, plan.in_placements, plan.out_placements, plan.seconds)
 """
 
 
-@pytest.mark.slow
 def test_the_plan_is_the_same_in_every_process():
     run = partial(subprocess.run, [sys.executable, "-c", PLAN], check=True, capture_output=True, text=True)
-    texts = {run(env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("0", "1", "2")}
+    texts = {run(env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("0", "1")}
     assert len(texts) == 1 and "all_reduce" in texts.pop()
 
 

@@ -16,6 +16,8 @@ from shardc.passes.place.place import Placer
 from tests.passes.estimate.test_memory import compare
 from tests.releases import IS_OLDEST
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 LINKS = (Fabric("switch", 1e7, 0.0),)
 SLOW = replace(TOPOLOGIES["cpu"], kind="slow", flops=1e8, launch=0.0, fabrics=LINKS, overlaps=True)
 """Devices that take so long for all that they do that a small product is worth to be taken apart."""
@@ -86,6 +88,7 @@ def _operands(sizes, dtype="float32"):
     return _array(rows, inner, dtype=dtype), _array(inner, columns, dtype=dtype, seed=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ONE_AXIS)
 def test_every_ring_of_a_matrix_product(slow, case):
     left, right, out, sizes, value = ONE_AXIS[case]
@@ -95,6 +98,7 @@ def test_every_ring_of_a_matrix_product(slow, case):
     assert plan.gap == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "float64"])
 @pytest.mark.parametrize("case", ["left rows", "left summed", "sums of rows"])
 def test_types(slow, dtype, case):
@@ -142,6 +146,7 @@ def test_weights_come_around_in_training(slow):
     assert (("data",), "f32[64,64]", 21) in _rings(plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(60, 96, 128), (64, 90, 128), (64, 96, 127), (60, 90, 127), (1, 96, 128)])
 def test_uneven_dimensions(slow, sizes):
     """Only full pieces go around; all else may be uneven."""
@@ -195,6 +200,7 @@ that of 0.10, by which `plan.memory` goes."""
 SIZES = {"alike": (96, 96, 96), "many rows": (384, 48, 96), "many columns": (96, 48, 384), "much summed": (48, 384, 48)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("case", ONE_AXIS)
 def test_memory_is_never_below_what_xla_allots(slow_cpu, case, n):
@@ -224,6 +230,7 @@ def test_memory_of_a_program_with_rings(slow_cpu, axes):
     assert 1.0 <= compare(f, args) <= 1.8 * MORE
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"model": 8}])
 def test_memory_of_training_with_rings(slow_cpu, axes):
     """Pieces that arrive in the forward pass are live until the backward pass reads them."""

@@ -36,6 +36,7 @@ ONE = MeshView((("x", 1),), TOPOLOGIES["v5p"])
 LAYERS, ROWS, WIDTH = 3, 64, 128
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fn", "shape"), [(both_ways, ()), (in_steps, (2,)), (normed, (2,)), (twice, ())])
 def test_the_same_numbers(fn, shape):
     with jax.enable_x64(True):
@@ -89,6 +90,7 @@ def subsets(values, most):
     return chain.from_iterable(combinations(values, n) for n in range(min(most, len(values)) + 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", [gelu, gate, softmax, norm])
 def test_no_other_choice_takes_less(layer):
     """Compared with all choices that keep up to two other values of a step in the place of any residuals and reduce
@@ -156,6 +158,7 @@ def test_what_is_pinned_is_not_done_twice():
     assert names(shardc.stage_boundary).count("stage_boundary") == 1  # the gradient's
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hbm", [None, "40MB"])
 def test_a_plan_says_what_it_recomputes(hbm, tmp_path):
     """Also when it is loaded, whether memory was short besides or not."""
@@ -175,7 +178,7 @@ def test_a_plan_says_what_it_recomputes(hbm, tmp_path):
     assert (saved.seconds, saved.memory, saved.gap) == (plan.seconds, plan.memory, plan.gap)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.filterwarnings("ignore:.*not donated:shardc.ShardcWarning")
 def test_less_is_kept_on_devices():
     """The numbers of one device, the collectives of the plan, and less memory than one device's share of `jax.jit`."""

@@ -108,6 +108,7 @@ def test_the_text(golden):
     golden("recompute_residuals", before_after(before, after))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fn", "shape", "least"), [(both_ways, (), 6), (in_steps, (2,), 8), (normed, (2,), 8), (twice, (), 2)]
 )
@@ -176,6 +177,7 @@ def test_what_fits_is_found(golden):
     golden("recomputed_residuals", "\n".join(tight.explain().splitlines()[-4:]))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_no_slower_than_with_checkpoints(microbatches):
     """Within a limit that `jax.checkpoint` around each layer keeps to, our recomputation is no slower."""
@@ -193,6 +195,7 @@ def test_no_slower_than_with_checkpoints(microbatches):
     assert tight.seconds <= 1.01 * by_hand.seconds
 
 
+@pytest.mark.sampled(0)
 def test_what_checkpoints_fit_in_is_found():
     """Logits take as much as layers do: if they are recomputed for the bytes of the peak, they fill another point."""
 
@@ -220,7 +223,8 @@ def training(width, microbatches=1, layers=4, seq=64, rows=256, remat=False, **m
     return step, jax.eval_shape(init, jax.random.key(0)), batch
 
 
-@pytest.mark.slow
+@pytest.mark.plans_eagerly
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path):
     cfg = gpt2.Config(layers=4, d_model=32, heads=4, seq=32, learning_rate=1e-3, scan_layers=True)

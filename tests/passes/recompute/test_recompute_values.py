@@ -62,6 +62,7 @@ def scopes(jaxpr):
             yield from scopes(bodies_of(e)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", [both_ways, in_steps])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -119,6 +120,7 @@ def function(step, hbm, topology="v5p", plan=None):
     return shardc.function(step, mesh=mesh, donate_argnames=("params", "opt_state"), plan=plan, **placed)
 
 
+@pytest.mark.sampled(0)
 def test_what_fits_is_found(golden):
     """On chips that are not present: plans within a limit recompute values of the layers, and take little longer."""
     init, step, batch = step_of(layers=4, width=256, seq=64, rows=256)
@@ -165,6 +167,7 @@ def test_a_higher_price_frees_more():
         assert any(at_peak.root.get(a, a) in values for a in operands if not compat.is_literal(a))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     """The seconds that a choice costs are those of the plan, also in a loop."""
@@ -182,7 +185,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_training_step_that_recomputes(microbatches, tmp_path):
     """Planned for chips, run on eight CPU devices: the numbers of one device, the collectives of the plan."""
@@ -205,7 +208,7 @@ def test_a_training_step_that_recomputes(microbatches, tmp_path):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=3e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["bert", "moe"])
 def test_models_of_the_zoo_recompute(name, tmp_path, monkeypatch):
     """Nothing is split; planned for chips, run on eight CPU devices, with the numbers of one."""

@@ -268,6 +268,7 @@ _OPERATIONS = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs(seed):
     """The same numbers, and no loop is given more bytes."""
@@ -324,6 +325,7 @@ def step_of(rows, vary):
 IN_TWO = partial(shardc.accumulate, microbatches=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("split", "vary"),
     [({"data": S(0)}, IN_TWO), ({"data": S(0), "model": S(1)}, IN_TWO), ({"model": S(2), "data": S(1)}, lambda fn: fn)],

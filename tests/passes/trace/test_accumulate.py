@@ -15,6 +15,8 @@ import shardc
 from shardc import S, accumulate
 from shardc.ir.nested import scan_of
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 LINE = shardc.make_mesh(data=8)
 EVERYWHERE = shardc.rules({"*": {}})
 
@@ -279,6 +281,7 @@ def sizes(plan, kind, of):
     return [(c.count, c.bytes) for c in plan.collectives if c.kind == kind and c.value in of]
 
 
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize("inside", [True, False], ids=["value_and_grad inside", "value_and_grad outside"])
 @pytest.mark.parametrize("zero1", [False, True], ids=["data", "zero1"])
 def test_gradients_are_reduced_once_after_the_loop(inside, zero1):

@@ -89,6 +89,7 @@ def test_the_text(golden: Callable[[str, str], None]) -> None:
     golden("batch_lookups", before_after(before, compat.remove_dead(after, [True])))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_are_split_and_nothing_moves(name: str) -> None:
     with jax.enable_x64(True):
@@ -101,6 +102,7 @@ def test_rows_are_split_and_nothing_moves(name: str) -> None:
         assert not large, large
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_at_other_placements(name: str) -> None:
     rng = np.random.default_rng(len(name))

@@ -15,6 +15,8 @@ from shardc import S
 from shardc.compat import close
 from shardc.passes.trace.chain_transforms import chain_transforms
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 RNG = np.random.default_rng(0)
 REAL = RNG.normal(size=(5, 6, 7, 8))
 MESHES = ({"data": 2}, {"data": 8}, {"data": 4, "model": 2})
@@ -31,6 +33,7 @@ KINDS = itertools.product([(2, 3), (1, 2, 3), (0, 2)], TRANSFORMS)
 CASES = list(zip(KINDS, itertools.cycle(MESHES), itertools.cycle(["complex64", "complex128"]), strict=False))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("what", "sizes", "dtype"), CASES, ids=str)
 def test_values(what, sizes, dtype):
     """The chain, whether the search would take it or not."""

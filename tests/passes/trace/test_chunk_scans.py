@@ -105,12 +105,14 @@ def check(f: Callable[[Any], Any], x: Any, mesh: Any, where: Any) -> shardc.Plan
     return g.plan(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "n"), [(name, (13, 16)[i % 2]) for i, name in enumerate(SCANS)])
 def test_values(name: str, n: int) -> None:
     plan = check(SCANS[name], operand(n), MESH, {"a": S(0)})
     assert {chunks for _, chunks in plan.program.scans} == {4}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n", "devices"), [(9, 8), (21, 8)])
 def test_values_on_other_meshes(n: int, devices: int) -> None:
     check(lambda x: (min_gru(x), min_gru(x, True)), operand(n), shardc.make_mesh(a=devices), {"a": S(0)})

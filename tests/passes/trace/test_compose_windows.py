@@ -107,6 +107,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", STEPS)
 def test_values(name: str) -> None:
     u, step = numbers(13, 3), STEPS[name]
@@ -201,7 +202,7 @@ def test_random_compositions(seed: int) -> None:
     both(jax.grad(loss), u)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(8, 60))
 def test_many_random_compositions(seed: int) -> None:
     test_random_compositions(seed)
@@ -247,6 +248,7 @@ def test_ghost_cells() -> None:
 ON_MESHES = ("set", "dynamic_update_slice", "edges", "around", "walls of it", "difference of differences", "rolls")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ON_MESHES)
@@ -267,7 +269,7 @@ def test_stencils(case: Case) -> None:
         assert sent <= 1.3 * by_hand
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [c for c in cases() if c.rank != 2 or c.gradient], ids=lambda c: c.name)
 def test_more_stencils(case: Case) -> None:
     for devices in (8, 64):

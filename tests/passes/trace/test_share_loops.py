@@ -89,6 +89,7 @@ def check(fn: Callable[..., Any], w: Any, x: Any, *placements: Any) -> Any:
     return placed.plan(w, x)
 
 
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize("rows", [16, 13])
 @pytest.mark.parametrize("name", LOOPS)
 def test_each_device_goes_through_its_own_rows(name: str, rows: int) -> None:

@@ -123,9 +123,10 @@ PIPELINES = {
 }
 
 SLOW = ("zb-v", "interleaved", "auto", "recompute")
+LATER = pytest.mark.sampled(0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PIPELINES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LATER if n in SLOW else []) for n in PIPELINES])
 def test_it_is_the_loop_under_a_pipeline(name):
     ranks, options = PIPELINES[name]
     stages = ranks * (2 if name == "zb-v" else options.get("chunks", 1))

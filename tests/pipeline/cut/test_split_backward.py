@@ -12,6 +12,8 @@ from shardc import compat
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.pipeline.cut.split_backward import part
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 
 def evaluate(eqns, env):
     for eqn in eqns:
@@ -51,6 +53,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_both_parts_make_what_the_whole_made(name):
     rng = np.random.default_rng(0)

@@ -87,6 +87,7 @@ def check(gradient, pipeline, mesh=None, calls=2, **kwargs):
 AUTO = shardc.Pipeline(stages="auto")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "layers", "m"), [(2, 3, 3), (3, 5, 2), (4, 6, 6)])
 def test_a_model_without_marks_equals_one_device(ranks, layers, m):
     plan = check(inside(m), AUTO, shardc.make_mesh(pipe=ranks), layers=layers)
@@ -280,21 +281,25 @@ def slowest(plan):
     return max(sum(t.plan.seconds for t in s.tasks.loop.values() if t.plan is not None) for s in plan.stages)
 
 
+LATER = pytest.mark.sampled(0)
+
+
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize(
     ("name", "changes", "places", "ranks", "m", "kwargs"),
     [
         ("mlp", {"blocks": 6}, 5, 3, 8, {}),
-        ("mlp", {"blocks": 7}, 6, 4, 8, {}),
-        pytest.param("mlp", {"blocks": 6}, 5, 2, 4, {"schedule": "interleaved", "chunks": 2}, marks=pytest.mark.slow),
-        pytest.param("mlp", {"blocks": 6}, 5, 3, 8, {"schedule": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"layers": 4}, 3, 2, 4, {}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"layers": 5}, 4, 3, 4, {}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {"layers": 4, "remat": True}, 3, 3, 4, {}, marks=pytest.mark.slow),
-        pytest.param("llama", {"layers": 4}, 3, 3, 4, {}, marks=pytest.mark.slow),
-        pytest.param("t5", {"layers": 2}, 3, 2, 4, {}, marks=pytest.mark.slow),
-        pytest.param("t5", {"layers": 3}, 5, 3, 4, {}, marks=pytest.mark.slow),
-        pytest.param("unet", {}, 8, 2, 4, {}, marks=pytest.mark.slow),
-        pytest.param("moe", {"layers": 4}, 3, 3, 4, {}, marks=pytest.mark.slow),
+        pytest.param("mlp", {"blocks": 7}, 6, 4, 8, {}, marks=LATER),
+        pytest.param("mlp", {"blocks": 6}, 5, 2, 4, {"schedule": "interleaved", "chunks": 2}, marks=LATER),
+        pytest.param("mlp", {"blocks": 6}, 5, 3, 8, {"schedule": "gpipe"}, marks=LATER),
+        pytest.param("gpt2", {"layers": 4}, 3, 2, 4, {}, marks=LATER),
+        pytest.param("gpt2", {"layers": 5}, 4, 3, 4, {}, marks=LATER),
+        pytest.param("gpt2", {"layers": 4, "remat": True}, 3, 3, 4, {}, marks=LATER),
+        pytest.param("llama", {"layers": 4}, 3, 3, 4, {}, marks=LATER),
+        pytest.param("t5", {"layers": 2}, 3, 2, 4, {}, marks=LATER),
+        pytest.param("t5", {"layers": 3}, 5, 3, 4, {}, marks=LATER),
+        pytest.param("unet", {}, 8, 2, 4, {}, marks=LATER),
+        pytest.param("moe", {"layers": 4}, 3, 3, 4, {}, marks=LATER),
     ],
 )
 def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, kwargs):
@@ -309,8 +314,7 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [("gpt2", 2, "1f1b")]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", 2, "gpipe"), ("t5", 3, "zb-h1")]],
+    [("gpt2", 2, "1f1b")] + [pytest.param(*case, marks=LATER) for case in [("llama", 2, "gpipe"), ("t5", 3, "zb-h1")]],
 )
 def test_the_estimate_that_cuts_go_by_is_near_the_account(name, ranks, schedule, monkeypatch):
     found = []

@@ -5,6 +5,8 @@ import pytest
 
 from tests.pipeline.points.folded import ROWS, STEPS, WIDTHS, measured, traced
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 
 @pytest.fixture(params=STEPS)
 def program(request):

@@ -43,6 +43,7 @@ def test_marks_place_each_equation_on_its_stage(program, stages):
     assert placed.fused == (not ends)
 
 
+@pytest.mark.sampled(2)
 def test_a_marked_program_gives_the_same_numbers(program):
     body, points, _ = measured(program)
     marked = mark_stages(program, body, points, [3, 5])

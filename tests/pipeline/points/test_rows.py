@@ -7,6 +7,8 @@ from jax import lax
 
 from shardc.pipeline.points.rows import row_use
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 LAYERS, WIDTH = 5, 4
 
 

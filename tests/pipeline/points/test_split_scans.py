@@ -60,6 +60,7 @@ def run(program, args):
     return jaxpr_as_fun(compat.close(program.jaxpr))(*args, *program.captured)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("ends", [(0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5), (0, 4, 5)])
 def test_the_split_program_computes_the_same(name, ends):

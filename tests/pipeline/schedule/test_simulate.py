@@ -319,7 +319,7 @@ def test_the_executor_does_what_the_simulator_does_in_the_same_order(schedule):
     assert [s.label for s in spans] == [label for row in timeline.order() for label in row]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0)
 def test_a_million_actions_in_ten_seconds():
     net = network(orders.one_f_one_b(8, 62_500), registers={"stash": 8, "activation": 2, "gradient": 2})
     begin = time.process_time()  # of this process alone: the machine has other work
