@@ -24,7 +24,6 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/far_*.py": "processes/test_pipelines.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
     "execute/peers.py": "processes/test_agreements.py",
-    "execute/pull_codec.py": "processes/test_pipelines.py",
     "execute/rank_processes.py": "processes/test_pipelines.py",
     "execute/recording.py": "processes/test_pipelines.py",
     "execute/stage_codec.py": "processes/test_pipelines.py",

@@ -24,7 +24,6 @@ from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
 from shardc.execute.peers import peers_of_run
-from shardc.execute.pull_codec import PullCodec
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import StageCodec, StageEdge
@@ -61,13 +60,12 @@ class FarStages:
                 f"{plan.program.name}: its stages are in processes {who}, which know nothing of each other; start them "
                 "with python -m shardc run --processes n script.py."
             )
-        codec = StageCodec(edges, wide) if cluster.seat.edges == "bytes" else PullCodec(edges, wide, cluster.host)
         self.cluster: Cluster = cluster
         self.places = places
         self.epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = SpreadNetwork(plan.network, number, places.of_rank, links, codec)
+        self.network = SpreadNetwork(plan.network, number, places.of_rank, links, StageCodec(edges, wide))
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property

@@ -150,7 +150,7 @@ class _RayRun:
         options = self._options
         seat = Seat(
             0, self._processes, options.islands, self._server.address, self._secret, "", 0,
-            options.restarts, options.silence, options.deadline, options.edges,
+            options.restarts, options.silence, options.deadline,
         )  # fmt: skip
         return Supervisor(Job(seat), self._remotes, self._screen, lambda job: job, self._server, self._events).run()
 

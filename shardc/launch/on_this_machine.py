@@ -36,7 +36,7 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
         try:
             seat = Seat(
                 0, processes, options.islands, server.address, secret, "", 0,
-                options.restarts, options.silence, options.deadline, options.edges,
+                options.restarts, options.silence, options.deadline,
             )  # fmt: skip
             job = Job(seat, private=str(private))
             handles = [

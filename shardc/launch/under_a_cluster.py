@@ -131,7 +131,7 @@ class Lead:
 
                 seat = Seat(
                     0, 1 + len(remotes), options.islands, self.server.address, self._secret, "", 0,
-                    options.restarts, options.silence, options.deadline, options.edges,
+                    options.restarts, options.silence, options.deadline,
                 )  # fmt: skip
                 code = Supervisor(Job(seat), [first, *remotes], screen, job_of, self.server, self._events).run()
         finally:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
 from shardc.runtime.link import Allocate, Link
 from shardc.runtime.store import Event, Store
-from shardc.runtime.wire import Hello, Listener, dial, is_unix, listen
+from shardc.runtime.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
@@ -46,7 +46,6 @@ class Seat:
       restarts: how often lost processes are started again from now on.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
-      edges: how messages between stages travel: `bytes` over the links, or `pull`, through JAX's transfer server.
     """
 
     me: int
@@ -59,7 +58,6 @@ class Seat:
     restarts: int = 0
     silence: float = 10.0
     deadline: float = 600.0
-    edges: Literal["bytes", "pull"] = "bytes"
 
     @property
     def per_island(self) -> int:
@@ -121,11 +119,6 @@ class Cluster:
     @property
     def epoch(self) -> int:
         return self.seat.epoch
-
-    @property
-    def host(self) -> str:
-        """The host that others reach this process at."""
-        return "127.0.0.1" if is_unix(self._listener.address) else self._listener.address.rpartition(":")[0]
 
     # -- what the launcher says
 
