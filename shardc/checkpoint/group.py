@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
-import numpy as np
 
 from shardc.errors import CheckpointError, ShardcError
+from shardc.execute.peers import gather_by_jax
 
 T = TypeVar("T")
 
@@ -94,21 +94,5 @@ def group_of(peers: ClusterPeers | None) -> Group:
     if peers is not None:
         return Group(peers.me, peers.processes, peers.seat.islands, peers.gather)
     if jax.process_count() > 1:
-        return Group(jax.process_index(), jax.process_count(), 1, _gather_by_jax)
+        return Group(jax.process_index(), jax.process_count(), 1, lambda name, text: gather_by_jax(text))
     return Group(0, 1, 1, lambda name, text: [text])
-
-
-def _gather_by_jax(name: str, text: str) -> list[str]:
-    """The text of each process of a JAX runtime that no cluster knows."""
-    from jax.experimental import multihost_utils  # noqa: PLC0415  # not needed in one process
-
-    def gathered(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.asarray(multihost_utils.process_allgather(x))
-
-    del name
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = gathered(np.array([data.size], np.int32)).reshape(-1)
-    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-    padded[: data.size] = data
-    rows = gathered(padded).reshape(len(sizes), -1)
-    return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]

@@ -1,7 +1,7 @@
 """The processes that run one program together: what they tell each other besides it, and what they must agree on.
 
-With a cluster (`python -m shardc run`) they exchange texts over links, without waiting where they can. Without one, if
-the user has called `jax.distributed.initialize`, only what has to be waited for is exchanged, by a collective of JAX.
+With a cluster (`python -m shardc run`) it gathers their texts, without waiting where that is possible. Without one, if
+the user has called `jax.distributed.initialize`, only what has to be waited for is gathered, by a collective of JAX.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from shardc.arrays.placed import is_placed
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, refuse_unlike
-from shardc.runtime.exchange import Exchange
+from shardc.runtime.cluster import Cluster, Gathering, refuse_unlike
 from shardc.versions import VERSION
 
 
@@ -36,16 +35,15 @@ class Peers:
       cluster: the run, if there is one.
 
     Attributes:
-      is_over: whether processes of the run were started again since: these exchange nothing any more.
+      is_over: whether processes of the run were started again since: these gather nothing any more.
     """
 
     def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
-        self._exchange = None if cluster is None else Exchange(cluster, members)
-        self._open: tuple[int, str] | None = None
-        self._counter = f"exchanges of {','.join(map(str, members))}"
-        """The name by which the cluster counts exchanges: a process whose script has ended makes no further ones."""
+        self._open: tuple[Gathering, str] | None = None
+        self._name = f"calls of {','.join(map(str, members))}"
+        """The name by which the cluster counts these calls: a process whose script has ended makes no further ones."""
 
     @property
     def is_over(self) -> bool:
@@ -60,14 +58,14 @@ class Peers:
 
         Raises:
           DisagreementError: in all of them, if they make different calls.
-          PeerLostError, ClusterError: as `Exchange.finish`.
+          PeerLostError, ClusterError: as `Cluster.gather`.
         """
         self.settle()
         text = _call_text(what, facts)
-        if self._exchange is not None:
-            texts = self._finish(self._begin(text, what), what)
+        if self._cluster is not None:
+            texts = self._cluster.finish_gather(self._begin(self._cluster, what, text))
         elif len(self.members) == jax.process_count():
-            texts = _gathered(text)
+            texts = gather_by_jax(text)
         else:
             texts = [text] * len(self.members)
         return self._facts(what, texts)
@@ -90,10 +88,8 @@ class Peers:
     def compare(self, what: str, facts: Mapping[str, str]) -> None:
         """`agree` without waiting: if the facts differ, the next call of any method raises."""
         self.settle()
-        if self._exchange is not None:
-            self._open = self._begin(_call_text(what, facts), what), what
-            if self._cluster is not None:
-                self._cluster.open_calls[self._counter] = self.members, f"at {what}"
+        if self._cluster is not None:
+            self._open = self._begin(self._cluster, what, _call_text(what, facts)), what
 
     def settle(self) -> None:
         """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
@@ -101,9 +97,9 @@ class Peers:
         Raises:
           DisagreementError: they differed.
         """
-        if self._open is not None and self._exchange is not None:
-            (number, what), self._open = self._open, None
-            texts = self._finish(number, what)
+        if self._open is not None and self._cluster is not None:
+            (call, what), self._open = self._open, None
+            texts = self._cluster.finish_gather(call)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
 
@@ -113,8 +109,8 @@ class Peers:
         Raises:
           ClusterError: the script of a member has ended, so that it will never make the last call.
         """
-        if self._open is not None and self._exchange is not None:
-            if self._exchange.is_done(self._open[0]):
+        if self._open is not None and self._cluster is not None:
+            if self._cluster.is_gathered(self._open[0]):
                 self.settle()
             else:
                 self.refuse_ended(self._open[1])
@@ -122,19 +118,10 @@ class Peers:
     def refuse_ended(self, what: str) -> None:
         """Raise ClusterError if the scripts of members have ended that have made fewer calls than this process."""
         if self._cluster is not None:
-            self._cluster.refuse_ended(self.members, self._counter, f"at {what}")
+            self._cluster.refuse_ended(self.members, self._name, f"at {what}")
 
-    def _begin(self, text: str, what: str) -> int:
-        assert self._cluster is not None and self._exchange is not None
-        self._cluster.count(self._counter)
-        self.refuse_ended(what)
-        return self._exchange.begin(text)
-
-    def _finish(self, number: int, what: str) -> list[str]:
-        assert self._cluster is not None and self._exchange is not None
-        self._cluster.open_calls.pop(self._counter, None)
-        with self._cluster.expecting(self.members, self._counter, f"at {what}"):
-            return self._exchange.finish(number, what)
+    def _begin(self, cluster: Cluster, what: str, text: str) -> Gathering:
+        return cluster.begin_gather(self._name, text, self.members, f"at {what}")
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]
@@ -146,11 +133,11 @@ def _call_text(what: str, facts: Mapping[str, str]) -> str:
     return json.dumps({"call": what, "facts": facts})
 
 
-def _gathered(text: str) -> list[str]:
-    """The texts of all processes, by collectives of JAX."""
+def gather_by_jax(text: str) -> list[str]:
+    """The text of each process of a JAX runtime that no cluster knows, by collectives."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]

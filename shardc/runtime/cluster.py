@@ -13,20 +13,21 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
-from shardc.runtime.link import Allocate, Link
+from shardc.runtime.link import Allocate, Frame, FrameKind, Link
 from shardc.runtime.store import Event, Store
 from shardc.runtime.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
 """After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
+_GATHERING: Final = 0
+"""The number by which links know the texts that are gathered; those of networks are digests."""
 _LOOKS: Final = 3
 """So often, at signs of life, this process is seen waiting in vain before it says so: an error may come first."""
 
@@ -69,6 +70,22 @@ class Seat:
         return range(first, first + self.per_island)
 
 
+class Gathering(NamedTuple):
+    """Texts that processes are sending each other, each its own to all others (`Cluster.begin_gather`).
+
+    Attributes:
+      name: what is gathered; counted by it.
+      key: tells this gathering from others of its name and of other epochs.
+      members: the processes that take part.
+      why: the purpose, for errors: `at step, call 3`.
+    """
+
+    name: str
+    key: str
+    members: Sequence[int]
+    why: str
+
+
 class Cluster:
     """This process among those of a run. One per process: `join` makes it, `current` gives it."""
 
@@ -79,22 +96,21 @@ class Cluster:
         self._links: dict[int, Link] = {}
         self._dialing: set[int] = set()
         self._counts: dict[str, int] = {}
-        self._published: dict[str, str] = {}
         self._lost: PeerLostError | None = None
         self._next: int | None = None
         self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
         """The processes whose scripts have ended: in which epoch, and what they had called by then."""
-        self._expecting: dict[int, Callable[[], None]] = {}
-        """Further questions of `check`, by thread."""
+        self._gathered: dict[str, dict[int, str]] = {}
+        """The texts that have come, by the key of their gathering and their process."""
+        self._gathering: dict[str, Gathering] = {}
+        """Gatherings that were begun here and are not finished, by name. Looked at with each sign of life: a collective
+        of JAX that waits for others raises no error."""
         self._over = ""
         self._closed = False
         self._leaving = False
         self._facts: dict[str, Any] = {}
         self.waits: dict[int, Callable[[], str]] = {}
         """What tells for whom this process waits, asked before each sign of life: of each pipeline, by its number."""
-        self.open_calls: dict[str, tuple[Sequence[int], str]] = {}
-        """Calls begun here that others have to make too: by the name that they count them by, their numbers, and where
-        they wait. Looked at with each sign of life: a collective of JAX that waits for others raises no error."""
         self._in_vain = 0
         """How often it was seen that this process waits in vain."""
         self.on_orphaned: Callable[[], None] = self.end
@@ -106,7 +122,7 @@ class Cluster:
         except ClusterError:
             self.store.close()
             raise
-        self.publish("address", self._listener.address)
+        self._tell_address()
 
     @property
     def me(self) -> int:
@@ -161,8 +177,8 @@ class Cluster:
 
     def _say_if_in_vain(self) -> None:
         try:
-            for name, (processes, why) in list(self.open_calls.items()):
-                self.refuse_ended(processes, name, why)
+            for call in list(self._gathering.values()):
+                self.refuse_ended(call.members, call.name, call.why)
         except ClusterError as error:
             self._in_vain += 1
             if self._in_vain == _LOOKS:
@@ -189,11 +205,19 @@ class Cluster:
                 _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
-            self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
-            self._changed.notify_all()
+            self._add_link(sock, peer)
 
-    def link(self, peer: int) -> Link:
+    def _add_link(self, sock: socket.socket, peer: int) -> Link:
+        made = self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
+        made.add(_GATHERING, self)
+        self._changed.notify_all()
+        return made
+
+    def link(self, peer: int, why: str = "to open a link") -> Link:
         """The link to another process. The process with the lower number listens; the other one dials, at once.
+
+        Args:
+          why: what the other process is waited for, for errors.
 
         Raises:
           PeerLostError: the process died.
@@ -204,16 +228,16 @@ class Cluster:
             if peer in self._links:
                 return self._links[peer]
             if self.me < peer:
-                return self._wait_for_link(peer)
+                return self._wait_for_link(peer, why)
             self._dialing.add(peer)
         try:
-            return self._dial(peer)
+            return self._dial(peer, why)
         finally:
             with self._changed:
                 self._dialing.discard(peer)
                 self._changed.notify_all()
 
-    def _wait_for_link(self, peer: int) -> Link:
+    def _wait_for_link(self, peer: int, why: str) -> Link:
         def never() -> bool:
             return self.has_ended(peer) and self.me not in self._ended[peer][1].get("links", [])
 
@@ -221,16 +245,15 @@ class Cluster:
         if peer in self._links:
             return self._links[peer]
         self._raise_if_stopped()
-        raise ClusterError((self._waits_in_vain if never() else self.never_came)([peer], "to open a link"))
+        raise ClusterError((self._waits_in_vain if never() else self.never_came)([peer], why))
 
-    def _dial(self, peer: int) -> Link:
+    def _dial(self, peer: int, why: str) -> Link:
         seat = self.seat
-        address = self.published("address", peer)
+        address = self.wait_for_text(self._key(f"address/{peer}"), peer, why)
         sock = dial(address, seat.secret, {"process": self.me, "epoch": seat.epoch}, seat.deadline, self.check)
         with self._changed:
             if seat.epoch == self.epoch and not self._closed:
-                made = self._links[peer] = Link(sock, self.me, peer, seat.silence, self._allocate)
-                return made
+                return self._add_link(sock, peer)
         sock.close()
         raise PeerLostError("other processes of this run were started again.", -1)
 
@@ -239,21 +262,11 @@ class Cluster:
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"
 
-    def publish(self, name: str, text: str) -> None:
-        """Tell all processes a text about this one, in this epoch and in all later ones."""
-        self._published[name] = text
-        self.store.set(self._key(f"{name}/{self.me}"), text)
-
-    def published(self, name: str, process: int) -> str:
-        """The text that a process tells, or has still to tell, about itself."""
-        return self._text(f"{name}/{process}", process, f"to tell its {name}")
-
-    def _text(self, name: str, process: int, why: str) -> str:
-        """A text that a process sets in this epoch."""
-        return self.wait_for_text(self._key(name), process, why)
+    def _tell_address(self) -> None:
+        self.store.set(self._key(f"address/{self.me}"), self._listener.address)
 
     def wait_for_text(self, key: str, process: int, why: str) -> str:
-        """A text that a process sets.
+        """Wait for the text that `process` sets in the store under `key`, and return it.
 
         Raises:
           PeerLostError: a process died.
@@ -305,10 +318,75 @@ class Cluster:
           ClusterError: a process did not come before the deadline.
         """
         members = range(self.processes) if among is None else among
-        name = name if among is None else f"{name} of {','.join(map(str, members))}"
-        key = f"gather/{name}/{self.count(f'gather {name}')}"
-        self.store.set(self._key(f"{key}/{self.me}"), text)
-        return [self._text(f"{key}/{p}", p, f"at {name}") for p in members]
+        full = f"{name} of {','.join(map(str, members))}"
+        return self.finish_gather(self.begin_gather(full, text, members, f"at {name}"))
+
+    def begin_gather(self, name: str, text: str, members: Sequence[int], why: str) -> Gathering:
+        """Send the text of this process to the others. Waits for them only until their links are open.
+
+        Args:
+          name: what is gathered, and by whom: each of `members` gathers the same ones in the same order.
+          why: the purpose, for errors.
+
+        Raises:
+          PeerLostError, ClusterError: as `gather`.
+        """
+        call = Gathering(name, self._key(f"{name}/{self.count(name)}"), members, why)
+        self.refuse_ended(members, name, why)
+        for link in [self.link(p, why) for p in members if p != self.me]:
+            link.send(Frame(FrameKind.MESSAGE, _GATHERING, about=f"{call.key}\0{text}".encode()))
+        self._gathering[name] = call
+        with self._changed:
+            self._gathered.setdefault(call.key, {})[self.me] = text
+        return call
+
+    def is_gathered(self, call: Gathering) -> bool:
+        """Whether all texts have come, so that `finish_gather` does not wait."""
+        return not self._missing(call)
+
+    def _missing(self, call: Gathering) -> list[int]:
+        return [p for p in call.members if p not in self._gathered.get(call.key, {})]
+
+    def finish_gather(self, call: Gathering) -> list[str]:
+        """Wait for the texts of a gathering. Returns them in the order of its members; to be called once.
+
+        Raises:
+          PeerLostError, ClusterError: as `gather`.
+        """
+        self._gathering.pop(call.name, None)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_gathered(call) or self._stopped() or self._never_come(call), self.seat.deadline
+            )
+            if self.is_gathered(call):
+                texts = self._gathered.pop(call.key)
+                return [texts[p] for p in call.members]
+            self._raise_if_stopped()
+            never = self._never_come(call)
+        for p in never:
+            if (lost := self.link(p).lost) is not None:
+                raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", p)
+        if never:
+            raise ClusterError(self._waits_in_vain(never, call.why))
+        raise ClusterError(self.never_came(self._missing(call), call.why))
+
+    def _never_come(self, call: Gathering) -> list[int]:
+        """The processes whose texts will never arrive: their links are lost, or their scripts have ended before."""
+        ended = self._ended_before(call.members, call.name)
+        lost = [p for p, link in self._links.items() if link.lost is not None]
+        return [p for p in self._missing(call) if p in ended or p in lost]
+
+    def receive(self, peer: int, frame: Frame) -> None:
+        """Take a text of a gathering. Runs in the thread of the link."""
+        key, _, text = frame.about.partition(b"\0")
+        with self._changed:
+            self._gathered.setdefault(key.decode(), {})[peer] = text.decode()
+            self._changed.notify_all()
+
+    def lose(self, error: PeerLostError) -> None:
+        """Take notice that a link is lost: who gathers texts looks again."""
+        with self._changed:
+            self._changed.notify_all()
 
     # -- scripts that have ended
 
@@ -325,20 +403,14 @@ class Cluster:
     def refuse_ended(self, processes: Sequence[int], name: str, why: str) -> None:
         """Raise ClusterError if scripts of processes have ended that have counted `name` less often than this process
         (`count`): it would wait in vain for what they would do next."""
-        counts = {p: self._ended[p][1].get("counts") for p in processes if self.has_ended(p)}
-        mine = self._counts.get(name, -1)
-        if ended := [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]:
+        if ended := self._ended_before(processes, name):
             raise ClusterError(self._waits_in_vain(ended, why))
 
-    @contextmanager
-    def expecting(self, processes: Sequence[int], name: str, why: str) -> Generator[None]:
-        """While this thread is in the block, `check` does as `refuse_ended` too."""
-        thread = threading.get_ident()
-        self._expecting[thread] = lambda: self.refuse_ended(processes, name, why)
-        try:
-            yield
-        finally:
-            del self._expecting[thread]
+    def _ended_before(self, processes: Sequence[int], name: str) -> list[int]:
+        """The processes whose scripts have ended, and that have counted `name` less often than this one."""
+        counts = {p: self._ended[p][1].get("counts") for p in processes if self.has_ended(p)}
+        mine = self._counts.get(name, -1)
+        return [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]
 
     # -- losses
 
@@ -354,12 +426,9 @@ class Cluster:
             raise ClusterError(f"the run ends: {self._over}.")
 
     def check(self) -> None:
-        """Raise PeerLostError if a process of the run is known to be lost; in a block of `expecting` ClusterError if
-        the script of an expected one has ended."""
+        """Raise PeerLostError if a process of the run is known to be lost, ClusterError if the run ends."""
         with self._changed:
             self._raise_if_stopped()
-        if (refuse := self._expecting.get(threading.get_ident())) is not None:
-            refuse()
 
     def rejoin(self) -> None:
         """After a loss: wait until the lost processes are started again, and begin the next epoch.
@@ -402,14 +471,14 @@ class Cluster:
             self.seat = replace(self.seat, epoch=self._next)
             self._next = self._lost = None
             self._counts.clear()
-            self.open_calls.clear()
+            self._gathering.clear()
+            self._gathered.clear()
             self._in_vain = 0
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():
             link.close()
-        for name, text in list(self._published.items()):
-            self.publish(name, text)
+        self._tell_address()
 
     def close(self) -> None:
         """Leave the run."""

@@ -151,6 +151,58 @@ def test_gather(a_run):
     }
 
 
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_gatherings_that_nobody_waits_for(a_run, n):
+    """A process begins several, and finishes them in any order. Nothing of them is left."""
+    found = {}
+
+    def go(c):
+        calls = [c.begin_gather("calls", f"{c.me}.{k}\0ü", range(n), "test") for k in range(4)]
+        found[c.me] = [c.finish_gather(call) for call in reversed(calls)][::-1]
+
+    clusters = a_run(n).all()
+    together(*(lambda c=c: go(c) for c in clusters))
+    assert found == {p: [[f"{q}.{k}\0ü" for q in range(n)] for k in range(4)] for p in range(n)}
+    assert not any(c._gathered or c._gathering for c in clusters)
+
+
+def test_only_some_gather(a_run):
+    clusters = a_run(4).all()
+    found = {}
+    together(*(lambda p=p: found.update({p: clusters[p].gather("x", str(p), (0, 2, 3))}) for p in (0, 2, 3)))
+    assert found == {p: ["0", "2", "3"] for p in (0, 2, 3)} and not clusters[1]._links
+
+
+def test_whether_all_have_come(a_run):
+    a, b = a_run().all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    call = a.begin_gather("calls", "a", range(2), "test")
+    assert not a.is_gathered(call)
+    b.begin_gather("calls", "b", range(2), "test")
+    until(lambda: a.is_gathered(call))
+
+
+def test_who_breaks_off_while_others_wait_is_named(a_run):
+    """The launcher need not know of it: the link tells."""
+    a, b = a_run().all(deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    call = a.begin_gather("calls", "a", range(2), "at step, call 3")
+    threading.Timer(0.2, b.link(0).close).start()
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"process 1 is lost: .*\. Process 0 waited for it at step, call 3\."):
+        within(5, a.finish_gather, call)
+    assert time.monotonic() - begin < 2
+
+
+def test_who_came_and_broke_off_counts(a_run):
+    a, b = a_run().all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    b.begin_gather("calls", "b", range(2), "test")
+    b.link(0).close()
+    until(lambda: a.link(1).lost)
+    assert within(5, a.finish_gather, a.begin_gather("calls", "a", range(2), "test")) == ["a", "b"]
+
+
 def test_all_that_differs_is_in_one_error():
     refuse_unlike("step", range(2), [{"plan": "1f", "jax": "0.12"}] * 2)
     facts = [
@@ -216,13 +268,13 @@ def refuses(call, why, seconds=1.5):
 def test_a_process_that_has_ended_is_not_waited_for(a_run):
     run = a_run()
     a, b = run.all(deadline=60.0)
-    b.publish("colour", "red")
-    b.store.set("0/gather/step/0/1", "b")
+    threading.Thread(target=b.gather, args=("step", "b")).start()
+    b.store.set("colour", "red")
     threading.Timer(0.3, run.end, [1]).start()
     assert within(5, a.gather, "step", "a") == ["a", "b"]  # it told this before its end
     refuses(lambda: a.gather("step", "a"), "at step")
-    assert a.published("colour", 1) == "red"
-    refuses(lambda: a.published("size", 1), "to tell its size")
+    assert a.wait_for_text("colour", 1, "to tell its colour") == "red"
+    refuses(lambda: a.wait_for_text("size", 1, "to tell its size"), "to tell its size")
     refuses(lambda: a.wait_for_text("any", 1, "to start JAX"), "to start JAX")
 
 
@@ -255,17 +307,14 @@ def test_who_has_made_the_same_calls_is_waited_for(a_run):
     a.count("calls")
     with pytest.raises(ClusterError, match=r"^the scripts of processes 1, 2 have ended; process 0 waits for them at "):
         a.refuse_ended([1, 2], "calls", "at call 1")
-    a.check()
-    with a.expecting([1], "calls", "at call 1"), pytest.raises(ClusterError, match=VAIN.format("at call 1")):
-        a.check()
-    a.check()
 
 
 def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
     run = a_run()
     a = run.join(0)
-    a.count("calls")
-    a.open_calls["calls"] = [0, 1], "at call 0"
+    b = run.join(1)
+    together(lambda: a.link(1), lambda: b.link(0))
+    a.begin_gather("calls", "", range(2), "at call 0")
     a._status()
     run.end(1, counts={})
     until(lambda: a.has_ended(1))
@@ -293,7 +342,7 @@ def test_a_launcher_that_is_stopped_says_nothing_of_ended_processes(a_run, monke
     until(lambda: a.has_ended(1))
     monkeypatch.setattr(a.store, "_ask", lambda question, seconds: time.sleep(min(seconds, 0.1)))
     with pytest.raises(ClusterError, match=r"process 0 waited 1 s for process 1 at step"):
-        within(5, a.gather, "step", "", [1])
+        within(5, a.wait_for_text, "step", 1, "at step")
 
 
 # ---- losses, and the next epoch
