@@ -6,7 +6,7 @@ Two processes on this machine. Three ways take turns in each round, all in the s
 
 - plain: a socket of the same kind with the same buffers; a header of 8 bytes and the value in one `sendmsg`, received
   with `recv_into` into a fresh aligned `np.empty`;
-- link: a letter, `Link.post` to `Link.collect`;
+- link: a tagged value, `Link.send_tagged` to `Link.receive_tagged`;
 - edge: a message of a network, from the task that gives it to the task that takes it, `Executor` over `SpreadNetwork`.
 
 `numpy`: from an array on the host to one on the host. `jax`: from an array on a device to one on a device, which each
@@ -112,10 +112,10 @@ class Letters:
         self.link = link
 
     def send(self, data: memoryview) -> None:
-        self.link.post("edge", (b"", [data]))
+        self.link.send_tagged("edge", (b"", [data]))
 
     def receive(self) -> memoryview:
-        return self.link.collect("edge", 60.0)[1][0]
+        return self.link.receive_tagged("edge", 60.0)[1][0]
 
 
 Seconds = list[float]
@@ -201,10 +201,10 @@ class Edge:
         (one_way, _), (turns, _) = self.networks
         mine = self._run(one_way)
         if not self.first:
-            self.link.post("times", (b"".join(map(TIME.pack, mine)), ()))
+            self.link.send_tagged("times", (b"".join(map(TIME.pack, mine)), ()))
             self._run(turns)
             return [], []
-        took = [t for (t,) in TIME.iter_unpack(self.link.collect("times", 60.0)[0])]
+        took = [t for (t,) in TIME.iter_unpack(self.link.receive_tagged("times", 60.0)[0])]
         pings = self._run(turns)
         return (
             [end - begin for begin, end in zip(mine, took, strict=True)],

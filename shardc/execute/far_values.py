@@ -71,14 +71,14 @@ def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        value = array_of(cluster.link(givers[0]).collect(tag, cluster.seat.deadline))
+        value = array_of(cluster.link(givers[0]).receive_tagged(tag, cluster.seat.deadline))
         return compat.keys_of_words(jax.numpy.asarray(value), x.dtype) if is_extended(x.dtype) else value
     if cluster.me in cluster.seat.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
             letter = letter_of(np.asarray(words(value)))
             for peer in without:
-                cluster.link(peer).post(tag, letter)
+                cluster.link(peer).send_tagged(tag, letter)
     return x
 
 

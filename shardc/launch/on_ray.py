@@ -97,7 +97,7 @@ class _RayRun:
         elif -1 - process < len(self._remotes):
             self._remotes[-1 - process].reported(said)
 
-    def _on_end(self, process: int, left: bool) -> None:
+    def _on_end(self, process: int) -> None:
         if process < 0 and -1 - process < len(self._remotes):
             self._remotes[-1 - process].lost()
 

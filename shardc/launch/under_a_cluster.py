@@ -109,7 +109,7 @@ class Lead:
         elif -1 - process in self._remotes:
             self._remotes[-1 - process].reported(said)
 
-    def _on_end(self, process: int, left: bool) -> None:
+    def _on_end(self, process: int) -> None:
         if -1 - process in self._remotes:
             self._remotes[-1 - process].lost()
 

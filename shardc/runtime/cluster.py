@@ -19,7 +19,8 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
-from shardc.runtime.link import Allocate, Frame, FrameKind, Link
+from shardc.runtime.connection import Allocate, Frame, FrameKind
+from shardc.runtime.link import Link
 from shardc.runtime.store import Event, Store
 from shardc.runtime.wire import Hello, Listener, dial, listen
 
@@ -28,6 +29,8 @@ _UNKNOWN: Final = 5.0
 """After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
 _GATHERING: Final = 0
 """The number by which links know the texts that are gathered; those of networks are digests."""
+_REASON: Final = 1.0
+"""After the loss of a link a process waits so many seconds for the launcher, which knows the reason."""
 _LOOKS: Final = 3
 """So often, at signs of life, this process is seen waiting in vain before it says so: an error may come first."""
 
@@ -96,6 +99,7 @@ class Cluster:
         self._links: dict[int, Link] = {}
         self._dialing: set[int] = set()
         self._counts: dict[str, int] = {}
+        self._published: dict[str, str] = {}
         self._lost: PeerLostError | None = None
         self._next: int | None = None
         self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
@@ -122,7 +126,7 @@ class Cluster:
         except ClusterError:
             self.store.close()
             raise
-        self._tell_address()
+        self.publish("address", self._listener.address)
 
     @property
     def me(self) -> int:
@@ -249,7 +253,7 @@ class Cluster:
 
     def _dial(self, peer: int, why: str) -> Link:
         seat = self.seat
-        address = self.wait_for_text(self._key(f"address/{peer}"), peer, why)
+        address = self.published("address", peer, why)
         sock = dial(address, seat.secret, {"process": self.me, "epoch": seat.epoch}, seat.deadline, self.check)
         with self._changed:
             if seat.epoch == self.epoch and not self._closed:
@@ -262,8 +266,14 @@ class Cluster:
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"
 
-    def _tell_address(self) -> None:
-        self.store.set(self._key(f"address/{self.me}"), self._listener.address)
+    def publish(self, name: str, text: str) -> None:
+        """Set a value of this process that the others can read, in this epoch and in all later ones."""
+        self._published[name] = text
+        self.store.set(self._key(f"{name}/{self.me}"), text)
+
+    def published(self, name: str, process: int, why: str = "") -> str:
+        """Wait for the value that `process` has published under `name`, and return it."""
+        return self.wait_for_text(self._key(f"{name}/{process}"), process, why or f"to tell its {name}")
 
     def wait_for_text(self, key: str, process: int, why: str) -> str:
         """Wait for the text that `process` sets in the store under `key`, and return it.
@@ -318,8 +328,8 @@ class Cluster:
           ClusterError: a process did not come before the deadline.
         """
         members = range(self.processes) if among is None else among
-        full = f"{name} of {','.join(map(str, members))}"
-        return self.finish_gather(self.begin_gather(full, text, members, f"at {name}"))
+        name = name if among is None else f"{name} of {','.join(map(str, members))}"
+        return self.finish_gather(self.begin_gather(f"gather {name}", text, members, f"at {name}"))
 
     def begin_gather(self, name: str, text: str, members: Sequence[int], why: str) -> Gathering:
         """Send the text of this process to the others. Waits for them only until their links are open.
@@ -361,8 +371,10 @@ class Cluster:
             if self.is_gathered(call):
                 texts = self._gathered.pop(call.key)
                 return [texts[p] for p in call.members]
-            self._raise_if_stopped()
             never = self._never_come(call)
+            if any(map(self._has_lost, never)):
+                self._changed.wait_for(self._stopped, _REASON)
+            self._raise_if_stopped()
         for p in never:
             if (lost := self.link(p).lost) is not None:
                 raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", p)
@@ -373,8 +385,11 @@ class Cluster:
     def _never_come(self, call: Gathering) -> list[int]:
         """The processes whose texts will never arrive: their links are lost, or their scripts have ended before."""
         ended = self._ended_before(call.members, call.name)
-        lost = [p for p, link in self._links.items() if link.lost is not None]
-        return [p for p in self._missing(call) if p in ended or p in lost]
+        return [p for p in self._missing(call) if p in ended or self._has_lost(p)]
+
+    def _has_lost(self, peer: int) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.lost is not None
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Take a text of a gathering. Runs in the thread of the link."""
@@ -478,13 +493,13 @@ class Cluster:
             self._changed.notify_all()
         for link in links.values():
             link.close()
-        self._tell_address()
+        for name, text in list(self._published.items()):
+            self.publish(name, text)
 
     def close(self) -> None:
         """Leave the run."""
         with self._changed:
             self._closed = True
-        self.store.leave()
         self._listener.close()
         self._drop_links()
         self.store.close()

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
-from shardc.runtime.link import Frame, FrameKind, Link, Packed
+from shardc.runtime.connection import Frame, FrameKind
+from shardc.runtime.link import Link, Packed
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 
 

@@ -123,9 +123,9 @@ def work(rejoins, steps=12):
                 for i in range(steps):
                     assert cluster.gather("step", f"{i}") == [f"{i}"] * cluster.processes
                     for p in others(cluster):
-                        cluster.link(p).post(f"{i}")
+                        cluster.link(p).send_tagged(f"{i}")
                     for p in others(cluster):
-                        cluster.link(p).collect(f"{i}", 20.0)
+                        cluster.link(p).receive_tagged(f"{i}", 20.0)
                     time.sleep(0.003)
                 return
             except PeerLostError:
@@ -250,7 +250,7 @@ def test_a_process_that_never_comes_is_named(tmp_path, capfd):
 def test_a_silent_process_is_lost(tmp_path, capfd):
     def script(cluster):
         if cluster.me == 1 and cluster.epoch == 0:
-            cluster.store._ended.set()  # no signs of life from now on
+            cluster.store.send = lambda frame: None  # no signs of life from now on
             cluster.wait_to_leave()
         work(True, 10)(cluster) if cluster.epoch else cluster.gather("never", "")
 
@@ -370,7 +370,7 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
         else:
             made[-1 - p].reported(said)
 
-    def on_end(p, left):
+    def on_end(p):
         if p < 0:
             made[-1 - p].lost()
 
@@ -407,7 +407,7 @@ def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
 
 def test_a_silent_agent_is_lost_once(tmp_path, capfd):
     with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
-        made[1].agents[0]._ended.set()  # no sign of life from now on, and its connection stays
+        made[1].agents[0].send = lambda frame: None  # no sign of life from now on, and its connection stays
         until(lambda: len(made[1].seats) == 2, 10)
         time.sleep(2.5)
         assert [[s.epoch for s in h.seats] for h in made] == [[0], [0, 1]]
@@ -417,7 +417,7 @@ def test_a_silent_agent_is_lost_once(tmp_path, capfd):
 def test_the_connection_of_an_earlier_start_condemns_no_new_one(tmp_path, capfd):
     """The host of a silent process is alive, but the connection of the process stays open when it is killed."""
     with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
-        made[1].clients[0]._ended.set()
+        made[1].clients[0].send = lambda frame: None
         start = made[1].start
 
         def late(job):  # the new process takes a while to come

@@ -57,10 +57,10 @@ def peer(address, secret, silence):
         try:
             if what == "post":
                 tag, size = args
-                link.post(tag, (b"", [memoryview(np.full(size, 7, np.uint8))]))
+                link.send_tagged(tag, (b"", [memoryview(np.full(size, 7, np.uint8))]))
                 say(posted=tag)
             elif what == "collect":
-                _, buffers = link.collect(args[0], args[1])
+                _, buffers = link.receive_tagged(args[0], args[1])
                 say(sizes=[b.nbytes for b in buffers], right=all(set(bytes(b[::4096])) <= {7} for b in buffers))
             elif what == "lost":
                 while link.lost is None:

@@ -11,7 +11,7 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
 from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, Seat, refuse_unlike
-from shardc.runtime.link import Frame, FrameKind
+from shardc.runtime.connection import Frame, FrameKind
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until
@@ -36,10 +36,10 @@ def test_links_between_all(a_run, transport):
     for c in clusters:
         for p in others(c):
             assert c.link(p) is c.link(p) and (c.link(p).me, c.link(p).peer) == (c.me, p)
-            c.link(p).post("hello", (str(c.me).encode(), ()))
+            c.link(p).send_tagged("hello", (str(c.me).encode(), ()))
     for c in clusters:
         for p in others(c):
-            assert c.link(p).collect("hello", 5.0)[0] == str(p).encode()
+            assert c.link(p).receive_tagged("hello", 5.0)[0] == str(p).encode()
 
 
 def test_many_threads_open_one_link(a_run):
@@ -48,8 +48,8 @@ def test_many_threads_open_one_link(a_run):
     found = []
     together(*(lambda c=c: found.append(c.link(1 - c.me)) for c in [a, b] * 8))
     assert len(found) == 16 and len(set(found)) == 2
-    a.link(1).post("x")
-    b.link(0).collect("x", 5.0)
+    a.link(1).send_tagged("x")
+    b.link(0).receive_tagged("x", 5.0)
 
 
 def test_who_comes_first_waits(a_run):
@@ -62,8 +62,8 @@ def test_who_comes_first_waits(a_run):
     second = run.join(0)
     together(lambda: second.link(1))
     dialing.join(5)
-    found[0].post("x")
-    second.link(1).collect("x", 5.0)
+    found[0].send_tagged("x")
+    second.link(1).receive_tagged("x", 5.0)
 
 
 @pytest.mark.parametrize("me", [0, 1])
@@ -113,8 +113,8 @@ def test_a_second_link_of_the_same_process_is_dropped(a_run, log_lines):
     assert sock.recv(1) == b""
     sock.close()
     assert log_lines() == ["process 0: dropped a link of process 1, of epoch 0"]
-    a.link(1).post("x")
-    b.link(0).collect("x", 5.0)
+    a.link(1).send_tagged("x")
+    b.link(0).receive_tagged("x", 5.0)
 
 
 def test_a_link_of_an_earlier_epoch_is_dropped(a_run, log_lines):
@@ -269,12 +269,12 @@ def test_a_process_that_has_ended_is_not_waited_for(a_run):
     run = a_run()
     a, b = run.all(deadline=60.0)
     threading.Thread(target=b.gather, args=("step", "b")).start()
-    b.store.set("colour", "red")
+    b.publish("colour", "red")
     threading.Timer(0.3, run.end, [1]).start()
     assert within(5, a.gather, "step", "a") == ["a", "b"]  # it told this before its end
     refuses(lambda: a.gather("step", "a"), "at step")
-    assert a.wait_for_text("colour", 1, "to tell its colour") == "red"
-    refuses(lambda: a.wait_for_text("size", 1, "to tell its size"), "to tell its size")
+    assert a.published("colour", 1) == "red"
+    refuses(lambda: a.published("size", 1), "to tell its size")
     refuses(lambda: a.wait_for_text("any", 1, "to start JAX"), "to start JAX")
 
 
@@ -373,7 +373,7 @@ def test_rejoining(a_run):
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
     old = {(c.me, p): c.link(p) for c in clusters for p in others(c)}
     together(*(lambda c=c: c.gather("steps", "old") for c in clusters))
-    clusters[0].link(1).post("state", (b"old", ()))
+    clusters[0].link(1).send_tagged("state", (b"old", ()))
     clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
     until(lambda: clusters[1].link(0)._early)
     clusters[2].close()
@@ -393,10 +393,10 @@ def test_rejoining(a_run):
     found = {}
     together(*(lambda c=c: found.update({c.me: c.gather("steps", f"new {c.me}")}) for c in clusters))
     assert found == {p: ["new 0", "new 1", "new 2"] for p in range(3)}
-    clusters[0].link(1).post("state", (b"new", ()))
-    assert clusters[1].link(0).collect("state", 5.0)[0] == b"new" and not clusters[1].link(0)._early
-    clusters[2].link(0).post("x")
-    clusters[0].link(2).collect("x", 5.0)
+    clusters[0].link(1).send_tagged("state", (b"new", ()))
+    assert clusters[1].link(0).receive_tagged("state", 5.0)[0] == b"new" and not clusters[1].link(0)._early
+    clusters[2].link(0).send_tagged("x")
+    clusters[0].link(2).receive_tagged("x", 5.0)
     for c in clusters:
         c.check()
 
@@ -420,8 +420,8 @@ def test_a_link_that_comes_while_a_loss_is_mended(a_run):
     assert a.epoch == 1
     together(lambda: a.link(1), lambda: b.link(0))
     assert a.link(1) is not stale and stale._sock.fileno() == -1
-    b.link(0).post("x", (b"new", ()))
-    assert a.link(1).collect("x", 5.0)[0] == b"new"
+    b.link(0).send_tagged("x", (b"new", ()))
+    assert a.link(1).receive_tagged("x", 5.0)[0] == b"new"
     late.close()
 
 

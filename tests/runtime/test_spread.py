@@ -10,8 +10,8 @@ import pytest
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError
 from shardc.runtime.actor import Channel, Network, Step
+from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.executor import Task
-from shardc.runtime.link import Frame, FrameKind
 from tests.runtime.codec import Codec
 from tests.runtime.peers import Side, link_pair, links_of, sides_of, together, until
 from tests.runtime.roles import chain
@@ -271,8 +271,8 @@ def test_closing_while_a_frame_is_taken_is_no_failure_of_the_others():
     with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), codec=Closing()) as sides:
         together(sides[0].run)  # it only gives
         until(lambda: sides[1].spread._closed and not sides[1].spread._mailboxes)
-        sides[1].spread.links[0].post("after it")
-        within(5, sides[0].spread.links[1].collect, "after it", 5.0)
+        sides[1].spread.links[0].send_tagged("after it")
+        within(5, sides[0].spread.links[1].receive_tagged, "after it", 5.0)
         assert not sides[0].spread._stopped and not sides[1].spread._told
 
 

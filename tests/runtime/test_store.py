@@ -9,8 +9,10 @@ import time
 import pytest
 
 from shardc.errors import ClusterError
+from shardc.runtime import connection as connection_module
 from shardc.runtime import store as store_module
 from shardc.runtime import wire
+from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.store import Store, StoreServer
 from tests.runtime.peers import together, until
 from tests.runtime.processes import children
@@ -23,7 +25,7 @@ SECRET = wire.new_secret()
 @pytest.fixture
 def server(tmp_path):
     ended = []
-    found = StoreServer(f"unix:{tmp_path / 'store'}", SECRET, lambda process, left: ended.append((process, left)))
+    found = StoreServer(f"unix:{tmp_path / 'store'}", SECRET, ended.append)
     found.ended = ended
     yield found
     found.close()
@@ -88,13 +90,12 @@ def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
     asking = threading.Thread(target=ask)
     asking.start()
     until(lambda: server._waits)
-    b.leave()
     b.close()
     a.close()
     asking.join(5)
     assert len(raised) == 1
     until(lambda: len(server.ended) == 2)
-    assert sorted(server.ended) == [(4, False), (5, True)]
+    assert sorted(server.ended) == [4, 5]
     assert not server._waits and not server.statuses()
 
 
@@ -109,7 +110,7 @@ def test_events_reach_all(connect, server):
 
 
 def test_signs_of_life_carry_a_status(connect, server, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.02)
+    monkeypatch.setattr(connection_module, "BEAT", 0.02)
     a, b = connect(0), connect(1)
     a.status = lambda: "step 7"
 
@@ -121,7 +122,7 @@ def test_signs_of_life_carry_a_status(connect, server, monkeypatch):
 
 
 def test_who_is_silent(connect, server, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.05)
+    monkeypatch.setattr(connection_module, "BEAT", 0.05)
     connect(0), connect(1)
     until(lambda: len(server.statuses()) == 2)
     assert server.silent(10.0) == []
@@ -139,10 +140,10 @@ def test_a_process_that_is_dropped(connect, server):
     connect(1, heard.append)
     until(lambda: server.statuses())
     server.drop(1)
-    assert server.statuses() == {} and server.ended == [(1, False)]
+    assert server.statuses() == {} and server.ended == [1]
     until(lambda: heard == [{"event": "gone"}])
     server.drop(1)
-    assert server.ended == [(1, False)]
+    assert server.ended == [1]
 
 
 def test_a_stopped_process_is_silent(server):
@@ -161,7 +162,7 @@ def test_a_stopped_process_is_silent(server):
         until(lambda: server.silent(1.5) == [])
         child.signal(signal.SIGKILL)
         until(lambda: server.ended)
-        assert server.ended == [(3, False)]
+        assert server.ended == [3]
 
 
 def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, connect, monkeypatch):
@@ -176,13 +177,13 @@ def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, co
         for _ in range(24):  # 24 MB, more than the buffers of a socket
             server.tell_all(long)
         assert time.monotonic() - begin < 10
-        until(lambda: server.ended == [(3, False)])
+        until(lambda: server.ended == [3])
         other.set("key", "text")
         assert within(5, other.get, "key", 5.0) == "text"
 
 
 def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.01)
+    monkeypatch.setattr(connection_module, "BEAT", 0.01)
     with children() as start:
         child = start("server", f"unix:{tmp_path / 'far'}", SECRET.hex())
         address = child.hear()["address"]
@@ -194,7 +195,7 @@ def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
         time.sleep(3.5)
         begin = time.monotonic()
         assert within(5, client.get, "a", 0.3) is None
-        within(5, client.leave)
+        client.set("c", "3")
         assert time.monotonic() - begin < 2
         client.status = str
         child.signal(signal.SIGCONT)
@@ -229,7 +230,7 @@ def test_a_server_that_ends(server, connect):
         for _ in range(100):
             a.set("key", "text")
             time.sleep(0.01)
-    within(5, a.leave)
+    within(5, a.close)
     assert time.monotonic() - begin < 5
 
 
@@ -244,8 +245,9 @@ def test_closing_is_no_event(server, connect):
 
 def test_a_server_drops_who_speaks_nonsense(server, connect):
     sock = wire.dial(server.address, SECRET, {"process": 9, "why": "store"}, 5.0)
-    wire.write_all(sock, memoryview(b"\x00\x00\x00\x03abc"))
-    assert sock.recv(1) == b""
+    wire.write_all(sock, Frame(FrameKind.MESSAGE, about=b"abc").pieces()[0])
+    while sock.recv(100):
+        pass
     sock.close()
     a = connect(0)
     a.set("key", "text")
