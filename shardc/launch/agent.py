@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,8 @@ from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
-from shardc.runtime.store import Store
+from shardc.runtime.cluster import processes_text
+from shardc.runtime.store import Store, StoreServer
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -119,27 +120,65 @@ class RemoteProcess:
         return self._tail
 
 
-def meet(remotes: Sequence[RemoteProcess], seconds: float, address: str, events: SimpleQueue[Event]) -> bool:
-    """Wait for the agents of a run. False: the user has interrupted it.
+class Agents:
+    """The agents of a run, and its store, which they connect to.
 
-    Raises:
-      ClusterError: some did not come in time; it names them.
+    Args:
+      address: where the store listens.
+      secret: of the run.
+      events: of the supervisor.
+
+    Attributes:
+      remotes: the processes that agents start, by number.
     """
-    until = monotonic() + seconds
-    while missing := [r.number for r in remotes if not r.is_here]:
-        if monotonic() > until:
-            who = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise ClusterError(
-                f"{who} did not come within {seconds:g} s. Process 0 waits at {address}: if that is no address that "
-                "other hosts reach, give --bind an address or a network interface; if hosts only start late, give "
-                "--deadline more seconds."
-            )
-        try:
-            if events.get(timeout=0.1)[0] == "interrupt":
-                return False
-        except Empty:
-            continue
-    return True
+
+    def __init__(self, address: str, secret: bytes, events: SimpleQueue[Event]) -> None:
+        self.remotes: dict[int, RemoteProcess] = {}
+        self._events = events
+        self.server = StoreServer(address, secret, self._on_end, self._on_report)
+
+    def add(self, remote: RemoteProcess) -> None:
+        self.remotes[remote.number] = remote
+
+    def teller(self, process: int) -> Callable[[Mapping[str, Any]], object]:
+        """A function that tells the agent of a process of an event."""
+        return lambda event: self.server.tell(-1 - process, event)
+
+    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
+        if process >= 0:
+            self._events.put(("report", process, said))
+        elif (remote := self.remotes.get(-1 - process)) is not None:
+            remote.reported(said)
+
+    def _on_end(self, process: int) -> None:
+        if process < 0 and (remote := self.remotes.get(-1 - process)) is not None:
+            remote.lost()
+
+    def meet(self, seconds: float) -> bool:
+        """Wait for all agents. False: the user has interrupted the run.
+
+        Raises:
+          ClusterError: some did not come in time; it names them.
+        """
+        until = monotonic() + seconds
+        while missing := [r.number for r in self.remotes.values() if not r.is_here]:
+            if monotonic() > until:
+                raise ClusterError(
+                    f"{processes_text(missing)} did not come within {seconds:g} s. Process 0 waits at "
+                    f"{self.server.address}: if that is no address that other hosts reach, give --bind an address or a "
+                    "network interface; if hosts only start late, give --deadline more seconds."
+                )
+            try:
+                if self._events.get(timeout=0.1)[0] == "interrupt":
+                    return False
+            except Empty:
+                continue
+        return True
+
+    def end(self, code: int) -> None:
+        """End all agents with this exit code."""
+        for remote in self.remotes.values():
+            remote.end(code)
 
 
 # -- on the other hosts

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from shardc.errors import ClusterError
-from shardc.launch.agent import Post, RemoteProcess, meet, serve
+from shardc.launch.agent import Agents, Post, RemoteProcess, serve
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.on_this_machine import interrupts_to
@@ -23,8 +23,6 @@ from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
 from shardc.launch.under_a_cluster import interface_address
-from shardc.runtime.cluster import Seat
-from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -80,8 +78,7 @@ class _RayRun:
         self._nodes = [n for n in ray.nodes() if n["Alive"]]
         self._gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
         self._host = self._reached()
-        self._remotes: list[_RayProcess] = []
-        self._server = StoreServer(f"{self._host}:0", self._secret, self._on_end, self._on_report)
+        self._agents = Agents(f"{self._host}:0", self._secret, events)
 
     def _reached(self) -> str:
         """The address of this host for the actors."""
@@ -90,16 +87,6 @@ class _RayRun:
         if len(self._nodes) == 1:
             return _LOOPBACK
         return self._ray.util.get_node_ip_address()
-
-    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
-        if process >= 0:
-            self._events.put(("report", process, said))
-        elif -1 - process < len(self._remotes):
-            self._remotes[-1 - process].reported(said)
-
-    def _on_end(self, process: int) -> None:
-        if process < 0 and -1 - process < len(self._remotes):
-            self._remotes[-1 - process].lost()
 
     def run(self) -> int:
         """Place the actors, run, and take them away."""
@@ -118,21 +105,17 @@ class _RayRun:
 
             for p in range(self._processes):
                 shown = self._screen if p == 0 else None
-                self._remotes.append(_RayProcess(p, self._teller(p), self._events, shown, make_actor))
-            if meet(self._remotes, self._options.deadline, self._server.address, self._events):
+                self._agents.add(_RayProcess(p, self._agents.teller(p), self._events, shown, make_actor))
+            if self._agents.meet(self._options.deadline):
                 code = self._supervise()
         finally:
-            for remote in self._remotes:
-                remote.end(code)
-            self._server.close()
+            self._agents.end(code)
+            self._agents.server.close()
             self._ray.util.remove_placement_group(group)
         return code
 
-    def _teller(self, process: int) -> Callable[[Mapping[str, Any]], object]:
-        return lambda event: self._server.tell(-1 - process, event)
-
     def _post(self, process: int) -> Post:
-        return Post(self._server.address, self._secret, process, deadline=self._options.deadline)
+        return Post(self._agents.server.address, self._secret, process, deadline=self._options.deadline)
 
     def _place(self) -> Any:
         bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
@@ -147,12 +130,10 @@ class _RayRun:
         return group
 
     def _supervise(self) -> int:
-        options = self._options
-        seat = Seat(
-            0, self._processes, options.islands, self._server.address, self._secret, "", 0,
-            options.restarts, options.silence, options.deadline,
-        )  # fmt: skip
-        return Supervisor(Job(seat), self._remotes, self._screen, lambda job: job, self._server, self._events).run()
+        server = self._agents.server
+        job = self._options.job(self._processes, server.address, self._secret)
+        remotes = list(self._agents.remotes.values())
+        return Supervisor(job, remotes, self._screen, lambda job: job, server, self._events).run()
 
 
 class _Actor:

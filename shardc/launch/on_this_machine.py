@@ -17,7 +17,6 @@ from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Event, Supervisor
-from shardc.runtime.cluster import Seat
 from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret
 
@@ -34,11 +33,7 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
             f"unix:{private}/store", secret, on_report=lambda process, said: events.put(("report", process, said))
         )
         try:
-            seat = Seat(
-                0, processes, options.islands, server.address, secret, "", 0,
-                options.restarts, options.silence, options.deadline,
-            )  # fmt: skip
-            job = Job(seat, private=str(private))
+            job = options.job(processes, server.address, secret, str(private))
             handles = [
                 LocalProcess(
                     p,
@@ -52,7 +47,7 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
 
             def job_of(job: Job) -> Job:
                 me, log = job.seat.me, options.log_of(job.seat.me)
-                island = seat.island(me).start
+                island = job.seat.island(me).start
                 return replace(
                     job,
                     seat=replace(job.seat, links=f"unix:{private}/{me}.{job.start}"),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardc.errors import ClusterError
-from shardc.launch.job import Script
+from shardc.launch.job import Job, Script
+from shardc.runtime.cluster import Seat
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class RunOptions:
 
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
+
+    def job(self, processes: int, store: str, secret: bytes, private: str = "") -> Job:
+        """The job of process 0 at its first start; the supervisor makes those of the others of it."""
+        seat = Seat(
+            me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
+            restarts=self.restarts, silence=self.silence, deadline=self.deadline,
+        )  # fmt: skip
+        return Job(seat, private=private)
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""

@@ -18,19 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Final
 
 from shardc.compat import DetectedProcess
 from shardc.errors import ClusterError
-from shardc.launch.agent import Post, RemoteProcess, host_id, meet, serve
+from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
-from shardc.runtime.cluster import Seat
-from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret, write_secret
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -82,45 +80,33 @@ class Lead:
         self._options, self._events = options, events
         self._file = None if options.secret else default_secret(found)
         self._secret = read_secret(options.secret) if options.secret else _make_secret(self._file)
-        self._remotes = {p: self._remote(p) for p in range(1, found.processes)}
         try:
-            self.server = StoreServer(bind, self._secret, self._on_end, self._on_report)
+            self._agents = Agents(bind, self._secret, events)
         except ClusterError as error:
             self._remove_secret()
             raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
-
-    def _remote(self, process: int) -> RemoteProcess:
-        return RemoteProcess(process, lambda event: self.server.tell(-1 - process, event), self._events)
+        for p in range(1, found.processes):
+            self._agents.add(RemoteProcess(p, self._agents.teller(p), events))
 
     def __enter__(self) -> Lead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.close()
+        self._agents.server.close()
         self._remove_secret()
 
     def _remove_secret(self) -> None:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
-        if process >= 0:
-            self._events.put(("report", process, said))
-        elif -1 - process in self._remotes:
-            self._remotes[-1 - process].reported(said)
-
-    def _on_end(self, process: int) -> None:
-        if -1 - process in self._remotes:
-            self._remotes[-1 - process].lost()
-
     def supervise(self, first: LocalProcess, screen: Screen, prepare: Callable[[Job], Job]) -> int:
         """Run the script in all processes, and end the agents."""
-        options, remotes = self._options, list(self._remotes.values())
+        options, server, remotes = self._options, self._agents.server, list(self._agents.remotes.values())
         code = INTERRUPTED
         try:
-            if meet(remotes, options.deadline, self.server.address, self._events):
+            if self._agents.meet(options.deadline):
                 self._remove_secret()
-                host = self.server.address.rpartition(":")[0]
+                host = server.address.rpartition(":")[0]
                 alone = all(r.host == host_id() for r in remotes)
 
                 def job_of(job: Job) -> Job:
@@ -129,14 +115,10 @@ class Lead:
                     job = replace(job, seat=replace(job.seat, links=links))
                     return prepare(job) if mine else job
 
-                seat = Seat(
-                    0, 1 + len(remotes), options.islands, self.server.address, self._secret, "", 0,
-                    options.restarts, options.silence, options.deadline,
-                )  # fmt: skip
-                code = Supervisor(Job(seat), [first, *remotes], screen, job_of, self.server, self._events).run()
+                whole = options.job(1 + len(remotes), server.address, self._secret)
+                code = Supervisor(whole, [first, *remotes], screen, job_of, server, self._events).run()
         finally:
-            for remote in remotes:
-                remote.end(code)
+            self._agents.end(code)
         return code
 
 

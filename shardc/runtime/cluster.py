@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
@@ -159,6 +158,8 @@ class Cluster:
                     self._leaving = True
                 case "over":
                     self._over = str(event["why"])
+                case "text":
+                    pass  # wakes who waits for it
                 case _:
                     self._over = self._over or "the launcher has ended"
             self._changed.notify_all()
@@ -282,17 +283,16 @@ class Cluster:
           PeerLostError: a process died.
           ClusterError: the text did not come before the deadline, or the script of the process has ended without it.
         """
-        until = monotonic() + self.seat.deadline
-        while (left := until - monotonic()) > 0:
-            with self._changed:
-                self._raise_if_stopped()
-            text = self.store.get(key, min(0.25, left))  # a loss is noticed between two
-            if text is not None:
-                return text
-            # what it told before its end is in the store since
-            if self.has_ended(process) and self.store.has(key, left) is False:
-                raise ClusterError(self._waits_in_vain([process], why))
-        raise ClusterError(self.never_came([process], why))
+        texts = self.store.texts
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in texts or self._stopped() or self.has_ended(process), self.seat.deadline
+            )
+            self._raise_if_stopped()
+            if key in texts:
+                return texts[key]
+            ended = self.has_ended(process)
+        raise ClusterError((self._waits_in_vain if ended else self.never_came)([process], why))
 
     def never_came(self, processes: Sequence[int], why: str) -> str:
         """The text of the error that processes did not come in time."""

@@ -8,6 +8,7 @@ at the other end too, where the reader thread handles it. Each end says every se
 
 from __future__ import annotations
 
+import io
 import math
 import socket
 import struct
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Allocate: TypeAlias = Callable[[int], memoryview]
 """Gives a fresh buffer of so many bytes. A connection never uses it again, so its taker may keep it."""
@@ -25,7 +26,8 @@ Allocate: TypeAlias = Callable[[int], memoryview]
 BEAT: Final = 1.0
 """Seconds between two signs of life."""
 _AHEAD: Final = 1 << 13
-"""Bytes that the reader thread asks for at once, where it does not know yet how many come."""
+"""Bytes that the reader thread asks for at once, where it does not know yet how many come: so a small frame costs one
+system call."""
 _FAREWELL: Final = 1.0
 """Seconds that `Connection.close` waits for the peer to read the goodbye."""
 
@@ -111,7 +113,7 @@ class Connection:
         """All other bytes sent."""
         self._sock, self._patience, self._allocate = sock, patience, allocate
         self._beat = min(BEAT, silence / 4)
-        self._stream = _Stream(sock, silence, self._beat)
+        self._arriving = io.BufferedReader(_Arriving(sock, silence, self._beat), _AHEAD)
         self._sending = threading.Condition()
         """Guards what is sent. Taken last: who holds it takes no other lock."""
         self._unsent: deque[memoryview] = deque()
@@ -219,16 +221,16 @@ class Connection:
             self._take(frame)
 
     def _read_frame(self) -> Frame:
-        stream = self._stream
-        kind, number, about, network, run, channel, key = _HEAD.unpack(stream.take(_HEAD.size))
+        stream = self._arriving
+        kind, number, about, network, run, channel, key = _HEAD.unpack(stream.read(_HEAD.size))
         known = _KINDS[kind]  # first of all: what is no frame has no size either
         if not number and not about:
             return Frame(known, network, run, channel, key)
-        said = bytes(stream.take(about))
-        sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
+        said = stream.read(about)
+        sizes = struct.unpack(f"<{number}Q", stream.read(8 * number))
         buffers = [self._allocate(size) for size in sizes]
         for buffer in buffers:
-            stream.fill(buffer)
+            stream.readinto(buffer)
         return Frame(known, network, run, channel, key, said, buffers)
 
     # -- the end
@@ -276,8 +278,8 @@ def join(thread: threading.Thread, seconds: float | None) -> None:
         thread.join(seconds)
 
 
-class _Stream:
-    """The receiving end of a connection. It reads ahead, so that a small frame costs one system call.
+class _Arriving(io.RawIOBase):
+    """The bytes that arrive over a socket. An end or a long silence is an error.
 
     Args:
       silence: seconds without a byte after which it raises TimeoutError.
@@ -291,33 +293,12 @@ class _Stream:
         sock.settimeout(None)
         timeout = struct.pack("@ll", int(look), int(look % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        self._ahead = memoryview(bytearray(_AHEAD))
-        self._begin = self._end = 0
 
-    def take(self, size: int) -> memoryview:
-        """The next bytes. They are valid until the next call."""
-        if size > _AHEAD:
-            whole = memoryview(bytearray(size))
-            self.fill(whole)
-            return whole
-        if self._end - self._begin < size:
-            rest = bytes(self._ahead[self._begin : self._end])
-            self._ahead[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-            while self._end < size:
-                self._end += self._receive(self._ahead[self._end :])
-        self._begin += size
-        return self._ahead[self._begin - size : self._begin]
+    def readable(self) -> bool:
+        return True
 
-    def fill(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes."""
-        known = min(buffer.nbytes, self._end - self._begin)
-        buffer[:known] = self._ahead[self._begin : self._begin + known]
-        self._begin += known
-        while known < buffer.nbytes:
-            known += self._receive(buffer[known:], socket.MSG_WAITALL)
-
-    def _receive(self, buffer: memoryview, flags: int = 0) -> int:
+    def readinto(self, buffer: Any, /) -> int:
+        flags = socket.MSG_WAITALL if len(buffer) > _AHEAD else 0
         for _ in range(self._waits):
             try:
                 got = self._sock.recv_into(buffer, 0, flags)

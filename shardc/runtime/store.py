@@ -1,4 +1,4 @@
-"""The store of a run: texts by key, which any process sets and any process waits for; and who is still there.
+"""The store of a run: texts by key, which any process sets and all processes get; and who is still there.
 
 The server lives in the launcher, or in process 0 if something else started the processes. It is used at the start of a
 run, after a loss and at its end; no step of a running program waits for it. A process says every second that it is
@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from itertools import count
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeAlias
@@ -29,6 +30,10 @@ _PATIENCE: Final = 5
 
 def _frame(data: Mapping[str, Any]) -> Frame:
     return Frame(FrameKind.MESSAGE, about=json.dumps(data).encode())
+
+
+def _text_event(item: tuple[str, str]) -> Event:
+    return {"event": "text", "key": item[0], "text": item[1]}
 
 
 class _Client(Connection):
@@ -81,7 +86,6 @@ class StoreServer:
         on_report: Callable[[int, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._texts: dict[str, str] = {}
-        self._waits: dict[str, list[tuple[_Client, int]]] = {}
         self._clients: dict[int, _Client] = {}
         self._lock = threading.RLock()
         self._greeting: Event | None = None
@@ -97,8 +101,10 @@ class StoreServer:
         client = _Client(self, sock, int(hello["process"]))
         with self._lock:
             self._clients[client.process] = client
-            if self._greeting is not None and client.process >= 0:
-                client.tell(self._greeting)
+            if client.process >= 0:
+                for event in (self._greeting, *map(_text_event, self._texts.items())):
+                    if event is not None:
+                        client.tell(event)
             client.start()
 
     def lose(self, client: _Client) -> None:
@@ -107,48 +113,23 @@ class StoreServer:
             known = self._clients.get(client.process) is client
             if known:
                 del self._clients[client.process]
-            self._forget(client)
         if known and self._on_end is not None:
             self._on_end(client.process)
 
     def answer(self, client: _Client, said: Mapping[str, Any]) -> None:
         """Do what a client asks for. Runs in the thread that reads from it."""
-        match said["do"]:
-            case "set":
-                self.set(said["key"], said["text"])
-            case "get":
-                with self._lock:
-                    text = self._texts.get(said["key"])
-                    if text is None:
-                        self._waits.setdefault(said["key"], []).append((client, said["number"]))
-                        return
-                client.tell({"number": said["number"], "text": text})
-            case "has":
-                client.tell({"number": said["number"], "text": "" if self.text(said["key"]) is None else "yes"})
-            case "forget":
-                with self._lock:
-                    self._forget(client, said["number"])
-            case _:
-                if self._on_report is not None:
-                    self._on_report(client.process, said["data"])
-                client.tell({"number": said["number"], "text": ""})
-
-    def _forget(self, client: _Client, number: int | None = None) -> None:
-        """Drop what a client waits for: one number, or all."""
-        for key, waits in list(self._waits.items()):
-            left = [(c, n) for c, n in waits if c is not client or number not in (None, n)]
-            if left:
-                self._waits[key] = left
-            else:
-                del self._waits[key]
+        if "key" in said:
+            self.set(said["key"], said["text"])
+            return
+        if self._on_report is not None:
+            self._on_report(client.process, said["data"])
+        client.tell({"number": said["number"]})
 
     def set(self, key: str, text: str) -> None:
-        """Set a text, and give it to all who wait for it."""
+        """Set a text, and send it to all processes."""
         with self._lock:
             self._texts[key] = text
-            waits = self._waits.pop(key, [])
-        for client, number in waits:
-            client.tell({"number": number, "text": text})
+            self.tell_all(_text_event((key, text)))
 
     def text(self, key: str) -> str | None:
         """The text of a key, if it is set."""
@@ -168,9 +149,9 @@ class StoreServer:
         with self._lock:
             if newcomers:
                 self._greeting = event
-            clients = [c for c in self._clients.values() if c.process >= 0]
-        for client in clients:
-            client.tell(event)
+            for client in list(self._clients.values()):
+                if client.process >= 0:
+                    client.tell(event)
 
     def silent(self, seconds: float) -> list[int]:
         """Processes that have given no sign of life for so long. To be called about every second: a pause of the
@@ -208,8 +189,8 @@ class Store(Connection):
     """The connection of a process to the store.
 
     Args:
-      on_event: called, in a thread of the store, with what the server tells; with `{"event": "gone"}` if the server
-        ends.
+      on_event: called, in a thread of the store, with what the server tells: `{"event": "text"}` when a text is set,
+        `{"event": "gone"}` if the server ends.
     """
 
     def __init__(
@@ -218,9 +199,11 @@ class Store(Connection):
         self.address = address
         self.status: Callable[[], str] = str
         """Gives the text that is sent with each sign of life."""
-        self._asking = threading.Lock()
-        self._answers: dict[int, SimpleQueue[str | None]] = {}
-        self._count = 0
+        self.texts: dict[str, str] = {}
+        """The texts that are set, by key."""
+        self._acknowledged: dict[int, SimpleQueue[bool]] = {}
+        """Where those who report wait. False: the server is gone."""
+        self._reports = count()
         self._gone = False
         self._on_event = on_event
         super().__init__(dial(address, secret, {"process": process, "why": "store"}, seconds), "shardc store")
@@ -240,24 +223,7 @@ class Store(Connection):
         Raises:
           ClusterError: the server is gone.
         """
-        self._say({"do": "set", "key": key, "text": text})
-
-    def get(self, key: str, seconds: float) -> str | None:
-        """Wait for the text of a key. None if it did not come in time.
-
-        Raises:
-          ClusterError: the server is gone.
-        """
-        return self._ask({"do": "get", "key": key}, seconds)
-
-    def has(self, key: str, seconds: float) -> bool | None:
-        """Whether a key has a text by now. None: the server did not answer in time.
-
-        Raises:
-          ClusterError: the server is gone.
-        """
-        answer = self._ask({"do": "has", "key": key}, seconds)
-        return None if answer is None else bool(answer)
+        self._say({"key": key, "text": text})
 
     def report(self, data: Mapping[str, Any], seconds: float = 60.0) -> bool:
         """Send `data` to the launcher and wait for its acknowledgement. False: none came in `seconds`.
@@ -265,25 +231,17 @@ class Store(Connection):
         Raises:
           ClusterError: the server is gone.
         """
-        return self._ask({"do": "report", "data": data}, seconds) is not None
-
-    def _ask(self, question: Mapping[str, Any], seconds: float) -> str | None:
-        answer: SimpleQueue[str | None] = SimpleQueue()
-        with self._asking:
-            self._count += 1
-            number = self._count
-            self._answers[number] = answer
+        number = next(self._reports)
+        queue = self._acknowledged[number] = SimpleQueue[bool]()
         try:
-            self._say({**question, "number": number})
-            text = answer.get(timeout=seconds)
+            self._say({"number": number, "data": data})
+            if not queue.get(timeout=seconds):
+                raise ClusterError(_GONE.format(self.address))
         except Empty:
-            self._say({"do": "forget", "number": number})
-            return None
+            return False
         finally:
-            self._answers.pop(number, None)
-        if text is None:
-            raise ClusterError(_GONE.format(self.address))
-        return text
+            self._acknowledged.pop(number, None)
+        return True
 
     def _say(self, data: Mapping[str, Any]) -> None:
         if self._gone:
@@ -295,20 +253,20 @@ class Store(Connection):
             return
         said = json.loads(frame.about)
         if "event" in said:
+            if said["event"] == "text":
+                self.texts[said["key"]] = said["text"]
             self._on_event(said)
-        elif (answer := self._answers.get(said["number"])) is not None:
-            answer.put(said["text"])
+        elif (queue := self._acknowledged.get(said["number"])) is not None:
+            queue.put(True)
 
     def _on_lost(self) -> None:
         self._on_closed()
         self._on_event({"event": "gone"})
 
     def _on_closed(self) -> None:
-        with self._asking:
-            self._gone = True
-            waiting = list(self._answers.values())
-        for answer in waiting:
-            answer.put(None)
+        self._gone = True
+        for queue in list(self._acknowledged.values()):
+            queue.put(False)
 
     def _sign_of_life(self) -> Frame:
         try:

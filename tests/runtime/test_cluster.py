@@ -334,17 +334,6 @@ def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
     assert not a.has_ended(1)
 
 
-def test_a_launcher_that_is_stopped_says_nothing_of_ended_processes(a_run, monkeypatch):
-    """Nobody knows then whether the text is there."""
-    run = a_run()
-    a = run.join(0, deadline=1.0)
-    run.end(1)
-    until(lambda: a.has_ended(1))
-    monkeypatch.setattr(a.store, "_ask", lambda question, seconds: time.sleep(min(seconds, 0.1)))
-    with pytest.raises(ClusterError, match=r"process 0 waited 1 s for process 1 at step"):
-        within(5, a.wait_for_text, "step", 1, "at step")
-
-
 # ---- losses, and the next epoch
 
 

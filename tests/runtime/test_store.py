@@ -44,38 +44,38 @@ def connect(server):
         c.close()
 
 
-def test_a_text_that_is_there(connect):
+def test_texts_reach_all(connect, server):
+    """Also those who come later, and no agent of another host."""
     a, b = connect(0), connect(1)
     a.set("key", "tëxt")
-    assert within(5, b.get, "key", 5.0) == "tëxt"
-    a.set("key", "other")
-    until(lambda: b.get("key", 5.0) == "other")
+    until(lambda: a.texts == b.texts == {"key": "tëxt"})
+    server.set("key", "other")
+    a.set("next", "")
+    late, agent = connect(2), connect(-1)
+    until(lambda: a.texts == b.texts == late.texts == {"key": "other", "next": ""})
+    assert server.text("key") == "other" and server.text("no") is None and not agent.texts
 
 
-def test_all_who_wait_get_the_text(connect, server):
-    clients = [connect(p) for p in range(3)]
-    found = []
-    asking = [threading.Thread(target=lambda c=c: found.append(c.get("key", 10.0))) for c in clients for _ in range(3)]
-    for t in asking:
-        t.start()
-    until(lambda: sum(map(len, server._waits.values())) == 9)
-    assert not found
-    server.set("key", "at last")
-    for t in asking:
-        t.join(5)
-    assert found == ["at last"] * 9 and not server._waits
+def test_a_text_comes_before_what_its_process_reports_later(tmp_path):
+    """Whoever hears of an end has all texts that were set before it."""
+    server = StoreServer(f"unix:{tmp_path / 'x'}", SECRET, on_report=lambda p, said: server.tell_all({"event": "done"}))
+    heard = []
+    a, b = (Store(server.address, SECRET, p, heard.append if p else lambda event: None, 5.0) for p in (0, 1))
+    for i in range(20):
+        a.set(str(i), "")
+    assert a.report({})
+    until(lambda: heard and heard[-1]["event"] == "done")
+    assert [e.get("key") for e in heard] == [*map(str, range(20)), None]
+    for end in (a, b, server):
+        end.close()
 
 
-def test_a_text_that_does_not_come(connect, server):
+def test_a_report_that_nobody_notices(connect, server, monkeypatch):
     a = connect()
+    monkeypatch.setattr(server, "answer", lambda client, said: None)
     begin = time.monotonic()
-    assert within(5, a.get, "key", 0.2) is None
-    assert 0.2 <= time.monotonic() - begin < 2
-    a.set("other", "")
-    a.get("other", 5.0)
-    assert not server._waits and not a._answers  # nobody waits any more
-    server.set("key", "late")
-    assert a.get("key", 5.0) == "late"
+    assert within(5, a.report, {}, 0.2) is False
+    assert 0.2 <= time.monotonic() - begin < 2 and not a._acknowledged
 
 
 def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
@@ -84,19 +84,20 @@ def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
 
     def ask():
         with pytest.raises(ClusterError, match="is gone") as error:
-            a.get("key", 30.0)
+            a.report({}, 30.0)
         raised.append(error.value)
 
+    server.answer = lambda client, said: None
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: server._waits)
+    until(lambda: a._acknowledged)
     b.close()
     a.close()
     asking.join(5)
     assert len(raised) == 1
     until(lambda: len(server.ended) == 2)
     assert sorted(server.ended) == [4, 5]
-    assert not server._waits and not server.statuses()
+    assert not a._acknowledged and not server.statuses()
 
 
 def test_events_reach_all(connect, server):
@@ -179,7 +180,7 @@ def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, co
         assert time.monotonic() - begin < 10
         until(lambda: server.ended == [3])
         other.set("key", "text")
-        assert within(5, other.get, "key", 5.0) == "text"
+        until(lambda: other.texts)
 
 
 def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
@@ -190,17 +191,17 @@ def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
         client = Store(address, SECRET, 0, lambda event: None, 5.0)
         client.status = lambda: "x" * 40_000  # fills the buffers of the socket
         client.set("a", "1")
-        assert client.get("a", 5.0) == "1"
+        until(lambda: client.texts == {"a": "1"})
         child.stop()
         time.sleep(3.5)
         begin = time.monotonic()
-        assert within(5, client.get, "a", 0.3) is None
+        assert within(5, client.report, {}, 0.3) is False
         client.set("c", "3")
         assert time.monotonic() - begin < 2
         client.status = str
         child.signal(signal.SIGCONT)
         client.set("b", "2")
-        until(lambda: client.get("b", 1.0) == "2", 10)  # nothing is out of step
+        until(lambda: client.texts == {"a": "1", "b": "2", "c": "3"}, 10)  # nothing is out of step
         within(5, client.close)
 
 
@@ -211,13 +212,14 @@ def test_a_server_that_ends(server, connect):
 
     def ask():
         try:
-            a.get("key", 60.0)
+            a.report({}, 60.0)
         except ClusterError as error:
             raised.append(str(error))
 
+    server.answer = lambda client, said: None
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: server._waits)
+    until(lambda: a._acknowledged)
     server.close()
     asking.join(5)
     assert raised == [f"the store of this run, at {server.address}, is gone: the launcher, or the process that held "
@@ -225,7 +227,7 @@ def test_a_server_that_ends(server, connect):
     until(lambda: events == [{"event": "gone"}])
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="is gone"):
-        a.get("key", 60.0)
+        a.report({}, 60.0)
     with pytest.raises(ClusterError, match="is gone"):
         for _ in range(100):
             a.set("key", "text")
@@ -251,21 +253,20 @@ def test_a_server_drops_who_speaks_nonsense(server, connect):
     sock.close()
     a = connect(0)
     a.set("key", "text")
-    assert a.get("key", 5.0) == "text"
+    until(lambda: a.texts)
 
 
 def test_many_at_once(connect):
     """Texts of all go to all, and each client's own threads do not mix them up."""
     clients = [connect(p) for p in range(4)]
-    found = {}
 
-    def ask(p, i):
+    def tell(p, i):
         clients[p].set(f"{p}/{i}", json.dumps([p, i]))
-        for q in range(4):
-            found[p, q, i] = clients[p].get(f"{q}/{i}", 10.0)
+        assert clients[p].report({"of": i}, 10.0)
 
-    together(*(lambda p=p, i=i: ask(p, i) for p in range(4) for i in range(10)))
-    assert found == {(p, q, i): json.dumps([q, i]) for p in range(4) for q in range(4) for i in range(10)}
+    together(*(lambda p=p, i=i: tell(p, i) for p in range(4) for i in range(10)))
+    want = {f"{p}/{i}": json.dumps([p, i]) for p in range(4) for i in range(10)}
+    until(lambda: all(c.texts == want for c in clients))
 
 
 def test_sockets_are_closed(server, connect):
