@@ -23,7 +23,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/executable.py": "whole/test_function.py",
     "execute/far_*.py": "processes/test_pipelines.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
-    "execute/peers.py": "processes/test_agreements.py",
+    "execute/process_group.py": "processes/test_agreements.py",
     "execute/rank_processes.py": "processes/test_pipelines.py",
     "execute/recording.py": "processes/test_pipelines.py",
     "execute/stage_codec.py": "processes/test_pipelines.py",

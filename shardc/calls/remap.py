@@ -121,6 +121,6 @@ class Move:
         if me() in takers:
             for peer in givers:
                 if peer != me():
-                    about, buffers = cluster.link(peer).receive_tagged(tag, cluster.seat.deadline)
+                    about, buffers = cluster.link(peer).receive_tagged(tag, cluster.config.deadline)
                     found |= dict(zip(map(int, about.split()), buffers, strict=True))
         return found

@@ -1,7 +1,7 @@
 """Agents: launchers on other hosts, which start and kill processes for the supervisor of the run.
 
 An agent is a client of the run's store, with the number -1 - i for process i. It reports `here`, `ended` and `output`;
-the supervisor tells it to `start`, `kill` and `interrupt` its process, and to `end`.
+the supervisor asks it to `start`, `kill` and `interrupt` its process, and to `end`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """A name of this host that no other host or container has."""
+    """A unique name of this host or container."""
     return f"{platform.node()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
@@ -36,11 +36,11 @@ def host_id() -> str:
 
 
 class RemoteProcess:
-    """A process that an agent starts. Until the agent reports, it is not `here`.
+    """A process that an agent starts. It is `here` once the agent has connected.
 
     Args:
       number: of the process.
-      tell: tells the agent of an event.
+      notify: sends an event to the agent.
       events: of the supervisor.
       screen: shows output that the agent forwards.
     """
@@ -48,14 +48,14 @@ class RemoteProcess:
     def __init__(
         self,
         number: int,
-        tell: Callable[[Mapping[str, Any]], object],
+        notify: Callable[[Mapping[str, Any]], object],
         events: SimpleQueue[Event],
         screen: Screen | None = None,
     ) -> None:
         self.number = number
         self.host = ""
         """The name of the agent's host."""
-        self._tell, self._events, self._screen = tell, events, screen
+        self._notify, self._events, self._screen = notify, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
         self._start = 0
@@ -68,7 +68,7 @@ class RemoteProcess:
         return self._here.is_set()
 
     def reported(self, said: Mapping[str, Any]) -> None:
-        """Take a report of the agent, in a thread of the store."""
+        """Handle a report of the agent. Runs in a thread of the store."""
         match said["what"]:
             case "here":
                 self.host = said["host"]
@@ -84,34 +84,34 @@ class RemoteProcess:
                 self._events.put(("ended", self.number, said["start"], said["code"]))
 
     def lost(self) -> None:
-        """Take notice that the connection of the agent has ended."""
+        """Handle the end of the agent's connection."""
         with self._changing:
             self._here.clear()
             self._ended.set()
             self._events.put(("host lost", self.number, self._start))
 
     def wait_until_here(self, seconds: float) -> bool:
-        """Wait for the agent to report. False: it has not in time."""
+        """Wait for the agent to connect. Returns whether it has in time."""
         return self._here.wait(seconds)
 
     def start(self, job: Job) -> None:
-        self._here.wait(0 if job.start > 1 else job.seat.deadline)
+        self._here.wait(0 if job.start > 1 else job.config.deadline)
         with self._changing:
             if not self.is_here:
                 raise ClusterError("the launcher of its host is lost")
             self._ended.clear()
             self._start, self._tail = job.start, []
-        self._tell({"event": "start", "job": job.to_json(secret=False)})
+        self._notify({"event": "start", "job": job.to_json(secret=False)})
 
     def kill(self) -> None:
-        self._tell({"event": "kill"})
+        self._notify({"event": "kill"})
 
     def interrupt(self) -> None:
-        self._tell({"event": "interrupt"})
+        self._notify({"event": "interrupt"})
 
     def end(self, code: int) -> None:
         """End the agent with this exit code."""
-        self._tell({"event": "end", "code": code})
+        self._notify({"event": "end", "code": code})
 
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
@@ -140,9 +140,9 @@ class Agents:
     def add(self, remote: RemoteProcess) -> None:
         self.remotes[remote.number] = remote
 
-    def teller(self, process: int) -> Callable[[Mapping[str, Any]], object]:
-        """A function that tells the agent of a process of an event."""
-        return lambda event: self.server.tell(-1 - process, event)
+    def notifier(self, process: int) -> Callable[[Mapping[str, Any]], object]:
+        """A function that sends an event to the agent of a process."""
+        return lambda event: self.server.notify(-1 - process, event)
 
     def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
         if process >= 0:
@@ -186,7 +186,7 @@ class Agents:
 
 @dataclass(frozen=True)
 class Post:
-    """The place of an agent.
+    """The configuration of an agent.
 
     Attributes:
       address: of the run's store.
@@ -204,7 +204,7 @@ class Post:
 
 
 class _Forward:
-    """Shows output on the screen of the supervisor."""
+    """Forwards output to the screen of the supervisor."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
@@ -256,8 +256,8 @@ def serve(
 
 
 def _with_links(job: Job, host: str) -> Job:
-    """The job with an address for links, if the supervisor leaves that to the agent."""
-    return job if job.seat.links else replace(job, seat=replace(job.seat, links=f"{host}:0"))
+    """The job with an address for links on this host, if the supervisor has not chosen one."""
+    return job if job.config.links else replace(job, config=replace(job.config, links=f"{host}:0"))
 
 
 def _obey(

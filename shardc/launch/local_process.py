@@ -1,4 +1,4 @@
-"""A process of a run that this process has started."""
+"""A process of a run that is a child of this one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardc.launch.job import Job, Script
 from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
 
 _PIPE_BYTES: Final = 1 << 20
-"""A process that prints less than this goes on while its launcher is stopped."""
+"""Size of the output pipe. A process that prints less goes on while its launcher is stopped."""
 _F_SETPIPE_SZ: Final = 1031
 LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
 _END_SECONDS: Final = 10.0
-"""So long a process that is killed may take to end."""
+"""Seconds that a killed process may take to end."""
 
 
 class Shows(Protocol):
@@ -42,7 +42,7 @@ class ProcessHandle(Protocol):
     number: int
 
     def start(self, job: Job) -> None:
-        """Start it. Whoever made this handle is told its number, start and return code when it ends.
+        """Start the process. Its end is reported to the maker of this handle: number, start, return code.
 
         Raises:
           ClusterError: it cannot be started again.
@@ -51,7 +51,7 @@ class ProcessHandle(Protocol):
 
     def kill(self) -> None: ...
     def interrupt(self) -> None:
-        """Do as Ctrl-C does."""
+        """Interrupt it, as Ctrl-C does."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -93,7 +93,7 @@ class LocalProcess:
         self._file = -1
 
     def start(self, job: Job) -> None:
-        self.kill()  # an agent may be told of a start before it has noticed that another one is over
+        self.kill()  # an agent may get a start before it has noticed that another one is over
         if not self.wait(_END_SECONDS):
             raise ClusterError(f"its last start was killed, and has not ended within {_END_SECONDS:g} s")
         for pump in self._pumps:
@@ -134,7 +134,7 @@ class LocalProcess:
             write_all(self._file, f"== process {self.number}, start {start}\n".encode())
 
     def _channel(self, descriptor: int) -> tuple[int, int]:
-        """The two ends of a pipe; of a terminal, if the user sees the output in one."""
+        """The two ends of a pipe, or of a pseudo-terminal if the output is shown in a terminal."""
         if self._screen is None or not self._screen.is_terminal(descriptor):
             ends = os.pipe()
             with suppress(OSError):  # a limit of the system: then a pipe holds 64 KiB
@@ -192,7 +192,7 @@ class LocalProcess:
         return self._tail.lines(LINES)
 
     def close(self) -> None:
-        """Wait until its output is shown. It has ended."""
+        """Wait until all output of the ended process is shown."""
         self._drain()
         if self._file >= 0:
             os.close(self._file)

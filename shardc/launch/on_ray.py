@@ -27,7 +27,7 @@ from shardc.runtime.wire import new_secret
 
 _LOOPBACK: Final = "127.0.0.1"
 _START_SECONDS: Final = 120.0
-"""So long a new actor may take to report."""
+"""Seconds that a new actor may take to connect."""
 
 
 def run_on_ray(options: RunOptions, processes: int) -> int:
@@ -55,9 +55,9 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
 class _RayProcess(RemoteProcess):
     """A process that an actor starts. A new actor takes the place of one that has died."""
 
-    def __init__(self, number: int, tell: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
+    def __init__(self, number: int, notify: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
                  screen: Screen | None, make_actor: Callable[[int], Any]) -> None:  # fmt: skip
-        super().__init__(number, tell, events, screen)
+        super().__init__(number, notify, events, screen)
         self._make_actor = make_actor
         self.actor: Any = make_actor(number)
 
@@ -81,7 +81,7 @@ class _RayRun:
         self._agents = Agents(f"{self._host}:0", self._secret, events)
 
     def _reached(self) -> str:
-        """The address of this host for the actors."""
+        """The address by which actors reach this host."""
         if self._options.bind:
             return interface_address(self._options.bind)
         if len(self._nodes) == 1:
@@ -89,7 +89,7 @@ class _RayRun:
         return self._ray.util.get_node_ip_address()
 
     def run(self) -> int:
-        """Place the actors, run, and take them away."""
+        """Place the actors, run, and remove them."""
         group = self._place()
         code = INTERRUPTED
         try:
@@ -105,7 +105,7 @@ class _RayRun:
 
             for p in range(self._processes):
                 shown = self._screen if p == 0 else None
-                self._agents.add(_RayProcess(p, self._agents.teller(p), self._events, shown, make_actor))
+                self._agents.add(_RayProcess(p, self._agents.notifier(p), self._events, shown, make_actor))
             if self._agents.meet(self._options.deadline):
                 code = self._supervise()
         finally:

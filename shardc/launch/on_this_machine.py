@@ -46,11 +46,11 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
             ]
 
             def job_of(job: Job) -> Job:
-                me, log = job.seat.me, options.log_of(job.seat.me)
-                island = job.seat.island(me).start
+                me, log = job.config.me, options.log_of(job.config.me)
+                island = job.config.island(me).start
                 return replace(
                     job,
-                    seat=replace(job.seat, links=f"unix:{private}/{me}.{job.start}"),
+                    config=replace(job.config, links=f"unix:{private}/{me}.{job.start}"),
                     cache=str(private / f"programs-{island}") if options.restarts else "",
                     log=str(log.absolute()) if log else "",
                 )

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job, Script
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is asked to do. `python -m shardc run --help` explains each."""
+    """The options of a run. `python -m shardc run --help` explains each."""
 
     script: Script
     processes: int | None = None
@@ -32,11 +32,11 @@ class RunOptions:
 
     def job(self, processes: int, store: str, secret: bytes, private: str = "") -> Job:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
-        seat = Seat(
+        config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline,
         )  # fmt: skip
-        return Job(seat, private=private)
+        return Job(config, private=private)
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""

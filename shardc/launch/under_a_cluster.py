@@ -45,7 +45,7 @@ def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
 
     def prepare(job: Job) -> Job:
-        island, log = job.seat.island(job.seat.me).start, options.log_of(job.seat.me)
+        island, log = job.config.island(job.config.me).start, options.log_of(job.config.me)
         cache = str(folder / str(island)) if options.restarts else ""
         return replace(job, cache=cache, log=str(log.absolute()) if log else "", visible=visible)
 
@@ -86,7 +86,7 @@ class Lead:
             self._remove_secret()
             raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
         for p in range(1, found.processes):
-            self._agents.add(RemoteProcess(p, self._agents.teller(p), events))
+            self._agents.add(RemoteProcess(p, self._agents.notifier(p), events))
 
     def __enter__(self) -> Lead:
         return self
@@ -110,9 +110,9 @@ class Lead:
                 alone = all(r.host == host_id() for r in remotes)
 
                 def job_of(job: Job) -> Job:
-                    mine = job.seat.me == 0
+                    mine = job.config.me == 0
                     links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
-                    job = replace(job, seat=replace(job.seat, links=links))
+                    job = replace(job, config=replace(job.config, links=links))
                     return prepare(job) if mine else job
 
                 whole = options.job(1 + len(remotes), server.address, self._secret)

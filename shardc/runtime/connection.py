@@ -243,7 +243,7 @@ class Connection:
             self._unsent.clear()
             self._sending.notify_all()
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the other thread, and tells a peer that was only silent
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the other thread, and a peer that was only silent sees it
         self._on_lost()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Receiver(Protocol):
 
 
 class Link(Connection):
-    """One end of the connection of two processes.
+    """One end of the link between two processes.
 
     Args:
       sock: a connection whose other end is known (`wire`).
@@ -62,7 +62,8 @@ class Link(Connection):
     # -- sending
 
     def send_when_packed(self, make: Callable[[], Frame]) -> None:
-        """Send a frame that takes a while to make: `make` waits for a device, and makes a frame of its errors too."""
+        """Send a frame that is not computed yet. `make` waits for a device, in a thread of the link; if that fails,
+        it returns a frame that says so."""
         with self._sending:
             if self._leaving:
                 return
@@ -130,7 +131,7 @@ class Link(Connection):
     # -- networks
 
     def add(self, network: int, receiver: Receiver) -> None:
-        """From now on frames of this network go to `receiver`, first those that came early."""
+        """Pass all frames of this network to `receiver`, first those that came early."""
         while True:
             with self._changed:
                 early = self._early.pop(network, None)
@@ -144,7 +145,7 @@ class Link(Connection):
             receiver.lose(lost)
 
     def remove(self, network: int) -> None:
-        """Drop what still comes for this network. Its number may not be used again."""
+        """Drop all further frames of this network. Its number may not be used again."""
         with self._changed:
             self._receivers.pop(network, None)
             self._early.pop(network, None)

@@ -1,4 +1,4 @@
-"""The store of a run: texts by key, which any process sets and all processes get; and who is still there.
+"""The store of a run: a table of texts that any process sets and all processes receive, and the signs of life.
 
 The server lives in the launcher, or in process 0 if something else started the processes. It is used at the start of a
 run, after a loss and at its end; no step of a running program waits for it. A process says every second that it is
@@ -22,7 +22,7 @@ from shardc.runtime.connection import BEAT, Connection, Frame, FrameKind
 from shardc.runtime.wire import Hello, Listener, dial, listen
 
 Event: TypeAlias = Mapping[str, Any]
-"""What the server tells all processes: `{"event": "lost", "process": 1, "why": "..."}`."""
+"""A notification of the server to processes: `{"event": "lost", "process": 1, "why": "..."}`."""
 
 _PATIENCE: Final = 5
 """Seconds that the server waits for a client whose buffers are full, before it drops it."""
@@ -60,7 +60,7 @@ class _Client(Connection):
     def _on_lost(self) -> None:
         self.server.lose(self)
 
-    def tell(self, data: Mapping[str, Any]) -> None:
+    def notify(self, data: Mapping[str, Any]) -> None:
         self.send(_frame(data))
 
     def drop(self) -> None:
@@ -104,7 +104,7 @@ class StoreServer:
             if client.process >= 0:
                 for event in (self._greeting, *map(_text_event, self._texts.items())):
                     if event is not None:
-                        client.tell(event)
+                        client.notify(event)
             client.start()
 
     def lose(self, client: _Client) -> None:
@@ -117,45 +117,45 @@ class StoreServer:
             self._on_end(client.process)
 
     def answer(self, client: _Client, said: Mapping[str, Any]) -> None:
-        """Do what a client asks for. Runs in the thread that reads from it."""
+        """Handle a request of a client. Runs in the thread that reads from it."""
         if "key" in said:
             self.set(said["key"], said["text"])
             return
         if self._on_report is not None:
             self._on_report(client.process, said["data"])
-        client.tell({"number": said["number"]})
+        client.notify({"number": said["number"]})
 
     def set(self, key: str, text: str) -> None:
         """Set a text, and send it to all processes."""
         with self._lock:
             self._texts[key] = text
-            self.tell_all(_text_event((key, text)))
+            self.notify_all(_text_event((key, text)))
 
     def text(self, key: str) -> str | None:
         """The text of a key, if it is set."""
         with self._lock:
             return self._texts.get(key)
 
-    def tell(self, process: int, event: Event) -> bool:
-        """Tell one process of an event. False: it is not connected."""
+    def notify(self, process: int, event: Event) -> bool:
+        """Notify one process of an event. Returns whether it is connected."""
         with self._lock:
             client = self._clients.get(process)
         if client is not None:
-            client.tell(event)
+            client.notify(event)
         return client is not None
 
-    def tell_all(self, event: Event, newcomers: bool = False) -> None:
-        """Tell all connected processes of an event; with `newcomers` also each that connects later, first of all."""
+    def notify_all(self, event: Event, newcomers: bool = False) -> None:
+        """Notify all connected processes of an event; with `newcomers` also each that connects later, first of all."""
         with self._lock:
             if newcomers:
                 self._greeting = event
             for client in list(self._clients.values()):
                 if client.process >= 0:
-                    client.tell(event)
+                    client.notify(event)
 
     def silent(self, seconds: float) -> list[int]:
-        """Processes that have given no sign of life for so long. To be called about every second: a pause of the
-        caller itself counts for nobody."""
+        """The processes without a sign of life for `seconds`. To be called about every second: if the caller itself was
+        paused, that time does not count."""
         now = monotonic()
         paused, self._looked = now - self._looked > 3 * BEAT, now
         with self._lock:
@@ -166,7 +166,7 @@ class StoreServer:
         return sorted(c.process for c in clients if now - c.seen > seconds)
 
     def drop(self, process: int) -> None:
-        """End the connection of a process, if it is connected, and tell of its end."""
+        """End the connection of a process, if it is connected, and report its end to `on_end`."""
         with self._lock:
             client = self._clients.get(process)
         if client is not None:
@@ -189,8 +189,8 @@ class Store(Connection):
     """The connection of a process to the store.
 
     Args:
-      on_event: called, in a thread of the store, with what the server tells: `{"event": "text"}` when a text is set,
-        `{"event": "gone"}` if the server ends.
+      on_event: called, in a thread of the store, with each notification of the server: `{"event": "text"}` when a text
+        is set, `{"event": "gone"}` if the server ends.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Store(Connection):
         self.texts: dict[str, str] = {}
         """The texts that are set, by key."""
         self._acknowledged: dict[int, SimpleQueue[bool]] = {}
-        """Where those who report wait. False: the server is gone."""
+        """For each unanswered report, by its number, the queue that its caller waits at. False: the server is gone."""
         self._reports = count()
         self._gone = False
         self._on_event = on_event
@@ -211,7 +211,7 @@ class Store(Connection):
 
     @property
     def host(self) -> str:
-        """The address of this host by which it reaches the server; empty with a UNIX socket."""
+        """The address from which this host connects to the server; empty for a UNIX socket."""
         name = self._sock.getsockname()
         if self._sock.family == socket.AF_UNIX:
             return ""

@@ -70,10 +70,10 @@ class Launcher:
             time.sleep(0.01)
         self.workers[p].kill()
         assert self.ended.get(timeout=DEADLINE) == p
-        self.store.tell_all({"event": "lost", "process": p, "why": "killed"})
+        self.store.notify_all({"event": "lost", "process": p, "why": "killed"})
         self.epoch += 1
         self.start(p)
-        self.store.tell_all({"event": "epoch", "epoch": self.epoch, "restarts": 0})
+        self.store.notify_all({"event": "epoch", "epoch": self.epoch, "restarts": 0})
 
     def close(self):
         self.left.close()

@@ -8,13 +8,13 @@ import pytest
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, RemoteProcess, host_id
 from shardc.launch.job import Job
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 from shardc.runtime.store import Store
 from tests.runtime.peers import until
 from tests.runtime.watchdog import within
 
 SECRET = b"s" * 32
-JOB = Job(Seat(1, 2, 2, "127.0.0.1:1", SECRET, "", deadline=1.0))
+JOB = Job(RunConfig(1, 2, 2, "127.0.0.1:1", SECRET, "", deadline=1.0))
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_process_is_started_by_its_agent(remote):
     remote.reported({"what": "here", "host": "h"})
     remote.start(JOB)
     (start,) = remote.told
-    assert (start["event"], JOB.seat.secret.hex() in start["job"]) == ("start", False)
+    assert (start["event"], JOB.config.secret.hex() in start["job"]) == ("start", False)
     assert not remote.wait(0)
     remote.kill()
     remote.reported({"what": "ended", "start": 1, "code": -9, "tail": ["last"]})
@@ -44,16 +44,14 @@ def test_a_process_of_a_lost_agent_is_not_started_again(remote):
     remote.lost()
     assert remote.events.get(timeout=1) == ("host lost", 1, 0)
     with pytest.raises(ClusterError, match="the launcher of its host is lost"):
-        remote.start(Job(JOB.seat, 2))
+        remote.start(Job(JOB.config, 2))
 
 
 def test_meeting(tmp_path):
     events = SimpleQueue()
     agents = Agents(f"unix:{tmp_path / 's'}", SECRET, events)
-    agents.add(RemoteProcess(1, agents.teller(1), events))
-    with pytest.raises(
-        ClusterError, match=rf"process 1 did not come within 0\.2 s\. .* at unix:{tmp_path}"
-    ):
+    agents.add(RemoteProcess(1, agents.notifier(1), events))
+    with pytest.raises(ClusterError, match=rf"process 1 did not come within 0\.2 s\. .* at unix:{tmp_path}"):
         within(5, agents.meet, 0.2)
     told = SimpleQueue()
     store = Store(agents.server.address, SECRET, -2, told.put)

@@ -12,10 +12,10 @@ from shardc.errors import ClusterError
 from shardc.launch import local_process
 from shardc.launch.job import Job, Script
 from shardc.launch.local_process import LocalProcess
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 from tests.launch.launching import named, wait_for
 
-JOB = Job(Seat(0, 1, 1, "unix:/nowhere", b"", ""))
+JOB = Job(RunConfig(0, 1, 1, "unix:/nowhere", b"", ""))
 
 
 class Shows:
@@ -70,7 +70,7 @@ def test_the_job_comes_in_a_pipe_that_ends_with_the_launcher(start):
     assert ends.get(timeout=10) == (0, 1, 0)
     process.close()
     assert Job.from_json(shows.seen[1].decode()) == JOB
-    assert JOB.seat.secret.hex() == ""
+    assert JOB.config.secret.hex() == ""
 
 
 def test_output_is_shown_kept_and_logged(start, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
 from shardc.runtime import wire
-from shardc.runtime.cluster import Cluster, Seat, refuse_unlike
+from shardc.runtime.cluster import Cluster, RunConfig, refuse_unlike
 from shardc.runtime.connection import Frame, FrameKind
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 def test_islands_of_a_seat():
-    seat = Seat(3, 6, 3, "", b"", "")
-    assert seat.per_island == 2 and [list(seat.island(p)) for p in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
+    config = RunConfig(3, 6, 3, "", b"", "")
+    assert config.per_island == 2 and [list(config.island(p)) for p in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
 
 
 # ---- links
@@ -129,7 +129,7 @@ def test_an_address_in_use(a_run):
     run = a_run()
     listener = wire.listen("127.0.0.1:0")
     with pytest.raises(ClusterError, match="the address is in use"):
-        Cluster(Seat(0, 2, 2, run.server.address, SECRET, wire.address_of(listener)), allocate)
+        Cluster(RunConfig(0, 2, 2, run.server.address, SECRET, wire.address_of(listener)), allocate)
     listener.close()
 
 
@@ -329,7 +329,7 @@ def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
     run = a_run()
     a = run.join(0, epoch=1)
     run.end(1, epoch=0)
-    run.server.tell_all({"event": "leave"})
+    run.server.notify_all({"event": "leave"})
     until(lambda: 1 in a._ended)
     assert not a.has_ended(1)
 
@@ -340,7 +340,7 @@ def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
 def test_a_run_that_ends(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
-    run.server.tell_all({"event": "over", "why": "process 1 failed"})
+    run.server.notify_all({"event": "over", "why": "process 1 failed"})
     with pytest.raises(ClusterError, match="the run ends: process 1 failed"):
         within(5, cluster.gather, "x", "")
 
@@ -372,12 +372,12 @@ def test_rejoining(a_run):
             for _ in range(500):
                 c.check()
                 time.sleep(0.01)
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     together(clusters[0].rejoin, clusters[1].rejoin)
     new = run.join(2, epoch=1)
     clusters = [*clusters[:2], new]
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
-    assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].seat.restarts == 0
+    assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].config.restarts == 0
     assert all(link._sock.fileno() == -1 for (me, _), link in old.items() if me < 2)
     found = {}
     together(*(lambda c=c: found.update({c.me: c.gather("steps", f"new {c.me}")}) for c in clusters))
@@ -403,7 +403,7 @@ def test_a_link_that_comes_while_a_loss_is_mended(a_run):
     late = wire.dial(a._listener.address, SECRET, hello, 5.0)
     until(lambda: 1 in a._links)
     stale = a._links[1]
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     within(5, b.rejoin)
     waiting.join(5)
     assert a.epoch == 1
@@ -439,7 +439,7 @@ def test_a_run_that_ends_while_it_is_rejoined(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
     run.lose(1)
-    threading.Timer(0.2, run.server.tell_all, [{"event": "over", "why": "no restarts are left"}]).start()
+    threading.Timer(0.2, run.server.notify_all, [{"event": "over", "why": "no restarts are left"}]).start()
     with pytest.raises(PeerLostError, match="It stays lost: no restarts are left"):
         within(5, cluster.rejoin)
 
@@ -447,7 +447,7 @@ def test_a_run_that_ends_while_it_is_rejoined(a_run):
 def test_a_new_start_that_this_process_has_not_noticed(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
-    threading.Timer(0.1, run.server.tell_all, [{"event": "epoch", "epoch": 1, "restarts": 2}]).start()
+    threading.Timer(0.1, run.server.notify_all, [{"event": "epoch", "epoch": 1, "restarts": 2}]).start()
     with pytest.raises(PeerLostError, match="other processes of this run were started again"):
         within(5, cluster.link, 1)
 
@@ -457,7 +457,7 @@ def test_a_link_that_comes_before_the_newest_start_is_adopted(a_run):
     cluster = run.join(0)
     late = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
     until(lambda: 1 in cluster._links)
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 2})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 2})
     until(lambda: cluster._next)
     cluster.adopt()
     assert (cluster.epoch, cluster._links) == (1, {})
@@ -479,11 +479,11 @@ def test_joining_and_leaving(a_run, monkeypatch):
     monkeypatch.setattr(cluster_module, "_current", [])
     run = a_run()
     assert cluster_module.current() is None
-    joined = cluster_module.join(run.seat(0), allocate)
+    joined = cluster_module.join(run.config(0), allocate)
     joined.on_orphaned = lambda: None
     assert cluster_module.current() is joined
     with pytest.raises(ClusterError, match="this process is process 0 of a run already"):
-        cluster_module.join(run.seat(1), allocate)
+        cluster_module.join(run.config(1), allocate)
     within(5, cluster_module.leave)
     assert cluster_module.current() is None
 
@@ -537,9 +537,9 @@ def test_a_killed_process_is_replaced(a_run):
         members[1].signal(signal.SIGKILL)
         for p in (0, 2):
             assert hear_until(members[p], "error")["lost"] == 1
-        run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+        run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
         members[1].end()
-        members[1] = member(start, run, 1, seat={"epoch": 1})  # at the address of the killed one
+        members[1] = member(start, run, 1, config={"epoch": 1})  # at the address of the killed one
         for m in members:
             hear_until(m, "run")
         members[0].signal(signal.SIGKILL)
@@ -564,7 +564,7 @@ def test_the_launcher_is_stopped_and_a_running_network_goes_on(tmp_path):
         launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
         address = launcher.hear()["address"]
         run = Run(tmp_path, address=address)
-        members = [member(start, run, p, speak=True, seat={"silence": 1.0}) for p in range(2)]
+        members = [member(start, run, p, speak=True, config={"silence": 1.0}) for p in range(2)]
         for m in members:
             hear_until(m, "run")
         launcher.stop()

@@ -58,7 +58,9 @@ def test_texts_reach_all(connect, server):
 
 def test_a_text_comes_before_what_its_process_reports_later(tmp_path):
     """Whoever hears of an end has all texts that were set before it."""
-    server = StoreServer(f"unix:{tmp_path / 'x'}", SECRET, on_report=lambda p, said: server.tell_all({"event": "done"}))
+    server = StoreServer(
+        f"unix:{tmp_path / 'x'}", SECRET, on_report=lambda p, said: server.notify_all({"event": "done"})
+    )
     heard = []
     a, b = (Store(server.address, SECRET, p, heard.append if p else lambda event: None, 5.0) for p in (0, 1))
     for i in range(20):
@@ -105,7 +107,7 @@ def test_events_reach_all(connect, server):
     for p in (0, 1):
         connect(p, events[p].append)
     until(lambda: len(server.statuses()) == 2)
-    server.tell_all({"event": "lost", "process": 1, "why": "killed"})
+    server.notify_all({"event": "lost", "process": 1, "why": "killed"})
     until(lambda: all(events))
     assert events == [[{"event": "lost", "process": 1, "why": "killed"}]] * 2
 
@@ -176,7 +178,7 @@ def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, co
         long = {"event": "lost", "process": 1, "why": "x" * (1 << 20)}
         begin = time.monotonic()
         for _ in range(24):  # 24 MB, more than the buffers of a socket
-            server.tell_all(long)
+            server.notify_all(long)
         assert time.monotonic() - begin < 10
         until(lambda: server.ended == [3])
         other.set("key", "text")

@@ -1,4 +1,4 @@
-"""The processes that run one program together: what they tell each other besides it, and what they must agree on.
+"""The processes that run one program together: what they exchange besides it, and what they must agree on.
 
 With a cluster (`python -m shardc run`) it gathers their texts, without waiting where that is possible. Without one, if
 the user has called `jax.distributed.initialize`, only what has to be waited for is gathered, by a collective of JAX.
@@ -27,8 +27,8 @@ from shardc.runtime.cluster import Cluster, Gathering, refuse_unlike
 from shardc.versions import VERSION
 
 
-class Peers:
-    """The processes of a mesh, this one among them; `peers_of` gives them.
+class ProcessGroup:
+    """The processes of a mesh, this one among them; `group_of_mesh` gives them.
 
     Args:
       members: their numbers in JAX, rising; with a cluster those in the run.
@@ -86,13 +86,13 @@ class Peers:
         refuse_unlike(what, self.members, said)
 
     def compare(self, what: str, facts: Mapping[str, str]) -> None:
-        """`agree` without waiting: if the facts differ, the next call of any method raises."""
+        """Do `agree` without waiting: if the facts differ, the next call of any method raises."""
         self.settle()
         if self._cluster is not None:
             self._open = self._begin(self._cluster, what, _call_text(what, facts)), what
 
     def settle(self) -> None:
-        """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
+        """Finish the last `compare`: wait for the facts of the others.
 
         Raises:
           DisagreementError: they differed.
@@ -104,7 +104,7 @@ class Peers:
                 refuse_unlike(what, self.members, self._facts(what, texts))
 
     def look(self) -> None:
-        """`settle`, if that waits for nobody.
+        """Do `settle`, if that needs no wait.
 
         Raises:
           ClusterError: the script of a member has ended, so that it will never make the last call.
@@ -144,14 +144,14 @@ def gather_by_jax(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> Peers:
+def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> ProcessGroup:
     del epoch
-    made = Peers(members, cluster)
+    made = ProcessGroup(members, cluster)
     _every.add(made)
     return made
 
 
-_every: WeakSet[Peers] = WeakSet()
+_every: WeakSet[ProcessGroup] = WeakSet()
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +159,7 @@ def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 
-def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
+def group_of_mesh(mesh: jax.sharding.Mesh) -> ProcessGroup | None:
     """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
     if is_far(mesh.devices.flat):
         return None
@@ -167,13 +167,13 @@ def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
     if len(members) == 1 or jax.process_index() not in members:
         return None
     cluster = clusters.current()
-    if cluster is None or cluster.seat.per_island != jax.process_count():
+    if cluster is None or cluster.config.per_island != jax.process_count():
         return _made(members, None, 0)
-    first = cluster.seat.island(cluster.me)[0]
+    first = cluster.config.island(cluster.me)[0]
     return _made(tuple(first + p for p in members), cluster, cluster.epoch)
 
 
-def peers_of_run() -> Peers | None:
+def group_of_run() -> ProcessGroup | None:
     """All processes of the run; None for a process that runs alone."""
     cluster = clusters.current()
     if cluster is None or cluster.processes == 1:
@@ -182,17 +182,17 @@ def peers_of_run() -> Peers | None:
 
 
 def settle_all() -> None:
-    """Wait for what the last call was given in the other processes, as `Peers.settle`."""
-    for peers in _every:
-        if not peers.is_over:
-            peers.settle()
+    """Finish the comparison of the last call of each group, as `ProcessGroup.settle`."""
+    for group in _every:
+        if not group.is_over:
+            group.settle()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
 def type_text(x: Any) -> str:
-    """`float32[8,16]`, with what is unusual about it."""
+    """The type of an argument as text: `float32[8,16]`, and whether it is weakly typed."""
     aval = compat.aval_of(x) if not is_placed(x) else x.aval
     weak = ", weakly typed" if aval.weak_type else ""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}"
