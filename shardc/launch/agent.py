@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.local_process import LocalProcess
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
 from shardc.runtime.cluster import processes_text
@@ -193,14 +194,12 @@ class Post:
       secret: of the run.
       process: number of the process that it starts.
       bind: the address of this host for other processes; empty for that by which it reaches the store.
-      deadline: seconds to wait for the store.
     """
 
     address: str
     secret: bytes
     process: int
     bind: str = ""
-    deadline: float = 600.0
 
 
 class _Forward:
@@ -225,7 +224,7 @@ class _Forward:
 
 def serve(
     post: Post,
-    handle: Callable[[Shows | None, Callable[[int, int, int], None]], LocalProcess],
+    options: RunOptions,
     events: SimpleQueue[Event],
     prepare: Callable[[Job], Job] = lambda job: job,
     forwards: bool = False,
@@ -233,15 +232,15 @@ def serve(
     """Serve as an agent until the run ends. Returns the exit code of the run.
 
     Args:
-      handle: makes the process, from what shows its output and what is called at its end.
+      options: of the run.
       events: `("interrupt",)` when this agent is asked to end.
       prepare: completes a job on this host.
       forwards: whether the supervisor shows the process's output.
     """
     forward = _Forward() if forwards else None
-    process = handle(forward, lambda *end: events.put(("ended", *end)))
+    process = LocalProcess(post.process, options, forward, events)
     store = Store(
-        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), post.deadline
+        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), options.deadline
     )
     if forward is not None:
         forward.store = store

@@ -10,13 +10,14 @@ import sys
 import termios
 import threading
 import tty
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Final, Protocol
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
 
 from shardc.errors import ClusterError
-from shardc.launch.job import Job, Script
+from shardc.launch.job import Job
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
 
 _PIPE_BYTES: Final = 1 << 20
@@ -68,22 +69,17 @@ class LocalProcess:
 
     Args:
       number: of the process.
-      script: it runs this.
+      options: of the run: its script, and the file that the output is appended to.
       screen: shows its output; None keeps only the tail of its standard error.
-      log: the file that its output is appended to.
-      on_end: called with the number, the start and the return code of each process that ends, in a thread.
+      events: gets `("ended", number, start, return code)` at each end.
     """
 
     def __init__(
-        self,
-        number: int,
-        script: Script,
-        screen: Shows | None,
-        log: Path | None,
-        on_end: Callable[[int, int, int], None],
+        self, number: int, options: RunOptions, screen: Shows | None, events: SimpleQueue[tuple[Any, ...]]
     ) -> None:
         self.number = number
-        self._script, self._screen, self._log, self._on_end = script, screen, log, on_end
+        self._script, self._screen, self._events = options.script, screen, events
+        self._log = options.log_of(number)
         self._ended = threading.Event()
         self._ended.set()
         self._tail = Tail()
@@ -101,20 +97,21 @@ class LocalProcess:
         self._ended.clear()
         self._tail = Tail()
         self._open_log(job.start)
-        seat_end, lifeline = os.pipe()
+        job = replace(job, log=str(self._log.absolute()) if self._log else "")
+        job_end, lifeline = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "shardc.launch.child", str(seat_end), *self._script.command()],
+                [sys.executable, "-m", "shardc.launch.child", str(job_end), *self._script.command()],
                 env=self._script.environment(),
                 stdin=None if self.number == 0 else subprocess.DEVNULL,
                 stdout=out[1],
                 stderr=err[1],
-                pass_fds=[seat_end],
+                pass_fds=[job_end],
                 start_new_session=True,
             )
         finally:
-            for descriptor in (seat_end, out[1], err[1]):
+            for descriptor in (job_end, out[1], err[1]):
                 os.close(descriptor)
         self._pumps = [
             Pump(out[0], self._takes(1), f"shardc output of process {self.number}"),
@@ -163,7 +160,7 @@ class LocalProcess:
             code = popen.wait()
         os.close(lifeline)
         self._ended.set()
-        self._on_end(self.number, start, code)
+        self._events.put(("ended", self.number, start, code))
 
     def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):

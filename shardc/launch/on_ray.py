@@ -10,14 +10,12 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
@@ -115,7 +113,7 @@ class _RayRun:
         return code
 
     def _post(self, process: int) -> Post:
-        return Post(self._agents.server.address, self._secret, process, deadline=self._options.deadline)
+        return Post(self._agents.server.address, self._secret, process)
 
     def _place(self) -> Any:
         bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
@@ -144,11 +142,4 @@ class _Actor:
         with suppress(OSError):
             os.chdir(directory)
 
-        def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
-            return LocalProcess(post.process, options.script, shows, options.log_of(post.process), on_end)
-
-        def prepare(job: Job) -> Job:
-            log = options.log_of(post.process)
-            return replace(job, log=str(log.absolute()) if log else "")
-
-        return serve(post, handle, SimpleQueue(), prepare, forwards=post.process == 0)
+        return serve(post, options, SimpleQueue(), forwards=post.process == 0)

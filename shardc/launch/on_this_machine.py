@@ -34,25 +34,15 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
         )
         try:
             job = options.job(processes, server.address, secret, str(private))
-            handles = [
-                LocalProcess(
-                    p,
-                    options.script,
-                    screen if p == 0 else None,
-                    options.log_of(p),
-                    lambda *end: events.put(("ended", *end)),
-                )
-                for p in range(processes)
-            ]
+            handles = [LocalProcess(p, options, screen if p == 0 else None, events) for p in range(processes)]
 
             def job_of(job: Job) -> Job:
-                me, log = job.config.me, options.log_of(job.config.me)
+                me = job.config.me
                 island = job.config.island(me).start
                 return replace(
                     job,
                     config=replace(job.config, links=f"unix:{private}/{me}.{job.start}"),
                     cache=str(private / f"programs-{island}") if options.restarts else "",
-                    log=str(log.absolute()) if log else "",
                 )
 
             code = Supervisor(job, handles, screen, job_of, server, events).run()

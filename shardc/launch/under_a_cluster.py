@@ -24,7 +24,7 @@ from shardc.compat import DetectedProcess
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.local_process import LocalProcess
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
@@ -45,9 +45,9 @@ def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
 
     def prepare(job: Job) -> Job:
-        island, log = job.config.island(job.config.me).start, options.log_of(job.config.me)
+        island = job.config.island(job.config.me).start
         cache = str(folder / str(island)) if options.restarts else ""
-        return replace(job, cache=cache, log=str(log.absolute()) if log else "", visible=visible)
+        return replace(job, cache=cache, visible=visible)
 
     events: SimpleQueue[Event] = SimpleQueue()
     try:
@@ -67,7 +67,7 @@ def _lead(
     bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
     with Lead(bind, options, found, events) as lead:
         screen = Screen()
-        first = LocalProcess(0, options.script, screen, options.log_of(0), lambda *end: events.put(("ended", *end)))
+        first = LocalProcess(0, options, screen, events)
         code = lead.supervise(first, screen, prepare)
         first.close()
         return code
@@ -128,12 +128,7 @@ def _follow(
     """Serve as the agent of another process than 0."""
     secret = read_secret(options.secret) if options.secret else wait_for_secret(found, options.deadline)
     bind = interface_address(options.bind) if options.bind else ""
-    post = Post(found.coordinator, secret, found.me, bind, options.deadline)
-
-    def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
-        return LocalProcess(found.me, options.script, shows, options.log_of(found.me), on_end)
-
-    return serve(post, handle, events, prepare)
+    return serve(Post(found.coordinator, secret, found.me, bind), options, events, prepare)
 
 
 # -- addresses
