@@ -374,12 +374,12 @@ class Cluster:
                 texts = self._gathered.pop(call.key)
                 return [texts[p] for p in call.members]
             never = self._never_come(call)
-            if any(map(self._has_lost, never)):
+            lost = next(filter(None, map(self._loss_of, never)), None)
+            if lost is not None:
                 self._changed.wait_for(self._stopped, _REASON)
             self._raise_if_stopped()
-        for p in never:
-            if (lost := self.link(p).lost) is not None:
-                raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", p)
+        if lost is not None:
+            raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", lost.process)
         if never:
             raise ClusterError(self._ended_text(never, call.why))
         raise ClusterError(self._late_text(self._missing(call), call.why))
@@ -387,11 +387,11 @@ class Cluster:
     def _never_come(self, call: Gathering) -> list[int]:
         """The processes whose texts will never arrive: their links are lost, or their scripts have ended before."""
         ended = self._ended_before(call.members, call.name)
-        return [p for p in self._missing(call) if p in ended or self._has_lost(p)]
+        return [p for p in self._missing(call) if p in ended or self._loss_of(p) is not None]
 
-    def _has_lost(self, peer: int) -> bool:
+    def _loss_of(self, peer: int) -> PeerLostError | None:
         link = self._links.get(peer)
-        return link is not None and link.lost is not None
+        return None if link is None else link.lost
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Store a text of a gathering. Runs in the reader thread of the link."""

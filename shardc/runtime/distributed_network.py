@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
+from shardc.runtime.cluster import processes_text
 from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.link import Link, Packed
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
@@ -147,7 +148,7 @@ class DistributedNetwork:
             missing = sorted(self.links.keys() - self._opened)
         if missing:
             raise ClusterError(
-                f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not open the pipeline "
+                f"{processes_text(missing)} did not open the pipeline "
                 f"within {seconds:g} s. Each process has to make the same calls in the same order; if it only takes "
                 "longer, give `--deadline` more seconds."
             )
