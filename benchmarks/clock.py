@@ -1,4 +1,4 @@
-"""Planned seconds held against the clock: the section "Held against the clock" of benchmarks/README.md.
+"""Planned seconds beside measured steps. benchmarks/clock.md has the results.
 
     python -m benchmarks.clock [--models lstm gpt2] [--sizes tiny larger] [--turns 7] [--json FILE]
 

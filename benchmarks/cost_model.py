@@ -1,10 +1,10 @@
-"""How far the cost model orders plans as compilers and clocks do: the section "The cost model" of benchmarks/README.md.
+"""The order of plans by the cost model, beside the orders by XLA:TPU and by measured steps.
 
     python -m benchmarks.cost_model [--only tpu cpu] [--tpu-python PYTHON] [--case gpt2/fsdp] [--json FILE]
 
 For plans of five models of the zoo: `plan.seconds` beside XLA:TPU's optimal_seconds, and calibrated `plan.seconds`
 beside the measured step. Spearman's rank correlation of all plans together, where the models' sizes help, and of those
-of each model alone, where they do not.
+of each model alone, where they do not. benchmarks/cost_model.md has the results.
 """
 
 from __future__ import annotations

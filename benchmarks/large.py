@@ -4,8 +4,8 @@
     python -m benchmarks.large gpt3 --compile --tpu-python PYTHON
 
 Nothing runs, and no chip is needed. Each row is planned in a process of its own. With --compile XLA:TPU compiles the
-planned step for the whole slice, and its memory, collectives and seconds stand beside the plan's. The section "Large
-models" of benchmarks/README.md has the columns.
+planned step for the whole slice, and its memory, collectives and seconds stand beside the plan's. benchmarks/large.md
+has the columns and the results.
 """
 
 from __future__ import annotations

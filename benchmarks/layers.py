@@ -1,8 +1,8 @@
 """What planning takes against the number of layers: `python -m benchmarks.layers [--scanned] [1 3 12 96]`.
 
 GPT-3's layers (12288 wide), rows of the batch over `data` and nothing else said, for 512 chips of v5p with memory that
-never is the limit. Each row is planned in a process of its own; seconds are the processor's. The section "Layers" of
-benchmarks/README.md has the columns.
+never is the limit. Each row is planned in a process of its own; seconds are the processor's. benchmarks/layers.md
+has the columns and the results.
 """
 
 from __future__ import annotations

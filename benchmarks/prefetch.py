@@ -17,8 +17,9 @@ import shardc
 from benchmarks.large_models import LARGE, pins_of
 from benchmarks.tables import new_table
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import REMAT, bodies_of, scan_of, trips_of
 from shardc.ir.walk import local_bytes
 from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.plans import Plan
@@ -50,7 +51,7 @@ def waits_of(plan: Plan) -> list[Waits]:
 def _scans(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Eqn, int]]:
     """The loops of a jaxpr that runs so often, each with its steps in one call."""
     for eqn in jaxpr.eqns:
-        inside = times * compat.trips_of(eqn)
+        inside = times * trips_of(eqn)
         if eqn.primitive.name == "scan":
             yield eqn, inside
         for body in bodies_of(eqn):
@@ -58,7 +59,7 @@ def _scans(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Eqn, int]]:
 
 
 def _waits(plan: Plan, scan: Eqn, trips: int) -> Waits:
-    view = compat.scan_of(scan)
+    view = scan_of(scan)
     body = view.body
     sizes = plan.mesh.sizes
     rows = set(body.invars[view.rows_at :])

@@ -5,7 +5,8 @@
     python -m benchmarks.record --only zoo schedules --out before.json
 
 Of each plan: a digest of its saved text (the placement of each value, each boxing), bytes sent per device, seconds,
-peak memory, gap, and the processor seconds that planning took. Each group is planned in a process of its own.
+peak memory, gap, of a pipeline its schedule and registers, and the processor seconds that planning took, whose median
+ratio is printed. Each group is planned in a process of its own.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@
     python -m benchmarks.releases --save jax-0.12.0.1.json     # on another
     python -m benchmarks.releases jax-0.10.2.json jax-0.12.0.1.json
 
-Prints bytes and collectives of each plan, and which arguments live elsewhere. No device is needed.
+Prints bytes and collectives of each plan, and which arguments have another placement. No device is needed. The plans
+are for 4 x 2 devices. jax 0.10.2 on Python 3.11 and jax 0.12.0.1 on Python 3.12 and 3.13 give the same bytes in all 54
+plans and the same placement of every argument; no operation is replicated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures shardc beside its peers and prints the tables of benchmarks/README.md.
+"""Measure shardc beside its peers and print the tables of benchmarks/run.md.
 
     python -m benchmarks.run [--quick] [--only steps plan dispatch pipeline tpu gpu] [--case gpt2/fsdp]
 

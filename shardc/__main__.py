@@ -1,5 +1,5 @@
 """The command line: `python -m shardc run ...` runs a script in several processes; `schedule` shows a pipeline's
-schedule, without devices; `calibrate` measures the devices of this machine; `passes` lists the passes."""
+schedule, without devices; `calibrate` measures the devices of this machine; `passes` and `rules` list those."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,11 +17,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from shardc.errors import ClusterError, MeshError, PipelineError
+from shardc.errors import PipelineError, ShardcError
 from shardc.launch.options import add_run
 from shardc.launch.run import run_command
 from shardc.machine.mesh import make_mesh
-from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.check import checked
 from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
@@ -30,9 +29,11 @@ from shardc.pipeline.schedule.network import CHANNELS, network
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_activations, simulate
 from shardc.report.chart import Chart, Track
+from shardc.report.chart_text import chart_text
 from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
-from shardc.report.timeline_text import draw_timeline, unit_of
+from shardc.report.rules import rules_text
+from shardc.report.tables import Section, number_text, report_text
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 
@@ -44,9 +45,11 @@ _COLOURS: Final = (
 )
 _EPILOG: Final = """\
 letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input gradient, W the weight gradient:
-         B = I + W. If each rank has one stage, the grid omits the stage number.
-example: python -m shardc schedule --stages 4 --microbatches 8 --schedule zb-h1
+         B = I + W. If each rank has one stage, the drawing omits the stage number. A dot is idle time.
+example: python -m shardc schedule zb-h1 --stages 4 --microbatches 16
 """
+_RANKS, _MICROBATCHES = 4, 8
+"""What a schedule that is named as an argument is shown for, if nothing else is said."""
 _NO_REGISTERS: Final = """\
 The pipeline deadlocks: rank {0} waits for itself. It is at 0F0, its first action, and waits for a register of its own
 stash, which has none. Each stash and each edge needs at least 1 register; --credits auto finds the fewest that keep the
@@ -66,19 +69,26 @@ class _Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 on success, 1 for a schedule that deadlocks, 2 for invalid options."""
     args = _parser().parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}."
+    except (ShardcError, UnicodeDecodeError) as error:
+        message = str(error)
+    print(f"{_PROG} {args.command}: {message}", file=sys.stderr)
+    return 2
 
 
 def _schedule_command(args: argparse.Namespace) -> int:
-    try:
-        result = _plan(args)
-        if args.save:
-            Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
-        _write(result, args.svg, args.trace)
-    except OSError as error:
-        return _bad("schedule", f"{error.filename}: {error.strerror}.")
-    except (PipelineError, UnicodeDecodeError) as error:
-        return _bad("schedule", str(error))
+    result = _plan(args)
+    if args.save:
+        Path(args.save).write_text(result.schedule.to_csv(), encoding="utf-8")
+    if result.timeline is not None:
+        chart = _chart(result.schedule, result.timeline)
+        if args.svg:
+            draw_picture(chart, args.svg)
+        if args.trace:
+            write_trace(chart, args.trace)
     if args.json:
         print(json.dumps(_figures(result)))
     else:
@@ -90,33 +100,14 @@ def _calibrate_command(args: argparse.Namespace) -> int:
     from shardc.tune.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
     from shardc.tune.calibration_text import calibration_text  # noqa: PLC0415
 
-    try:
-        mesh = make_mesh(**args.mesh)
-        assert isinstance(mesh, Mesh)
-        sizes = {"sizes": args.sizes} if args.sizes else {}
-        found = calibrate(mesh, turns=args.turns, **sizes)
-        if args.save:
-            Path(args.save).write_text(found.topology.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        return _bad("calibrate", f"{error.filename}: {error.strerror}.")
-    except MeshError as error:
-        return _bad("calibrate", str(error))
+    mesh = make_mesh(**args.mesh)
+    assert isinstance(mesh, Mesh)
+    sizes = {"sizes": args.sizes} if args.sizes else {}
+    found = calibrate(mesh, turns=args.turns, **sizes)
+    if args.save:
+        Path(args.save).write_text(found.topology.to_json() + "\n", encoding="utf-8")
     print(found.topology.to_json() if args.json else calibration_text(found))
     return 0
-
-
-def _run_command(args: argparse.Namespace) -> int:
-    try:
-        return run_command(args)
-    except OSError as error:
-        return _bad("run", f"{error.filename}: {error.strerror}.")
-    except ClusterError as error:
-        return _bad("run", str(error))
-
-
-def _bad(command: str, message: str) -> int:
-    print(f"{_PROG} {command}: {message}", file=sys.stderr)
-    return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,8 +118,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m shardc", description="Tools of shardc.")
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
-    add_run(commands).set_defaults(run=_run_command)
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command", parser_class=_Parser)
+    add_run(commands).set_defaults(run=run_command)
     schedule = commands.add_parser(
         "schedule",
         help="show a pipeline schedule: its grid over time, bubble, activations and messages",
@@ -137,9 +128,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = schedule.add_argument
-    add("--stages", type=_positive, metavar="N", help="number of ranks of the pipeline")
-    add("--microbatches", type=_positive, metavar="M", help="number of microbatches of a step")
-    add("--schedule", metavar="NAME", help=f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)")
+    names = f"{', '.join(METHODS)}, or auto, which searches (default: 1f1b)"
+    add("name", nargs="?", metavar="NAME", help=names)
+    few = "(with a NAME by default {})"
+    add("--stages", type=_positive, metavar="N", help=f"number of ranks of the pipeline {few.format(_RANKS)}")
+    add("--microbatches", type=_positive, metavar="M", help=f"microbatches of a step {few.format(_MICROBATCHES)}")
+    add("--schedule", metavar="NAME", help="the same as NAME")
     add("--chunks", type=_positive, metavar="V", help="stages on each rank (default: given by the schedule)")
     costs = (
         "times of a stage's forward, input gradient, weight gradient (default: 1,1,1); of each stage: 1,1,1;2,1,1;..."
@@ -159,12 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule_command)
     _add_calibrate(commands)
+    passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
+    passes.set_defaults(run=lambda _: print(passes_text()) or 0)
+    rules = commands.add_parser("rules", help="list the rules: for each primitive how it may be split, and the file")
+    rules.set_defaults(run=lambda _: print(rules_text()) or 0)
     return parser
 
 
 def _add_calibrate(commands: Any) -> None:
-    passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
-    passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     calibrate = commands.add_parser(
         "calibrate",
         help="measure this machine: matrix products, memory, collectives along each axis of a mesh",
@@ -241,46 +237,51 @@ def _plan(args: argparse.Namespace) -> _Outcome:
 
 
 def _schedule(args: argparse.Namespace) -> tuple[Schedule, FoundSchedule | None]:
+    named = [*filter(None, ("NAME" * bool(args.name), "--schedule" * bool(args.schedule), "--file" * bool(args.file)))]
+    if len(named) > 1:
+        raise PipelineError(f"{' and '.join(named)} exclude each other: both name a schedule; give one of them.")
     if args.file:
-        if args.schedule:
-            raise PipelineError("--schedule and --file exclude each other: both name a schedule; give one of them.")
         text = Path(args.file).read_text(encoding="utf-8-sig")
         is_csv = Path(args.file).suffix.lower() == ".csv"
         schedule = Schedule.from_csv(text, Path(args.file).stem) if is_csv else Schedule.parse(text)
         checked(schedule)
         ranks, microbatches = args.stages or schedule.ranks, args.microbatches or schedule.microbatches
         return make_schedule(schedule, ranks, microbatches, args.chunks), None
-    missing = [o for o, n in (("--stages", args.stages), ("--microbatches", args.microbatches)) if n is None]
+    return _named_schedule(args, args.name or args.schedule or "1f1b")
+
+
+def _named_schedule(args: argparse.Namespace, name: str) -> tuple[Schedule, FoundSchedule | None]:
+    ranks, microbatches = args.stages, args.microbatches
+    if args.name:
+        ranks, microbatches = ranks or _RANKS, microbatches or _MICROBATCHES
+    missing = [o for o, n in (("--stages", ranks), ("--microbatches", microbatches)) if n is None]
     if missing:
         many = len(missing) > 1
         raise PipelineError(
             f"{' and '.join(missing)} {'are' if many else 'is'} missing; give {'them' if many else 'it'}, or read a "
             "schedule with --file."
         )
-    if args.memory and args.schedule != "auto":
+    if args.memory and name != "auto":
         raise PipelineError("--memory is for --schedule auto; the memory of other schedules is fixed.")
-    if args.schedule == "auto":
+    if name == "auto":
         found = find_schedule(
-            args.stages, args.microbatches, args.chunks or 1,
+            ranks, microbatches, args.chunks or 1,
             costs=args.costs, latency=args.latency, limits=SearchLimits(args.memory),
         )  # fmt: skip
         return found.schedule, found
-    name = args.schedule or "1f1b"
     if name not in METHODS:
         name = name.strip().lower()
-    return make_schedule(name, args.stages, args.microbatches, args.chunks, costs=args.costs), None
+    return make_schedule(name, ranks, microbatches, args.chunks, costs=args.costs), None
 
 
-def _write(result: _Outcome, picture: str | None, trace: str | None) -> None:
-    """Write the picture and the trace, if asked for; nothing for a schedule that deadlocks."""
-    if result.timeline is None:
-        return
-    schedule = result.schedule
-    chart = Chart(_headline(schedule), (Track("simulated", result.timeline),), schedule.rank_of, seconds=False)
-    if picture:
-        draw_picture(chart, picture)
-    if trace:
-        write_trace(chart, trace)
+def _title(schedule: Schedule) -> str:
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
+    text = f"{schedule.name}: {number_text(p, 'rank')}, {number_text(m, 'microbatch')}"
+    return f"{text}, {v} stages on each rank" if v > 1 else text
+
+
+def _chart(schedule: Schedule, timeline: Timeline) -> Chart:
+    return Chart(_title(schedule), (Track("simulated", timeline),), schedule.rank_of, seconds=False)
 
 
 def _figures(result: _Outcome) -> dict[str, Any]:
@@ -310,62 +311,41 @@ def _rounded(time: float) -> float:
 
 
 def _show(result: _Outcome) -> None:
-    schedule, timeline = result.schedule, result.timeline
-    print(_headline(schedule))
-    if timeline is None:
-        print(f"\n{result.deadlock}")
+    if result.timeline is None:
+        print(f"{_title(result.schedule)}\n\n{result.deadlock}")
         return
-    console = Console(highlight=False)
-    own = schedule.rank_of == tuple(range(schedule.ranks))
-
-    def label(of: Hashable) -> str:
-        return f"{of.kind}{of.microbatch}" if own and isinstance(of, Action) else str(of)
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    unit = unit_of(timeline.spans, label)
-    if unit:
-        grid = Text(draw_timeline(timeline.spans, width=width, label=label))
-        for pattern, colour in _COLOURS:
-            grid.highlight_regex(pattern, colour)
-        dot = f"A dot is {unit:g} unit{'s' * (unit != 1)} of idle time."
-        console.print("", grid, dot, sep="\n", soft_wrap=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    text = Text(chart_text(_chart(result.schedule, result.timeline), width))
+    for pattern, colour in _COLOURS:
+        text.highlight_regex(pattern, colour)
+    Console(highlight=False).print(text, soft_wrap=True)
     print()
-    print(_table(result, timeline))
-
-
-def _headline(schedule: Schedule) -> str:
-    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
-    text = f"{schedule.name}: {p} rank{'s' * (p > 1)}, {m} microbatch{'es' * (m > 1)}"
-    return text if v == 1 else f"{text}, {v} stages on each rank"
+    print(_table(result, result.timeline))
 
 
 def _table(result: _Outcome, timeline: Timeline) -> str:
     """The figures as text: those of each rank, then those of the whole schedule."""
-    peaks = peak_activations(result.schedule, timeline)
-    ranks = [
-        ("", [f"rank {r}" for r in range(result.schedule.ranks)]),
-        ("busy", [f"{_rounded(b):.9g}" for b in timeline.busy]),
-        ("bubble, first to last action", [f"{_rounded(b):.9g}" for b in timeline.bubble_per_rank]),
-        ("peak activations, in chunks", [str(p) for p in peaks]),
+    rows = [
+        ("busy", *(f"{_rounded(b):.9g}" for b in timeline.busy)),
+        ("bubble, first to last action", *(f"{_rounded(b):.9g}" for b in timeline.bubble_per_rank)),
+        ("peak activations, in chunks", *map(str, peak_activations(result.schedule, timeline))),
     ]
     share = timeline.bubble / timeline.makespan if timeline.makespan else 0.0
     whole = [
-        ("makespan", f"{_rounded(timeline.makespan):.9g}"),
-        ("bubble, makespan minus busy", f"{_rounded(timeline.bubble):.9g} ({share:.1%})"),
-        ("messages between ranks", str(timeline.messages)),
+        f"makespan: {_rounded(timeline.makespan):.9g}",
+        f"bubble, makespan minus busy: {_rounded(timeline.bubble):.9g} ({share:.1%})",
+        f"messages between ranks: {timeline.messages}",
     ]
     if result.found:
         found = result.found
         gap = "proved optimal" if found.gap < 1e-9 else f"an optimal schedule is at most {found.gap:.1%} faster"
-        whole.append(("lower bound of makespan", f"{_rounded(found.bound):.9g}: {gap} ({found.tried} tried)"))
+        whole.append(f"lower bound of makespan: {_rounded(found.bound):.9g}, {gap} ({found.tried} tried)")
     for kind in CHANNELS if result.registers_shown else ():
         counts = [str(c.registers) for c in result.net.channels if re.match(rf"{kind}\b", c.name)]
         if counts:
-            whole.append((f"registers, {kind.replace('_', ' ')}", " ".join(counts)))
-    margin = max(len(name) for name, _ in (*ranks, *whole))
-    cell = max(len(c) for _, row in ranks for c in row)
-    lines = [f"{name:<{margin}}  " + "  ".join(f"{c:>{cell}}" for c in row) for name, row in ranks]
-    return "\n".join([*lines, *(f"{name:<{margin}}  {value}" for name, value in whole)])
+            whole.append(f"registers, {kind.replace('_', ' ')}: {' '.join(counts)}")
+    columns = ("", *(f">rank {r}" for r in range(result.schedule.ranks)))
+    return report_text((Section("Each rank", columns, rows), Section("The whole schedule", lines=whole)))
 
 
 if __name__ == "__main__":

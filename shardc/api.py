@@ -49,13 +49,13 @@ from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace
 from shardc.pipeline.make import make_pipeline_plan
 from shardc.pipeline.plan import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
-from shardc.plan.make import Misfit, make_plan
+from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.replay import replay
 from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_json import load_plan
 from shardc.plan.saved_plan import SavedPlan
 from shardc.plans import AnyPlan, MemoryLimitError, PipelinePlan, Plan
-from shardc.report.heed import warnings_of
+from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
 AnyExecutable: TypeAlias = Executable | PipelineExecutable
@@ -275,7 +275,7 @@ class Function:
         if saved is not None:
             return Plan.of(replay(saved, request))
         found = make_plan(request)
-        if isinstance(found, Misfit):
+        if isinstance(found, DoesNotFit):
             raise MemoryLimitError(found)
         if strict is not None and (lines := sent_besides(found)):
             what = f"{strict} sums each gradient once, after the backward pass; this step sends besides"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -34,13 +34,69 @@ from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax.extend import core as jex
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 log = logging.getLogger("shardc")
 
-Jaxpr: TypeAlias = Any
+
+class Var(Protocol):
+    """A variable of a jaxpr; hashed by identity."""
+
+    @property
+    def aval(self) -> Any: ...
+
+
+class LiteralAtom(Protocol):
+    """A constant operand or result."""
+
+    @property
+    def aval(self) -> Any: ...
+    @property
+    def val(self) -> Any: ...
+
+
+Atom: TypeAlias = Var | LiteralAtom
+
+
+class Eqn(Protocol):
+    """An equation; hashed by identity."""
+
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+    @property
+    def outvars(self) -> Sequence[Var]: ...
+    @property
+    def primitive(self) -> Any: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def source_info(self) -> Any: ...
+    @property
+    def ctx(self) -> Any: ...
+    def replace(self, **changes: Any) -> Eqn: ...
+
+
+class Jaxpr(Protocol):
+    """A jaxpr; hashed by identity."""
+
+    @property
+    def constvars(self) -> Sequence[Var]: ...
+    @property
+    def invars(self) -> Sequence[Var]: ...
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+    @property
+    def eqns(self) -> Sequence[Eqn]: ...
+    @property
+    def effects(self) -> Any: ...
+    @property
+    def debug_info(self) -> Any: ...
+
+
 ClosedJaxpr: TypeAlias = Any
-Eqn: TypeAlias = Any
-Var: TypeAlias = Any
-Atom: TypeAlias = Any
 Tracer = _core.Tracer
 ExtendedDType = _dtypes.ExtendedDType
 
@@ -52,7 +108,7 @@ _KINDS: Final[tuple[Any, Any]] = jex.Jaxpr, jex.ClosedJaxpr
 _EVERY_JAXPR_IS_CLOSED: Final = _KINDS[0] is _KINDS[1]
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Atom) -> TypeIs[LiteralAtom]:
     return isinstance(atom, _Literal)
 
 
@@ -81,7 +137,7 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     itself."""
     if _EVERY_JAXPR_IS_CLOSED and not consts:
         return jaxpr
-    return jex.ClosedJaxpr(jaxpr, tuple(consts))
+    return jex.ClosedJaxpr(cast(Any, jaxpr), tuple(consts))
 
 
 def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn], like: Jaxpr) -> Jaxpr:
@@ -89,7 +145,8 @@ def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn
     effects = frozenset[Any]().union(*(e.effects for e in eqns)) if eqns else frozenset[Any]()
     kept = {e for e in like.effects if e in effects}
     info = like.debug_info.with_unknown_names()
-    return jex.Jaxpr((), list(invars), list(outvars), list(eqns), kept, info)
+    parts: tuple[Any, ...] = list(invars), list(outvars), list(eqns)
+    return cast(Any, jex.Jaxpr)((), *parts, kept, info)
 
 
 def new_eqn(
@@ -98,13 +155,15 @@ def new_eqn(
     """An equation without effects, with the source line of `like`."""
     info = like.source_info if like is not None else _source_info_util.new_source_info()
     ctx = like.ctx if like is not None else None
-    return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
+    make: Any = _core.new_jaxpr_eqn
+    return make(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
 
 
 # Why: dead equations would be planned and listed though XLA removes them.
 def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """The jaxpr without dead equations, all inputs kept."""
-    return _pe.dce_jaxpr(jaxpr, list(used), instantiate=True)[0]
+    dce: Any = _pe.dce_jaxpr
+    return dce(jaxpr, list(used), instantiate=True)[0]
 
 
 # Why: there is no public way from an equation to the user's line.
@@ -420,52 +479,6 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
     return bind
 
 
-# Why: a regrouped sum needs an addition that has no equation to copy.
-def add_eqn(a: Atom, b: Atom, out: Var, like: Eqn | None) -> Eqn:
-    """`out = add a b`, with the source line of `like`."""
-    return new_eqn([a, b], [out], jax.lax.add_p, {}, like)
-
-
-def full_eqn(value: Any, out: Var) -> Eqn:
-    """`out = full value`."""
-    shape = tuple(out.aval.shape)
-    start = literal(np.asarray(value, out.aval.dtype), shaped_array((), out.aval.dtype))
-    params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
-    return new_eqn([start], [out], jax.lax.broadcast_in_dim_p, params, None)
-
-
-# Why: a task of a pipeline reads its microbatch from a stack, and writes its row of one, in the jaxpr itself.
-def copy_eqn(x: Var, out: Var) -> Eqn:
-    """`out = copy x`."""
-    return new_eqn([x], [out], jax.lax.copy_p, {}, None)
-
-
-def slice_at_eqn(stack: Var, index: Var, out: Var) -> Eqn:
-    """`out = stack[index:index + 1]`."""
-    zero = literal(np.int32(0), shaped_array((), np.dtype("int32")))
-    starts = [index, *([zero] * (len(stack.aval.shape) - 1))]
-    return new_eqn([stack, *starts], [out], jax.lax.dynamic_slice_p, {"slice_sizes": tuple(out.aval.shape)}, None)
-
-
-def put_at_eqn(stack: Var, row: Var, index: Var, out: Var) -> Eqn:
-    """`out = stack with stack[index:index + 1] = row`."""
-    zero = literal(np.int32(0), shaped_array((), np.dtype("int32")))
-    starts = [index, *([zero] * (len(stack.aval.shape) - 1))]
-    return new_eqn([stack, row, *starts], [out], jax.lax.dynamic_update_slice_p, {}, None)
-
-
-def squeeze_eqn(x: Var, out: Var) -> Eqn:
-    """`out = x[0]`; `x` has one row."""
-    return new_eqn([x], [out], jax.lax.squeeze_p, {"dimensions": (0,)}, None)
-
-
-def unsqueeze_eqn(x: Atom, out: Var) -> Eqn:
-    """`out = x[None]`."""
-    dims = tuple(range(1, len(out.aval.shape)))
-    params = {"shape": tuple(out.aval.shape), "broadcast_dimensions": dims, "sharding": None}
-    return new_eqn([x], [out], jax.lax.broadcast_in_dim_p, params, None)
-
-
 # Why: jax.device_put inspects every array in Python, which takes three times as long as the copy itself.
 def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """A function that copies arrays to these shardings, piece by piece: each must already consist of such pieces."""
@@ -484,81 +497,10 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     return copied
 
 
-# Why: where a structured equation keeps its bodies, and how it counts its operands, depends on JAX's version.
-REMAT: Final = ("remat2", "checkpoint", "remat")
-NESTED: Final = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    **dict.fromkeys(REMAT, ("jaxpr",)),
-    "optimization_barrier": (),
-}
-"""By primitive, the parameters that hold its bodies. These primitives are planned in place, operand by operand."""
-
-
-def bodies_of(eqn: Eqn) -> list[Jaxpr]:
-    """The bodies of a nested equation, in order; empty for other equations."""
-    found: list[Jaxpr] = []
-    for key in NESTED.get(eqn.primitive.name, ()):
-        body = eqn.params[key]
-        found += [getattr(b, "jaxpr", b) for b in (body if isinstance(body, tuple) else (body,))]
-    return found
-
-
-def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
-    """The parameters of a nested equation with other bodies, which have the same numbers of inputs and outputs."""
-    rest, params = iter(bodies), dict(eqn.params)
-
-    def like(old: Any) -> Any:
-        body = next(rest)
-        return close(body) if hasattr(old, "consts") else body
-
-    for key in NESTED.get(eqn.primitive.name, ()):
-        old = params[key]
-        params[key] = tuple(map(like, old)) if isinstance(old, tuple) else like(old)
-    return params
-
-
-def trips_of(eqn: Eqn) -> int:
-    """How often one run of an equation runs its bodies: the length of a scan; the expected rounds of a `while`, 1 if
-    they are unknown; 1 for other equations."""
-    name = eqn.primitive.name
-    return eqn.params["length"] if name == "scan" else (rounds_of(eqn) or 1) if name == "while" else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A scan: its operands are constants, carries and stacked rows; its results are carries and stacked rows.
-
-    Attributes:
-      body: takes constants, carries and one row of each stack; gives carries and one row of each stack.
-      consts, carries: numbers of operands.
-      length: number of rounds.
-      reverse: whether it begins with the last row.
-      unroll: rounds in one iteration of the compiled loop, as `jax.lax.scan` takes it.
-    """
-
-    body: Jaxpr
-    consts: int
-    carries: int
-    length: int
-    reverse: bool
-    unroll: Any
-
-    @property
-    def rows_at(self) -> int:
-        """Number of the first operand that is a stack of rows."""
-        return self.consts + self.carries
-
-
-def scan_of(eqn: Eqn) -> Scan:
-    """The view of a scan equation."""
-    p = eqn.params
-    if "ft_in" in p:
-        consts, carries = _counts(p["ft_in"])
-    else:
-        consts, carries = p["num_consts"], p["num_carry"]
-    return Scan(p["jaxpr"].jaxpr, consts, carries, p["length"], p["reverse"], p["unroll"])
+# Why: a scan counts its operands by numbers until JAX 0.10, since 0.11 by the structure of JAX's own trees.
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carries of a scan."""
+    return _counts(params["ft_in"]) if "ft_in" in params else (params["num_consts"], params["num_carry"])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -567,86 +509,16 @@ def _counts(ft_in: Any) -> tuple[int, int]:
     return len(consts), len(carries)
 
 
-def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | None = None) -> dict[str, Any]:
-    """The parameters of a scan like `eqn` with another body, other numbers of operands, or another length."""
-    params = {**eqn.params, "jaxpr": close(body)}
-    if length is not None:
-        params["length"] = length
-    if "ft_in" in params:  # JAX's own trees, since 0.11; only their structure counts here
-        flattree = importlib.import_module("jax._src.flattree")
-        none = flattree.nones
-        params["ft_in"] = flattree.pack((none(consts), none(carries), none(len(body.invars) - consts - carries)))
-        params["ft_out"] = flattree.pack((none(carries), none(len(body.outvars) - carries)))
-    else:
-        params |= {"num_consts": consts, "num_carry": carries}
-    if "linear" in params:
-        params["linear"] = (False,) * len(body.invars)
-    return params
-
-
-@dataclass(frozen=True, slots=True)
-class While:
-    """A while loop: its operands are constants of the condition, constants of the body, and carries."""
-
-    cond: Jaxpr
-    body: Jaxpr
-    cond_consts: int
-    body_consts: int
-
-    @property
-    def carries_at(self) -> int:
-        """Number of the first operand that is a carry."""
-        return self.cond_consts + self.body_consts
-
-
-def while_of(eqn: Eqn) -> While:
-    """The view of a while equation."""
-    p = eqn.params
-    return While(p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr, p["cond_nconsts"], p["body_nconsts"])
-
-
-def while_params(eqn: Eqn, loop: While) -> dict[str, Any]:
-    """The parameters of a while loop like `eqn` with other bodies and numbers of constants."""
+def with_scan_counts(params: Mapping[str, Any], consts: int, carries: int, ends: tuple[int, int]) -> dict[str, Any]:
+    """The parameters of a scan that count its operands. `ends`: the numbers of inputs and outputs of its body."""
+    if "ft_in" not in params:
+        return {"num_consts": consts, "num_carry": carries}
+    flattree = importlib.import_module("jax._src.flattree")
+    none = flattree.nones
     return {
-        **with_bodies(eqn, [loop.cond, loop.body]),
-        "cond_nconsts": loop.cond_consts,
-        "body_nconsts": loop.body_consts,
+        "ft_in": flattree.pack((none(consts), none(carries), none(ends[0] - consts - carries))),
+        "ft_out": flattree.pack((none(carries), none(ends[1] - carries))),
     }
-
-
-def is_remat(eqn: Eqn) -> bool:
-    return eqn.primitive.name in REMAT
-
-
-def is_recompute(eqn: Eqn) -> bool:
-    """Whether a remat is in a backward pass, where its body runs again."""
-    return bool(eqn.params["differentiated"])
-
-
-def is_kept_apart(eqn: Eqn) -> bool:
-    """Whether a remat in a backward pass shares no results with the forward pass: its operands pass a barrier."""
-    return is_recompute(eqn) and bool(eqn.params["prevent_cse"])
-
-
-# Why: values that are stacked over layers are split and joined in the jaxpr itself.
-def rows_eqn(x: Var, start: int, stop: int, out: Var) -> Eqn:
-    """`out = x[start:stop]`."""
-    rest = tuple(x.aval.shape[1:])
-    params = {"start_indices": (start, *(0 for _ in rest)), "limit_indices": (stop, *rest), "strides": None}
-    return new_eqn([x], [out], jax.lax.slice_p, params, None)
-
-
-def concat_eqn(parts: Sequence[Atom], out: Var) -> Eqn:
-    """`out = concatenate parts`, of rows."""
-    return new_eqn(parts, [out], jax.lax.concatenate_p, {"dimension": 0}, None)
-
-
-_JOINS: Final = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_p}
-
-
-def join_eqn(op: str, a: Atom, b: Atom, out: Var) -> Eqn:
-    """`out = a + b`, or the maximum or minimum of both."""
-    return new_eqn([a, b], [out], _JOINS[op], {}, None)
 
 
 # Why: the definition of an operation without a rule is in its lowering, or in hijax.

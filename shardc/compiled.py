@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import jax
@@ -19,7 +18,8 @@ from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
 from shardc.plan.check_found import check_found
-from shardc.plans import PipelinePlan, Plan
+from shardc.plans import Drawn, PipelinePlan, Plan
+from shardc.report.chart import Chart
 from shardc.sbp.signature import is_extended
 
 ExecutableT = TypeVar("ExecutableT", Executable, PipelineExecutable)
@@ -108,8 +108,12 @@ class Compiled(CompiledCall[Executable, Plan]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan]):
+class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan], Drawn):
     """A compiled plan of a pipeline."""
+
+    @property
+    def writes(self) -> bool:
+        return self.executable.places.first
 
     def check(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Signatures are checked on one program.
@@ -128,29 +132,14 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan]):
         leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
         return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
 
-    def timeline(self, width: int = 120) -> str:
-        """The last call of a pipeline as text, planned above measured for each rank.
+    @property
+    def chart(self) -> Chart:
+        """The last call. Measured times are those of the host's launches; after `measure`, those on the devices.
 
         Raises:
-          PipelineError: nothing was called yet.
+          PipelineError: there was no call yet.
         """
-        return self.executable.timeline(width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the last call of a pipeline into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: nothing was called yet, or matplotlib is missing.
-        """
-        self.executable.draw(path)
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the last call of a pipeline, planned beside measured, as JSON for https://ui.perfetto.dev.
-
-        Raises:
-          PipelineError: nothing was called yet.
-        """
-        self.executable.trace(path)
+        return self.executable.chart()
 
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
         """This pipeline under another schedule. Nothing is placed or compiled again.

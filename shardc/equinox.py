@@ -20,7 +20,7 @@ from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import is_array, is_number
 from shardc.pipeline.plan import Pipeline
-from shardc.plan.plan import keep_computed
+from shardc.plan.plan import copied
 from shardc.plan.saved_plan import SavedPlan
 from shardc.plans import PipelinePlan, Plan
 from shardc.sbp.placement import AUTO
@@ -161,6 +161,4 @@ def _without_constants(plan: AnyPlanT) -> AnyPlanT:
     tree = plan.request.tree
     assert tree is not None
     shown = replace(tree, shown=lambda x: jax.tree.map(lambda y: None if _is_fixed(y) else y, x, is_leaf=_is_fixed))
-    made = keep_computed(replace(plan, request=replace(plan.request, tree=shown)), plan)
-    vars(made).pop("in_placements", None)
-    return made
+    return copied(plan, type(plan), request=replace(plan.request, tree=shown))

@@ -1,6 +1,7 @@
-"""`python -m shardc schedule ...`: what a person sees, what a program reads, and how it says no."""
+"""`python -m shardc schedule` and `rules`: what a person sees, what a program reads, and how it says no."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from shardc.__main__ import main
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
+from shardc.sbp.signature import rule_names
 
 
 def run(capsys, *arguments):
@@ -65,6 +67,20 @@ def test_every_name(capsys, name):
     assert len(got["peak_activations"]) == len(got["bubble_per_rank"]) == 2
 
 
+def test_a_name_alone_is_shown_for_four_ranks_and_eight_microbatches(capsys):
+    assert run(capsys, "gpipe") == run(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "gpipe")
+    assert figures(capsys, "gpipe", "--stages", "2")[1]["peak_activations"] == [8, 8]
+
+
+def test_all_rules(capsys):
+    assert main(["rules"]) == 0
+    out = capsys.readouterr().out
+    listed = set(re.findall(r"[\w-]+", out))
+    assert set(rule_names()) <= listed
+    assert "  dot_general          m0 k0, k0 n1 -> m0 n1; k0: P(sum) " in out
+    assert "\nshardc/sbp/rules/gather.py\n" in out
+
+
 def test_costs_latency_and_chunks(capsys):
     ask = ["--stages", "4", "--microbatches", "16"]
     assert figures(capsys, *ask, "--latency", "0.5")[1]["bubble"] == 23
@@ -79,7 +95,7 @@ def test_auto_says_how_far_it_can_be_from_the_best(capsys):
     assert (code, got["makespan"], got["bound"], got["gap"]) == (0, 27, 27, 0)
     assert got["tried"] > 0
     _, out, _ = run(capsys, "--stages", "4", "--microbatches", "8", "--schedule", "auto", "--memory", "3")
-    assert "lower bound of makespan       28: an optimal schedule is at most 10.7% faster (" in out
+    assert "lower bound of makespan: 28, an optimal schedule is at most 10.7% faster (" in out
 
 
 def test_credits(capsys):
@@ -185,6 +201,8 @@ def test_a_file_that_is_no_schedule(capsys, tmp_path):
         ("--stages 4 --microbatches 8 --chunks 2 --schedule auto --memory 1", "one microbatch alone needs 2"),
         ("--file /nowhere/x.csv", "/nowhere/x.csv: No such file or directory."),
         ("--file x.csv --schedule 1f1b", "--schedule and --file exclude each other"),
+        ("gpipe --schedule 1f1b", "NAME and --schedule exclude each other"),
+        ("zbh1", 'Did you mean "zb-h1"?'),
         ("--stages 4 --microbatches 8 --frobnicate", "unrecognized arguments: --frobnicate"),
     ],
 )

@@ -1,8 +1,8 @@
-"""README.md, CONTRIBUTING.md and the documentation keep their word: Python blocks run, links lead somewhere.
+"""README.md, CONTRIBUTING.md and the pages of docs/ and benchmarks/ keep their word.
 
-The blocks of one page run in order and share their names. A `text` block right after a Python block is what that one
-prints; `...` in it stands for anything. Where a `console` block begins with `$ python -m shardc`, what follows in it is
-what that command prints.
+Python blocks run, and links lead somewhere. The blocks of one page run in order and share their names. A `text` block
+right after a Python block is what that one prints; `...` in it stands for anything. Where a `console` block begins with
+`$ python -m shardc`, what follows in it is what that command prints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardc.__main__ import main
 pytestmark = pytest.mark.usefixtures("as_users_plan")
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *BENCHMARKS]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^```console\n\$ python -m shardc (?P<options>.*)\n(?P<printed>(?:(?!```).*\n)+)", re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Measures the gold standards and prints the table of benchmarks/README.md.
+"""Measure the gold standards and print the tables of benchmarks/gold/README.md.
 
     python -m benchmarks.gold [--large] [--only NAME ...] [--explain] [--json FILE]
 

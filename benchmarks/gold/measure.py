@@ -120,7 +120,7 @@ def annotated_jit(row: Row, plan: Any, mesh: Any) -> Any:
         return pin.placement.to_sharding(mesh) if pin is not None and pin.fixed is None else None
 
     into = [a.pin for a in plan.arguments]
-    said = zip(plan.results, plan.ties, strict=True)
+    said = zip(plan.request.results, plan.ties, strict=True)
     out = [into[tie] if pin is None and tie is not None else pin for pin, tie in said]
     names = plan.in_placements.names
     step = row.inner(pin_inside) if row.inner else row.step

@@ -1,4 +1,4 @@
-"""A section's result as a table for the terminal and as Markdown for benchmarks/README.md."""
+"""A section's result as a table for the terminal and as Markdown for benchmarks/gpu/README.md."""
 
 from __future__ import annotations
 

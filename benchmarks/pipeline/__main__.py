@@ -1,4 +1,4 @@
-"""Measures pipelines beside their peers and prints the tables of benchmarks/README.md.
+"""Measure pipelines beside their peers and print the tables of benchmarks/pipeline/README.md.
 
     python -m benchmarks.pipeline [--quick] [--part peers sleep overhead host-ahead memory] [--torch-python PYTHON]
 

@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.calls.wrong_devices import wrong_devices_text
 from shardc.errors import ArgumentError
 from shardc.machine.mesh import AnyMesh, MeshView
 from shardc.passes.trace.trace import Call, is_array
-from shardc.report.elsewhere import elsewhere_text
 from shardc.sbp.placement import Placement
 
 
@@ -45,7 +45,7 @@ def arrivals(
             if isinstance(arrival, str):
                 elsewhere.append((name, path, x))
     if elsewhere:
-        raise ArgumentError(elsewhere_text(where, view, elsewhere, left))
+        raise ArgumentError(wrong_devices_text(where, view, elsewhere, left))
     return found
 
 

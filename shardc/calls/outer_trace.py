@@ -15,7 +15,7 @@ from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, explicit_axes
 from shardc.passes.trace.trace import Call, is_array
-from shardc.report.elsewhere import mesh_text
+from shardc.report.tables import mesh_text
 from shardc.sbp.layout import plain_placement
 from shardc.sbp.placement import Pin
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
@@ -42,12 +41,9 @@ from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.stage_network import Once
 from shardc.pipeline.step_values import StepValues, step_values
-from shardc.report.chart import measured_chart
-from shardc.report.chart_text import chart_text
-from shardc.report.picture import draw_picture
-from shardc.report.trace_file import write_trace
+from shardc.plan.borders import Border
+from shardc.report.chart import Chart, measured_chart
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
-from shardc.sbp.placement import Placement
 
 IN_FLIGHT: Final = 32
 """The most programs that are launched and not finished, on all meshes together: XLA:CPU's threads hang with more."""
@@ -124,10 +120,8 @@ class PipelineExecutable:
         numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces
-        self._entry = self._pieced(
-            pieces.inputs, self._stage_arrays(pieces.program.in_avals, plan.piece_inputs, plan.homes)
-        )
-        self._exits = self._stage_arrays(pieces.program.out_avals, plan.piece_outputs, plan.result_stages)
+        self._entry = self._pieced(pieces.inputs, self._stage_arrays(plan.in_borders))
+        self._exits = self._stage_arrays(plan.out_borders)
         self._exit = self._pieced(pieces.outputs, self._exits)
         known = known or {}
         self._executables: dict[int, Executable] = {
@@ -143,11 +137,8 @@ class PipelineExecutable:
         self._executor: Executor | None = None
         self._far: FarStages | None = None
 
-    def _stage_arrays(
-        self, avals: Sequence[Any], placements: Sequence[Placement], stages: Sequence[int]
-    ) -> list[StageArray]:
-        placed = zip(avals, placements, stages, strict=True)
-        return [StageArray(tuple(a.shape), p, self.meshes[s]) for a, p, s in placed]
+    def _stage_arrays(self, borders: Sequence[Border]) -> list[StageArray]:
+        return [StageArray(tuple(b.aval.shape), b.placement, self.meshes[b.stage]) for b in borders]
 
     def _pieced(self, pieces: Sequence[Piece], stage_arrays: Sequence[StageArray]) -> PiecedArrays:
         pipeline = self.plan.pipeline
@@ -380,8 +371,7 @@ class PipelineExecutable:
     @cached_property
     def _homes(self) -> list[StageArray]:
         """Each argument where it lives."""
-        pieces = self.plan.pieces.program
-        return self._stage_arrays(pieces.in_avals, self.plan.piece_inputs, self.plan.homes)
+        return self._stage_arrays(self.plan.in_borders)
 
     @cached_property
     def _shared(self) -> dict[int, list[int]]:
@@ -447,37 +437,14 @@ class PipelineExecutable:
 
     # -- inspection
 
-    def timeline(self, width: int = 120) -> str:
-        """The last call as text, planned above measured for each rank, in lines of `width` characters.
+    def chart(self) -> Chart:
+        """The last call, planned above measured for each rank. Where several processes run, all of them ask for it.
 
         Measured times are those of the host's launches; after `measure`, those on the devices.
 
         Raises:
           PipelineError: there was no call yet.
         """
-        return chart_text(self._chart(), width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the last call, planned above measured, and the use of its channels, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: there was no call yet, another ending, or matplotlib is not installed.
-        """
-        chart = self._chart()
-        if self.places.first:
-            draw_picture(chart, path)
-
-    def trace(self, path: str | Path) -> None:
-        """Write the last call, planned and measured, as a trace for https://ui.perfetto.dev or chrome://tracing.
-
-        Raises:
-          PipelineError: there was no call yet.
-        """
-        chart = self._chart()
-        if self.places.first:
-            write_trace(chart, path)
-
-    def _chart(self) -> Any:
         if self._last is None:
             raise PipelineError(
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "

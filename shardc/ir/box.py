@@ -40,9 +40,9 @@ class Boxed:
     Attributes:
       jaxpr: the program; `box` equations stand before their readers.
       placements: the placement of every variable, also in nested bodies.
-      rules: known rules of operations, by the id of the equation.
+      rules: known rules of operations, by equation.
     """
 
     jaxpr: Jaxpr
     placements: Mapping[Var, Placement]
-    rules: Mapping[int, Rule] = field(default_factory=dict[int, Rule])
+    rules: Mapping[Eqn, Rule] = field(default_factory=dict[Eqn, Rule])

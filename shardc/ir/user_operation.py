@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from shardc import compat
 from shardc.errors import PlacementError
+from shardc.ir.nested import trips_of
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Factors, Neutral, Operation, Rule, find_rule, linear, parse_factors, rule
 
@@ -128,7 +129,7 @@ def _flops_of(jaxpr: Any) -> float:
         bodies = [getattr(b, "jaxpr", b) for b in compat.jaxprs_in(eqn.params.values())]
         operands, results = (tuple(v.aval for v in side) for side in (eqn.invars, eqn.outvars))
         own = 0.0 if bodies else find_rule(Operation(eqn.primitive.name, operands, results, eqn.params)).flops
-        total += own + compat.trips_of(eqn) * sum(map(_flops_of, bodies))
+        total += own + trips_of(eqn) * sum(map(_flops_of, bodies))
     return total
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.nested import NESTED, bodies_of, trips_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.signature import Operation, Setting
 
@@ -27,6 +28,15 @@ def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:
         for body in bodies_of(eqn):
             found += all_eqns(body)
     return found
+
+
+def executions(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Eqn, int]]:
+    """The equations that are not nested, in order, and how often each runs: `times`, in loops as `trips_of` says."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in NESTED:
+            yield eqn, times
+        for body in bodies_of(eqn):
+            yield from executions(body, times * trips_of(eqn))
 
 
 def itemsize_of(aval: Any) -> int:

@@ -33,6 +33,7 @@ from shardc.machine.topology import (
     lay_out,
     parse_topology,
     read_topology,
+    topology_of,
 )
 from shardc.runtime.cluster import current
 
@@ -244,12 +245,6 @@ _hbm_of_mesh: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()
 _calibration_of_mesh: WeakKeyDictionary[Mesh, Topology] = WeakKeyDictionary()
 """The arguments of `make_mesh` for a mesh of real devices. JAX interns meshes, so the last call counts."""
 
-_KINDS: Final = (
-    ("cpu", r"cpu"), ("v5p", r"v5p|v5$"), ("v5e", r"v5e|v5 ?lite"), ("v6e", r"v6"), ("v4", r"v4"),
-    ("h200", r"h200"), ("h100", r"h100|a100"), ("b200", r"b200"),
-)  # fmt: skip
-
-
 _OURS: Final = "shardc"
 """The platform of absent devices. Their device kind names the topology, the given memory and, for a part of a mesh, the
 axes of the whole mesh."""
@@ -272,7 +267,7 @@ def view(mesh: AnyMesh) -> MeshView:
         return MeshView(axes, TOPOLOGIES["cpu"])
     if device.platform != _OURS:
         kind = device.device_kind
-        return _with_memory(axes, TOPOLOGIES[_known_kind(kind)], None, _is_known(kind))
+        return _with_memory(axes, TOPOLOGIES[topology_of(kind) or "h100"], None, _is_known(kind))
     kind, hbm, whole = _parse_kind(device.device_kind)
     machine = parse_topology(kind)
     if machine.shape:
@@ -301,7 +296,7 @@ def _parse_kind(device_kind: str) -> tuple[str, int, tuple[tuple[str, int], ...]
 
 def _machine_of(mesh: Mesh) -> Topology:
     """The machine of a mesh's devices, with the layout of the mesh if the devices report their places."""
-    machine = TOPOLOGIES[_known_kind(mesh.devices.flat[0].device_kind)]
+    machine = TOPOLOGIES[topology_of(mesh.devices.flat[0].device_kind) or "h100"]
     if len(machine.fabrics) == 1 and len({process_of(d) for d in mesh.devices.flat}) > 1:
         machine = replace(machine, fabrics=(*machine.fabrics, BETWEEN_PROCESSES))
     if len(machine.fabrics) == 1:
@@ -347,14 +342,9 @@ def _along_links(device: Any) -> tuple[int, ...]:
     return (domain_of(device) or 0, *at)
 
 
-def _known_kind(device_kind: str) -> str:
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, device_kind.lower())), "h100")
-
-
 def _is_known(device_kind: str) -> bool:
     """Whether the kind determines the memory of a device. An A100 has one of two sizes."""
-    kind = device_kind.lower()
-    return "a100" not in kind and any(re.search(pattern, kind) for _, pattern in _KINDS)
+    return "a100" not in device_kind.lower() and topology_of(device_kind) is not None
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:

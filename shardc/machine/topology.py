@@ -48,7 +48,7 @@ class Fabric:
       bandwidth: bytes/s that a device sends: on a torus along one link, one way; else through its port.
       latency: seconds for each hop.
       tier: collectives pass the tiers one after the other; fabrics of one tier work at the same time.
-      most: largest number of devices along it; 0: no limit.
+      most: largest number of devices along it, or of domains of the fabric before it; 0: no limit.
       ring: a torus dimension closes to a ring if its size is a multiple of this; 0: it never does.
       rates: bytes/s in collectives of one kind, if known to differ from `bandwidth`.
     """
@@ -177,27 +177,35 @@ class _Chip(NamedTuple):
     rates: tuple[tuple[str, float], ...] = ()
 
 
-def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], chips: int, ring: int) -> Topology:
-    """[B] The dimensions of a pod, then the network between slices: that of a host, which its `chips` share."""
+def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...]) -> Topology:
+    """[B] The dimensions of a pod, then the network between slices: that of a host, which its chips share."""
+    chips, ring, together = (4, 4, 4) if len(pod) == 3 else (8, 16, 8)
     torus = Fabric("torus", link, 1e-6, ring=ring)
     network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
     fabrics = (torus,) * len(pod) + (network,)
-    together = (("all_gather", 63), ("reduce_scatter", 4 if len(pod) == 3 else 8))
+    most = (("all_gather", 63), ("reduce_scatter", together))
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
-        kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=together,
+        kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
         combined=combined,
     )  # fmt: skip
 
 
-def _gpu(kind: str, chip: _Chip, nvlink: float, domain: int) -> Topology:
-    """[N, A] An NVLink domain of at most `domain` GPUs, and the network between domains."""
-    fabrics = Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", 5e10, 2.7e-6, tier=1)
+def _gpu(kind: str, chip: _Chip, *fabrics: Fabric) -> Topology:
+    """[A, X] The fabrics are of one tier each, the fastest first."""
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined
     )  # fmt: skip
 
+
+def _nvlink(bandwidth: float, domain: int) -> Fabric:
+    """[N, A] An NVLink domain of at most `domain` GPUs."""
+    return Fabric("switch", bandwidth, 6e-7, most=domain)
+
+
+_INFINIBAND: Final = Fabric("switch", 5e10, 2.7e-6, tier=1)
+"""[N, A] The network between domains, of one port for each GPU."""
 
 _HOPPER: Final = (
     ("float32", 4.94e14), ("float64", 6.7e13), ("int8", 1.979e15),
@@ -215,17 +223,27 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
                      combined=(("all_reduce", ANY),)),
-            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), 4, 4),
-            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), 8, 16),
-            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), 4, 4),
-            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16), 8, 16),
-            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), 3.2e11, 8),
-            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), 3.2e11, 8),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16)),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16)),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28)),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16)),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
             # NVLink is 900 GB/s one way; the share reached is assumed to be that of H100. A rack of GB200 has 72 GPUs.
-            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), 6.4e11, 72),
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _nvlink(6.4e11, 72), _INFINIBAND),
         )
     }
 )  # fmt: skip
+
+DEVICE_KINDS: Final = {"v5p": "v5p|v5$", "v5e": "v5e|v5 ?lite", "v6e": "v6", "h100": "h100|a100"}
+"""Regular expressions of JAX's names for devices, in lower case, where they do not hold the name of the topology."""
+
+
+def topology_of(device_kind: str) -> str | None:
+    """The name of the topology of a kind of device; None if it is not known."""
+    name = device_kind.lower()
+    return next((t for t in TOPOLOGIES if re.search(DEVICE_KINDS.get(t, t), name)), None)
+
 
 BETWEEN_PROCESSES: Final = Fabric("switch", 3e8, 3e-4, tier=1)
 """[M] Sockets between the processes of a CPU mesh: 2 processes of 4 devices on 2 cores."""
@@ -268,9 +286,10 @@ def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
         most = machine.fabric(dim).most
         if most and n > most:
             fit = next(m for m in range(most, 0, -1) if n % m == 0)
+            better = "x".join(map(str, (*shape[:dim], fit, n // fit)))
             raise MeshError(
-                f"topology={text!r}: NVLink joins at most {most} {machine.kind}; write the GPUs of a domain, then the "
-                f"number of domains, as in {machine.kind}:{fit}x{n // fit}."
+                f"topology={text!r}: {'a switch' if dim else 'NVLink'} joins at most {most} {machine.kind}; write the "
+                f"GPUs of a domain, then the number of domains, as in {machine.kind}:{better}."
             )
 
 
@@ -285,7 +304,8 @@ def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[st
     if len(machine.fabrics) == 1:
         return {a: (AxisSpan(first, 0, n),) for a, n in axes}
     whole = math.prod(n for _, n in axes)
-    return dict(lay_out(replace(machine, shape=(first.most or whole, whole)), axes))
+    shape = (*(f.most or whole for f in machine.fabrics[:-1]), whole)
+    return dict(lay_out(replace(machine, shape=shape), axes))
 
 
 def lay_out(machine: Topology, axes: Sequence[tuple[str, int]]) -> Layout:

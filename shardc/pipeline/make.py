@@ -39,7 +39,7 @@ from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.stage_network import position_of, stage_network
 from shardc.plan.borders import match_donated
-from shardc.plan.plan import Unlimited, keep_computed
+from shardc.plan.plan import Unlimited, copied
 from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
@@ -243,7 +243,7 @@ class _Search:
         plan = self._of_recompute_plan()
         assert plan is not None
         full = {r.rank for r in plan.memory.too_full}
-        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
+        short = full or {*plan.short_of_registers, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
         recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
         return SearchSetting(frozenset(recompute | more)) if more else None
@@ -315,7 +315,7 @@ def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
     found = min(fits, key=lambda p: p.seconds) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
     if found is plans[0]:
         return found
-    return keep_computed(replace(found, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak)), found)
+    return copied(found, MpmdPlan, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak))
 
 
 # -- one attempt
@@ -356,7 +356,7 @@ def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:
     deadlock = find_deadlock(plan.network)
     if deadlock is not None:
         raise PipelineError(f"{request.where}: {deadlock}")
-    return _squeezed(plan, built.network) if request.pipeline.credits == "auto" else plan
+    return _with_fewer_registers(plan, built.network) if request.pipeline.credits == "auto" else plan
 
 
 def with_schedule(plan: MpmdPlan, schedule: Any) -> MpmdPlan:
@@ -528,7 +528,7 @@ def _registers(plan: MpmdPlan, pipeline: Pipeline, where: str) -> Sequence[int]:
     )
 
 
-def _squeezed(plan: MpmdPlan, net: Network) -> MpmdPlan:
+def _with_fewer_registers(plan: MpmdPlan, net: Network) -> MpmdPlan:
     """The plan with fewer registers, and slower, if that makes it fit; else the plan as it is.
 
     Args:
@@ -548,4 +548,4 @@ def _squeezed(plan: MpmdPlan, net: Network) -> MpmdPlan:
         found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
     except PipelineError:
         return plan
-    return keep_computed(replace(found, squeezed=tuple(r.rank for r in full)), found)
+    return copied(found, MpmdPlan, short_of_registers=tuple(r.rank for r in full))

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardc import compat
-from shardc.compat import Eqn, bodies_of, with_bodies
+from shardc.compat import Eqn
+from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer, transfer_number
 from shardc.machine.mesh import MeshView

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-import jax
+from typing import Any, TypeAlias
 
 from shardc.ir.collective import Collective
 from shardc.ir.program import Program
@@ -26,9 +25,9 @@ from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
 from shardc.pipeline.stage_network import StageNetwork
-from shardc.plan.borders import match_donated
+from shardc.plan.borders import Border, match_donated
 from shardc.plan.digest import digest_of
-from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Staging, Unlimited
+from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Unlimited
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
@@ -123,7 +122,7 @@ class MpmdPlan:
       cut: the programs of the stages, and what crosses between them.
       schedule: the order of every actor's actions; prints and parses as a grid.
       built: the network of the actors, their channels and registers.
-      squeezed: the ranks whose memory has no room for the registers with which a call would be fastest.
+      short_of_registers: the ranks without memory for as many registers as the fastest call takes.
       unlimited: the plan with each stage wherever is cheapest, if a rank has no room for that; its `peak` is that of
         the rank that is fullest.
     """
@@ -134,15 +133,9 @@ class MpmdPlan:
     cut: Cut
     schedule: Schedule
     built: StageNetwork
-    squeezed: tuple[int, ...] = ()
+    short_of_registers: tuple[int, ...] = ()
     unlimited: Unlimited | None = None
-    gap: None = None
-
-    @cached_property
-    def staging(self) -> Staging:
-        """The stages in figures."""
-        sent = sum(t.bytes for t in self.transfers)
-        return Staging(len(self.stages), self.schedule.name, str(self.schedule), sent)
+    gap: float | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -153,9 +146,8 @@ class MpmdPlan:
         return digest_of([t.plan for t in tasks if t.plan is not None], *parts)
 
     @property
-    def programs(self) -> tuple[SpmdPlan, ...]:
-        """The plans of the SPMD programs: one for each stage."""
-        return tuple(s.plan for s in self.stages)
+    def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
+        return tuple((s.number, s.plan) for s in self.stages)
 
     @property
     def program(self) -> Program:
@@ -164,11 +156,6 @@ class MpmdPlan:
     @property
     def pipeline(self) -> Pipeline:
         return self.request.pipeline
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for `explain`."""
-        return self.request.notes
 
     @property
     def whole_mesh(self) -> AnyMesh:
@@ -190,65 +177,66 @@ class MpmdPlan:
         return self.cut.homes
 
     @cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The inputs of the program in pieces, as they were known before planning."""
-        return arguments_of(self.request, self.pieces)
+    def in_borders(self) -> list[Border]:
+        """The arguments where they live; of one that is stacked over the stages, each piece."""
+        program, at = self.pieces.program, dict[int, Placement]()
+        for stage in self.stages:
+            for i, placement in zip(stage.program.arguments, stage.plan.inputs, strict=True):
+                at.setdefault(i, placement)
+        known = zip(
+            program.in_paths, program.in_avals, arguments_of(self.request, self.pieces), self.homes, strict=True
+        )
+        return [
+            Border(path, aval, at.get(i, Placement()), argument, self.stages[home].mesh, home)
+            for i, (path, aval, argument, home) in enumerate(known)
+        ]
 
     @cached_property
-    def results(self) -> tuple[Pin | None, ...]:
-        """The pins of the results of the program in pieces."""
-        return results_of(self.request, self.pieces)
-
-    @cached_property
-    def ties(self) -> tuple[int | None, ...]:
-        """For each result of the program in pieces the donated input that it replaces."""
-        return tuple(match_donated(self.pieces.program, self.arguments))
+    def out_borders(self) -> list[Border]:
+        """The results where they are made; of one that is stacked over the stages, each piece."""
+        program, given = self.pieces.program, self.in_borders
+        ties = match_donated(program, [b.known for b in given])
+        at = {
+            i: (placement, stage)
+            for stage in self.stages
+            for i, placement in zip(stage.program.results, stage.plan.outputs, strict=True)
+        }
+        made = zip(program.out_paths, program.out_avals, results_of(self.request, self.pieces), ties, strict=True)
+        found: list[Border] = []
+        for i, (path, aval, pin, tie) in enumerate(made):
+            placement, stage = at[i]
+            reuses = tie is not None and given[tie].placement == placement
+            found.append(Border(path, aval, placement, Argument(pin), stage.mesh, stage.number, reuses))
+        return found
 
     @cached_property
     def inputs(self) -> tuple[Placement, ...]:
         """Placements of the arguments; of one in pieces that of the first piece."""
-        return _of_first(self.piece_inputs, self.pieces.inputs)
+        return _of_first(self.in_borders, self.pieces.inputs)
 
     @cached_property
     def outputs(self) -> tuple[Placement, ...]:
         """Placements of the results; of one in pieces that of the first piece."""
-        return _of_first(self.piece_outputs, self.pieces.outputs)
+        return _of_first(self.out_borders, self.pieces.outputs)
 
     @cached_property
-    def piece_inputs(self) -> tuple[Placement, ...]:
-        """Placements of the inputs of the program in pieces, where they live."""
-        at: dict[int, Placement] = {}
-        for stage in self.stages:
-            for i, p in zip(stage.program.arguments, stage.plan.inputs, strict=True):
-                at.setdefault(i, p)
-        return tuple(at.get(i, Placement()) for i in range(len(self.pieces.inputs)))
-
-    @cached_property
-    def piece_outputs(self) -> tuple[Placement, ...]:
-        """Placements of the results of the program in pieces."""
-        at = {i: p for stage in self.stages for i, p in zip(stage.program.results, stage.plan.outputs, strict=True)}
-        return tuple(at[i] for i in range(len(self.pieces.outputs)))
-
-    @cached_property
-    def result_stages(self) -> tuple[int, ...]:
-        """The stage that each result, or piece of one, lives on."""
-        at = {i: stage.number for stage in self.stages for i in stage.program.results}
-        return tuple(at[i] for i in range(len(self.pieces.outputs)))
-
-    @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The collectives on the stages' own meshes, in the order of the stages; over all executions in one call."""
-        return tuple(c for _, c in self.stage_collectives)
-
-    @cached_property
-    def stage_collectives(self) -> tuple[tuple[Stage, Collective], ...]:
-        """The collectives, each with its stage."""
-        return tuple(
-            (stage, replace(c, bytes=c.bytes * times, count=c.count * times))
+    def _stage_collectives(self) -> list[tuple[int, Collective]]:
+        """The collectives in the order of the stages, each with its stage; over all executions in one call."""
+        return [
+            (stage.number, replace(c, bytes=c.bytes * times, count=c.count * times))
             for stage in self.stages
             for task, times in self._runs(stage)
             for c in task.collectives
-        )
+        ]
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives on the stages' own meshes, in the order of the stages; over all executions in one call."""
+        return tuple(c for _, c in self._stage_collectives)
+
+    @property
+    def moves(self) -> list[tuple[int, Collective]]:
+        return [(stage, c) for stage, c in self._stage_collectives if c.bytes]
 
     def _runs(self, stage: Stage) -> list[tuple[PlacedProgram, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
@@ -261,16 +249,14 @@ class MpmdPlan:
     def transfers(self) -> tuple[Transfer, ...]:
         """The transfers from stage to stage, arguments that several stages use included."""
         found: list[Transfer] = []
-        pieces = self.pieces.program
-        for i, (path, aval) in enumerate(zip(pieces.in_paths, pieces.in_avals, strict=True)):
-            for stage in self.stages:
-                if i in stage.program.arguments and stage.number != self.homes[i]:
-                    size = _piece(aval, self.piece_inputs[i], self.stages[self.homes[i]].mesh)
-                    found.append(Transfer(self.homes[i], stage.number, size, 1, f"argument {path}", short_aval(aval)))
+        for i, b in enumerate(self.in_borders):
+            size, readers = _sent(b.aval, b.placement, b.mesh), (s for s in self.stages if i in s.program.arguments)
+            for n in (s.number for s in readers if s.number != b.stage):
+                found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
             count = self.cut.loop.microbatches if c.in_loop else 1
-            size = _piece(c.aval, placed[c.number], self.stages[c.source].mesh) * count
+            size = _sent(c.aval, placed[c.number], self.stages[c.source].mesh) * count
             found.append(Transfer(c.source, c.target, size, count, c.line, short_aval(c.aval)))
         return tuple(found)
 
@@ -288,32 +274,21 @@ class MpmdPlan:
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
-        """Operations without a rule that cost a gather or a repeated computation."""
+        """Operations that are replicated, because they have no sharding rule."""
         return tuple(g for s in self.stages for g in s.plan.gathered)
 
     @cached_property
     def found(self) -> tuple[FoundSignatures, ...]:
-        """Operations without a rule that are split by signatures that were found."""
+        """Operations without a sharding rule that are split by automatically found signatures."""
         return tuple(f for s in self.stages for f in s.plan.found)
 
     @cached_property
-    def in_placements(self) -> Any:
-        """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
-        tree = self.request.tree
-        return None if tree is None else tree.unflatten(self.inputs)
-
-    @cached_property
-    def out_placements(self) -> Any:
-        """A placement for each leaf of the result."""
-        return jax.tree.unflatten(self.program.out_tree, self.outputs)
-
-    @cached_property
     def memory(self) -> PipelineMemory:
-        """Bytes per device: over the time of the call for each rank, and in all for the rank that is fullest."""
+        """Bytes per device of each rank over the call. The totals are those of the fullest rank."""
         return self.memory_with(None)
 
     def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
-        """The memory, given the bytes that live inside each task besides its inputs and outputs."""
+        """The same, with `working` bytes of temporaries inside each task; None: as the planner estimates them."""
         programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
         call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
         return pipeline_memory(call, self.capacities, working)
@@ -362,12 +337,12 @@ class MpmdPlan:
 
     @property
     def time(self) -> Time:
-        """Seconds of one call by what they go to, on the rank that waits least."""
+        """Seconds of one call by kind (computing, waiting, ...) on the rank that waits least."""
         return min(self.rank_times, key=lambda t: t.wait)
 
     @cached_property
     def rank_times(self) -> tuple[Time, ...]:
-        """Seconds of one call by what they go to, on each rank. Each adds up to `seconds`."""
+        """Seconds of one call by kind (computing, waiting, ...) on each rank. Each adds up to `seconds`."""
         timeline, tasks = self.simulate(), {label: task for label, (_, task) in self.built.tasks.items()}
 
         def spent(labels: Sequence[Any], busy: float) -> Time:
@@ -381,8 +356,20 @@ class MpmdPlan:
         return tuple(map(spent, timeline.order(), timeline.busy))
 
     def with_registers(self, registers: Sequence[int | None]) -> MpmdPlan:
-        """This plan with `registers` for the channels."""
+        """This plan with these numbers of registers for its channels."""
         return replace(self, built=replace(self.built, network=self.network.with_registers(registers)))
+
+
+PlanView: TypeAlias = SpmdPlan | MpmdPlan
+"""A plan of any kind, as reports and warnings read it: one SPMD program, or the stages of a pipeline. Both have
+
+- `request`, what was asked; `program`, the whole program; `mesh`, all devices;
+- `parts`: the plan of each SPMD program, with the number of its stage;
+- `inputs`, `outputs`: placements of the arguments and results of the whole program; `in_borders`, `out_borders`: these
+  where they live between calls, several for one that is stacked over stages;
+- `moves`: the collectives that send bytes, each with the number of its stage; `bytes_per_device`, `gathered`, `found`;
+- `seconds`, `time`, `memory`, `gap`, `unlimited`.
+"""
 
 
 def arguments_of(request: PipelineRequest, pieces: Pieces) -> tuple[Argument, ...]:
@@ -396,19 +383,17 @@ def results_of(request: PipelineRequest, pieces: Pieces) -> tuple[Pin | None, ..
     return tuple(request.results[p.number] for p in pieces.outputs)
 
 
-def _of_first(placements: Sequence[Placement], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
+def _of_first(borders: Sequence[Border], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
     """The placement of the first piece of each value."""
     found: dict[int, Placement] = {}
-    for piece, placement in zip(pieces, placements, strict=True):
-        found.setdefault(piece.number, placement)
+    for piece, border in zip(pieces, borders, strict=True):
+        found.setdefault(piece.number, border.placement)
     return tuple(found.values())
 
 
-def _piece(aval: Any, placement: Placement, mesh: MeshView) -> int:
-    size = itemsize_of(aval)
-    for n in local_shape(aval.shape, placement, mesh.sizes):
-        size *= n
-    return size
+def _sent(aval: Any, placement: Placement, mesh: MeshView) -> int:
+    """Bytes of a device's piece as it is sent."""
+    return math.prod(local_shape(aval.shape, placement, mesh.sizes)) * itemsize_of(aval)
 
 
 def task_seconds(plan: PlacedProgram | None) -> float:

@@ -1,21 +1,56 @@
-"""The borders of a plan: what is known of arguments and results, and which results take the buffers of arguments."""
+"""The borders of a plan: where arguments and results live, and which results take the buffers of donated arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardc import compat
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
-from shardc.sbp.placement import Pin
+from shardc.sbp.placement import Pin, Placement, is_even
+
+
+@dataclass(frozen=True)
+class Border:
+    """An argument or a result of a plan, where it lives between calls.
+
+    Attributes:
+      path, aval: as the function has it.
+      placement: on the mesh.
+      known: what was known of it before planning; of a result, its pin.
+      mesh: that of its stage.
+      stage: 0 in a plan of one program.
+      reuses: whether it is a result that takes the buffer of a donated argument, and its placement.
+    """
+
+    path: str
+    aval: Any
+    placement: Placement
+    known: Argument
+    mesh: MeshView
+    stage: int = 0
+    reuses: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on each device."""
+        return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.kind))
+
+    @property
+    def is_padded(self) -> bool:
+        return not is_even(self.aval.shape, self.placement, self.mesh.sizes)
 
 
 def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int | None]:
-    """For each result the donated input that it replaces: the same path (but for the place in the result's tuple) and
-    aval."""
+    """For each result the donated input that it replaces, if any: one of the same type and the same path, without the
+    result's position in a tuple."""
     waiting: dict[tuple[str, tuple[int, ...], Any], list[int]] = {}
     for i, (path, var, argument) in enumerate(zip(program.in_paths, program.jaxpr.invars, arguments, strict=False)):
         if argument.donated:
@@ -35,13 +70,13 @@ def match_donated(program: Program, arguments: Sequence[Argument]) -> list[int |
 
 
 def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
-    """For each result that takes an input's buffer if it lies as that does, the input."""
+    """For each result the donated input whose buffer it takes if both have the same placement."""
     results, arguments = enumerate(zip(ties, program.out_avals, strict=True)), program.in_avals
     return {k: tie for k, (tie, aval) in results if tie is not None and arguments[tie].dtype == aval.dtype}
 
 
 def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
-    """Arguments that arrive elsewhere than they are pinned: `f x --> f constrain[pin] x`."""
+    """Constrain arguments that arrive with another placement than their pin: `f x --> f constrain[pin] x`."""
     moved: dict[compat.Var, compat.Var] = {}
     eqns: list[compat.Eqn] = []
     for var, a in zip(program.jaxpr.invars, arguments, strict=False):
@@ -73,7 +108,7 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
 
 
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
-    """The placement problem of a request; of a plan's own `request` and `ties`, that plan's."""
+    """The placement problem of a request. With a plan's own `request` and `ties` it is the problem of that plan."""
     program = request.program
     inputs = [Requirement(a.pin if a.arrival is None else Pin(a.arrival)) for a in request.arguments]
     outputs = [Requirement(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
@@ -81,5 +116,5 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
 
 
 def moves(a: Argument) -> bool:
-    """Whether an argument arrives elsewhere than it is pinned."""
+    """Whether an argument arrives with another placement than its pin."""
     return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)

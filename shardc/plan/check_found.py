@@ -23,7 +23,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.find_signatures import OperationSignatures, found_of
 from shardc.plan.plan import SpmdPlan
-from shardc.sbp.placement import B, Placement, local_extent
+from shardc.sbp.placement import Placement, local_extent
 
 SLACK = 64
 """Units in the last place, of the largest element, by which pieces may differ from the whole."""
@@ -87,23 +87,13 @@ class _Checking(Lowering):
         placed = [self.placement(a) for a in (*eqn.invars, *eqn.outvars)]
         axes = list(dict.fromkeys(a for p in placed for a in p if a in self.sizes))
         self.compared += 1
-        totals: list[Any] = [0.0] * len(whole)
         for at in itertools.product(*(range(self.sizes[a]) for a in axes)):
             here = dict(zip(axes, at, strict=True))
             pieces = [_piece(x, p, here, self.sizes) for x, p in zip(operands, placed, strict=False)]
             if any(0 in np.shape(x) for x in pieces):
                 continue
-            pieces = [_part(x, p, here) for x, p in zip(pieces, placed, strict=False)]
-            made = found.fn(*pieces)
-            for k, (y, all_of_it, p) in enumerate(zip(made, whole, placed[len(operands) :], strict=True)):
-                if p.partial_axes:
-                    once = all(here[a] == 0 or p[a] != B for a in axes)  # along B devices have the same
-                    totals[k] = totals[k] + once * _at(jnp.zeros_like(all_of_it), y, p, here, self.sizes)
-                else:
-                    self.look(eqn, k, y, _piece(all_of_it, p, here, self.sizes), f"{p} on device {here}")
-        for k, (total, y, p) in enumerate(zip(totals, whole, placed[len(operands) :], strict=True)):
-            if p.partial_axes:
-                self.look(eqn, k, total, y, f"{p}, summed")
+            for k, (y, all_of_it, p) in enumerate(zip(found.fn(*pieces), whole, placed[len(operands) :], strict=True)):
+                self.look(eqn, k, y, _piece(all_of_it, p, here, self.sizes), f"{p} on device {here}")
 
     def look(self, eqn: Eqn, k: int, got: Any, want: Any, where: str) -> None:
         primitive = eqn.params["fn"].primitive.name
@@ -131,18 +121,6 @@ def _extents(shape: Sequence[int], p: Placement, at: Mapping[str, int], sizes: M
 def _piece(x: Any, p: Placement, at: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
     """The piece of a logical value that a device holds, without padding."""
     return x[tuple(_extents(np.shape(x), p, at, sizes))] if p and np.ndim(x) else x
-
-
-def _part(x: Any, p: Placement, at: Mapping[str, int]) -> Any:
-    """A device's part of a sum: the first has the value three times, the second what makes up for it."""
-    for axis in p.partial_axes:
-        x = x * {0: 3, 1: -2}.get(at[axis], 0)
-    return x
-
-
-def _at(zeros: Any, piece: Any, p: Placement, at: Mapping[str, int], sizes: Mapping[str, int]) -> Any:
-    """A piece of a result in its place, zero elsewhere."""
-    return zeros.at[tuple(_extents(zeros.shape, p, at, sizes))].set(piece) if np.ndim(zeros) else piece
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of
 from shardc.passes.place.domain import Domains
-from shardc.passes.place.insert_boxing import entries_of, insert_boxing
+from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placed, Tables
 from shardc.passes.place.problem import Nested, Node, Problem, Scope
 from shardc.plan.borders import problem_of
@@ -198,7 +199,7 @@ class _Ports:
         for n, var in zip(node.exits, eqn.outvars, strict=True):
             self.note(n, -1, var)
         for k, (inner, body) in enumerate(zip(node.scopes, bodies_of(eqn), strict=True)):
-            for n, var in zip(entries_of(eqn, node, k), body.invars, strict=True):
+            for n, var in zip(node.entries_into(k), body.invars, strict=True):
                 self.note(n, len(n.operands), var)
             for (n, port), atom in zip(node.returns[k], body.outvars, strict=False):
                 self.note(n, port, atom)

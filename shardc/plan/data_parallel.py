@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import S
 

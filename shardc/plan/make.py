@@ -18,7 +18,7 @@ from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
-from shardc.plan.plan import SpmdPlan, Unlimited, keep_computed
+from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
 from shardc.plan.uneven import uneven_results
@@ -29,7 +29,7 @@ NOTHING: Final = Recomputation()
 
 
 @dataclass(frozen=True, eq=False)
-class Misfit:
+class DoesNotFit:
     """The answer to a request that no plan was found for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Misfit:
     plan: SpmdPlan
 
 
-def make_plan(request: Request) -> SpmdPlan | Misfit:
+def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
     compared = _Compared(request, _plan_as_written(request))
     for rewrite in REWRITES:
@@ -55,14 +55,14 @@ def make_plan(request: Request) -> SpmdPlan | Misfit:
             compared = compared.beside(rewrite.name, other, _plan_as_written(other), before)
     compared = compared.with_residuals_kept()
     best, trials = compared.best, compared.trials
-    if isinstance(best, Misfit):
+    if isinstance(best, DoesNotFit):
         return best
     if trials:
         more = relative_gap(best.seconds, compared.least)
         gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
-        best = keep_computed(replace(best, gap=gap if math.isfinite(gap) else None, trials=trials), best)
+        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials)
     uneven = uneven_results(best)
-    return best if uneven is None else keep_computed(replace(best, uneven=uneven), best)
+    return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +77,13 @@ class _Compared:
     """
 
     request: Request
-    best: SpmdPlan | Misfit
+    best: SpmdPlan | DoesNotFit
     trials: tuple[RewriteTrial, ...] = ()
     least: float = math.inf
 
-    def beside(self, name: str, request: Request, found: SpmdPlan | Misfit, before: SpmdPlan | Misfit) -> _Compared:
+    def beside(
+        self, name: str, request: Request, found: SpmdPlan | DoesNotFit, before: SpmdPlan | DoesNotFit
+    ) -> _Compared:
         """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
         taken = _is_cheaper(found, self.best)
         trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
@@ -91,7 +93,7 @@ class _Compared:
 
     def with_residuals_kept(self) -> _Compared:
         """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
-        if isinstance(self.best, Misfit) or self.best.cheaper is None:
+        if isinstance(self.best, DoesNotFit) or self.best.cheaper is None:
             return self
         kept = _plan_as_written(self.request, keeps=True)
         better = _is_cheaper(kept, self.best)
@@ -100,25 +102,25 @@ class _Compared:
         return _Compared(self.request, kept if better else self.best, (*self.trials, trial), least)
 
 
-def _is_cheaper(found: SpmdPlan | Misfit, other: SpmdPlan | Misfit) -> bool:
+def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:
     """Whether it costs less by more than rounding."""
     (seconds, peak), (others, other_peak) = _cost(found), _cost(other)
     return seconds < others * (1 - ROUNDING) or (seconds == others == math.inf and peak < other_peak)
 
 
-def _cost(found: SpmdPlan | Misfit) -> tuple[float, int]:
+def _cost(found: SpmdPlan | DoesNotFit) -> tuple[float, int]:
     """Seconds, and for what does not fit the least bytes that were found."""
-    return (math.inf, found.fitted.least.peak) if isinstance(found, Misfit) else (found.seconds, 0)
+    return (math.inf, found.fitted.least.peak) if isinstance(found, DoesNotFit) else (found.seconds, 0)
 
 
-def _least_seconds(found: SpmdPlan | Misfit) -> float:
+def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
     """The least that a plan of the same program could take."""
-    if isinstance(found, Misfit):
+    if isinstance(found, DoesNotFit):
         return math.inf
     return 0.0 if found.gap is None else found.seconds / (1 + found.gap)
 
 
-def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | Misfit:
+def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found for one program. It recomputes residuals of loops where that seems to take less
     time than to keep them, before anything is placed; none if it `keeps` them."""
     program, cheaper = request.program, NOTHING
@@ -168,9 +170,9 @@ class Placing:
         return self._instead(whole.plan_of(fitted.best or fitted.least))
 
     def _instead(self, plan: SpmdPlan) -> SpmdPlan:
-        return keep_computed(replace(plan, unlimited=Unlimited(self.plan.seconds, self.plan.memory.peak)), plan)
+        return copied(plan, SpmdPlan, unlimited=Unlimited(self.plan.seconds, self.plan.memory.peak))
 
-    def within(self, limit: int) -> SpmdPlan | Misfit:
+    def within(self, limit: int) -> SpmdPlan | DoesNotFit:
         """A plan that takes at most `limit` bytes of each device; it may recompute values instead of keeping them."""
         whole = _Within(self.search, limit)
         if whole.fits:
@@ -178,7 +180,7 @@ class Placing:
         plans, fitted = _all_within(whole, self.traced)
         if plans:
             return self._instead(min(plans, key=lambda p: p.seconds))
-        return Misfit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
+        return DoesNotFit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
 
 
 def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[LimitResult]]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of, trips_of
 from shardc.ir.program import Program
-from shardc.passes.place.insert_boxing import entries_of
 from shardc.passes.place.problem import Nested, Node, Problem, Scope
 from shardc.passes.trace.pins import matcher
 from shardc.sbp.placement import Placement
@@ -129,9 +129,9 @@ class _Finder:
 
     def bodies(self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str) -> None:
         outside = {n: a for n, a in zip(nested.entries, eqn.invars, strict=True) if not compat.is_literal(a)}
-        runs = times * compat.trips_of(eqn)
+        runs = times * trips_of(eqn)
         for k, (scope, body) in enumerate(zip(nested.scopes, bodies_of(eqn), strict=True)):
-            for n, var in zip(entries_of(eqn, nested, k), body.invars, strict=True):
+            for n, var in zip(nested.entries_into(k), body.invars, strict=True):
                 origin = self._origin[outside[n]] if n in outside else _Origin("a constant", "")
                 carried = len(n.operands) > 1  # what comes in is another value in every step
                 self._origin[var] = _Origin(origin.name, origin.line, (), () if carried else origin.uses)

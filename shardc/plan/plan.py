@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import jax
-
 from shardc import compat
-from shardc.compat import NESTED
 from shardc.ir.box import Boxed
 from shardc.ir.collective import Collective
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import all_eqns
@@ -23,10 +21,10 @@ from shardc.passes.estimate.memory import Memory, Profile, profile_memory
 from shardc.passes.estimate.plan_cost import PlanCost, Time, plan_cost
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
-from shardc.plan.borders import may_replace
+from shardc.plan.borders import Border, may_replace
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import RewriteTrial
-from shardc.sbp.placement import Pin, Placement
+from shardc.sbp.placement import Placement
 from shardc.sbp.signature import has_rule
 
 T = TypeVar("T")
@@ -34,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Gathered:
-    """Operations of one primitive that were computed whole on every device for want of a rule."""
+    """Operations of one primitive that are replicated, because it has no sharding rule."""
 
     primitive: str
     count: int
@@ -43,10 +41,10 @@ class Gathered:
 
 @dataclass(frozen=True)
 class FoundSignatures:
-    """Operations of one primitive without a rule whose signatures were found.
+    """Operations of one primitive without a sharding rule that are split by automatically found signatures.
 
     Attributes:
-      how: what justifies them: "its batching rule" or "experiment".
+      how: what justifies them: "its batching rule".
       rule: the decorator to paste.
     """
 
@@ -59,7 +57,7 @@ class FoundSignatures:
 
 @dataclass(frozen=True)
 class Unlimited:
-    """The cheapest plan, that memory ruled out: its seconds, and the most bytes that it has on a device."""
+    """Figures of the cheapest plan, which does not fit in memory: seconds of a call, and peak bytes of a device."""
 
     seconds: float
     peak: int
@@ -76,23 +74,6 @@ class UnevenResults:
 
     pins: tuple[tuple[str, Placement], ...]
     seconds: float
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Staging:
-    """The stages of a pipeline's plan.
-
-    Attributes:
-      count: the number of stages.
-      schedule: name of the schedule.
-      order: the schedule as a grid.
-      bytes: sent from stage to stage in one call.
-    """
-
-    count: int
-    schedule: str
-    order: str
     bytes: int
 
 
@@ -164,13 +145,13 @@ class PlacedProgram:
 
     @property
     def donations(self) -> dict[int, int]:
-        """The input whose buffer a result takes, for each result that is tied to one and lies as it does."""
+        """For each result that takes the buffer of a donated input of the same placement, that input."""
         tied = may_replace(self.program, self.ties)
         return {k: i for k, i in tied.items() if self.inputs[i] == self.outputs[k]}
 
     @property
     def without_rule(self) -> list[compat.Eqn]:
-        """The equations without a rule, and of more than scalars."""
+        """Equations without a sharding rule, except those that make scalars only."""
         found: list[compat.Eqn] = []
         for eqn in all_eqns(self.boxed.jaxpr):
             name = eqn.primitive.name
@@ -181,7 +162,7 @@ class PlacedProgram:
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
-        """Operations without a rule that cost a gather or a repeated computation."""
+        """Operations that are replicated, because they have no sharding rule."""
         found: dict[str, list[str]] = {}
         for eqn in self.without_rule:
             found.setdefault(eqn.primitive.name, []).append(compat.source_line(eqn))
@@ -189,7 +170,7 @@ class PlacedProgram:
 
     @cached_property
     def found(self) -> tuple[FoundSignatures, ...]:
-        """Operations without a rule that are split by signatures that were found."""
+        """Operations without a sharding rule that are split by automatically found signatures."""
         uses: dict[tuple[str, str, str], list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             if (found := found_of(eqn)) is not None:
@@ -219,44 +200,40 @@ class SpmdPlan(PlacedProgram):
     trials: tuple[RewriteTrial, ...] = ()
     uneven: UnevenResults | None = None
 
-    staging: None = None
+    @property
+    def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
+        return ((0, self),)
 
     @property
-    def programs(self) -> tuple[SpmdPlan, ...]:
-        """The plans of the SPMD programs: this one."""
-        return (self,)
+    def in_borders(self) -> list[Border]:
+        values = zip(self.program.in_paths, self.program.in_avals, self.inputs, self.request.arguments, strict=True)
+        return [Border(path, aval, placement, known, self.mesh) for path, aval, placement, known in values]
 
-    @cached_property
-    def in_placements(self) -> Any:
-        """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
-        tree = self.request.tree
-        return None if tree is None else tree.unflatten(self.inputs)
+    @property
+    def out_borders(self) -> list[Border]:
+        program, pins = self.program, self.request.results
+        values = zip(program.out_paths, program.out_avals, self.outputs, pins, self.ties, strict=True)
+        return [
+            Border(path, aval, at, Argument(pin), self.mesh, reuses=tie is not None and self.inputs[tie] == at)
+            for path, aval, at, pin, tie in values
+        ]
 
-    @cached_property
-    def out_placements(self) -> Any:
-        """A placement for each leaf of the result."""
-        return jax.tree.unflatten(self.program.out_tree, self.outputs)
+    @property
+    def moves(self) -> list[tuple[int, Collective]]:
+        return [(0, c) for c in self.collectives if c.bytes]
 
     @property
     def arguments(self) -> Sequence[Argument]:
         """The inputs as they were known before planning."""
         return self.request.arguments
 
-    @property
-    def results(self) -> Sequence[Pin | None]:
-        """The pins of the results."""
-        return self.request.results
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for `explain`."""
-        return self.request.notes
-
 
 _BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_map", *NESTED))
 
 
-def keep_computed(new: T, old: object) -> T:
-    """`new`, with what was computed of `old`: the two differ in nothing that it depends on."""
-    vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
-    return new
+def copied(plan: object, kind: type[T], **findings: Any) -> T:
+    """A copy of a plan, as a plan of class `kind`, with new values of the fields in `findings`. The computed properties
+    of a plan depend on none of these fields, so cached values are copied too."""
+    made = object.__new__(kind)
+    vars(made).update(vars(plan), **findings)
+    return made

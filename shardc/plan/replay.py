@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import NESTED, bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, operation_of
 from shardc.machine.mesh import MeshView
@@ -293,7 +294,7 @@ def _is_legal(node: Node, ports: Mapping[int, Placement], axes: Sequence[str], m
     for axis in axes:
         options = node.options
         if ring is not None and node.rule is not None and axis == ring.axis:
-            options = ring_signatures(node.rule, operation_of(node.eqn))
+            options = ring_signatures(node.rule, operation_of(node.equation))
         option = next((s for s in options if _fits(s, ports, axis)), None)
         if option is None:
             return False
@@ -309,7 +310,7 @@ def _ring_at(node: Node, ports: Mapping[int, Placement], mesh: MeshView) -> Ring
     if node.rule is None or node.rule.terms is None or len(ports) < count + 1:
         return None
     at, sizes = [ports[k] for k in range(count + 1)], {a: n for a, n in mesh.axes if n > 1}
-    setting = Setting(operation_of(node.eqn), tuple(at[:count]), tuple(at[count:]), sizes)
+    setting = Setting(operation_of(node.equation), tuple(at[:count]), tuple(at[count:]), sizes)
     ring = ring_of(node.rule, setting)
     return ring if ring is not None and goes_around(ring, node.rule, setting) else None
 

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import box_p
+from shardc.ir.nested import NESTED, bodies_of
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
@@ -143,11 +144,12 @@ def record_borders(
 def _entered(plan: SpmdPlan, count: int) -> tuple[dict[Var, Placement], int]:
     """Where those `count` arguments are brought that arrive elsewhere than pinned, and how many equations do it."""
     found: dict[Var, Placement] = {}
-    made_of: dict[Var, Var] = {}
+    made_of: dict[Var, Any] = {}
     for n, eqn in enumerate(plan.boxed.jaxpr.eqns):
         if len(found) == count:
             return found, n
-        out, source = eqn.outvars[0], made_of.get(eqn.invars[0], eqn.invars[0]) if eqn.invars else None
+        source: Any = made_of.get(eqn.invars[0], eqn.invars[0]) if eqn.invars else None
+        out = eqn.outvars[0]
         made_of[out] = source
         if eqn.primitive is not box_p:
             found[source] = plan.boxed.placements[out]

@@ -16,6 +16,7 @@ from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.tables import number_text, seconds_text
 from shardc.runtime.actor import Network
+from shardc.runtime.cluster import processes_text
 
 KINDS: Final[Mapping[str, str]] = {
     "F": "forward",
@@ -98,12 +99,6 @@ class Chart:
         return self.rank_of[: label.stage].count(self.rank_of[label.stage])
 
     @cached_property
-    def channels(self) -> tuple[int, ...]:
-        """The channels that are used once per microbatch."""
-        found = {c for row in self.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
-        return tuple(sorted(found))
-
-    @cached_property
     def spans_of_time(self) -> tuple[float, ...]:
         """The extent of each track's time axis: the same for all tracks if their makespans are similar."""
         each = [t.timeline.makespan for t in self.tracks]
@@ -125,6 +120,11 @@ class Chart:
         return f"{track.name}{note}: {self.time_text(timeline.makespan)}, ranks are idle {share} of it"
 
 
+def repeated_channels(network: Network) -> list[int]:
+    """The channels that are used once per microbatch."""
+    return sorted({c for row in network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives})
+
+
 def planned_chart(plan: MpmdPlan) -> Chart:
     """The chart of the planned call."""
     return Chart(_title(plan), (Track("planned", plan.simulate()),), plan.schedule.rank_of, places=places_of(plan))
@@ -136,7 +136,7 @@ def places_of(plan: MpmdPlan) -> tuple[str, ...]:
     found = [processes_of(m.devices.flat) for m in meshes]
     if len({p for ps in found for p in ps}) < 2:
         return ()
-    return tuple(f"process{'es' if len(ps) > 1 else ''} {', '.join(map(str, ps))}" for ps in found)
+    return tuple(map(processes_text, found))
 
 
 def measured_chart(plan: MpmdPlan, measured: Timeline, note: str) -> Chart:

@@ -1,16 +1,14 @@
-"""A chart as text: a row for each rank, planned above measured, time from left to right.
-
-Draws any times at a given width; `timeline_text` draws times that are round numbers as a grid.
-"""
+"""A chart as text: a row for each rank, planned above measured, time from left to right."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Final
 
 from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import Chart, Track, scale_of
-from shardc.report.tables import padded_name, wrapped_rows
+from shardc.report.chart import KINDS, Chart, Track, scale_of
 from shardc.runtime.actor import Span
 
 _PER_TICK: Final = 12
@@ -18,6 +16,8 @@ _PER_TICK: Final = 12
 _MOST_LINES: Final = 72
 """The most lines of a drawing that is wrapped into several blocks."""
 _IDLE: Final = "."
+_DENOMINATOR: Final = 1000
+"""Times are rounded to fractions of this largest denominator, to find their unit."""
 
 
 def chart_text(chart: Chart, width: int = 120) -> str:
@@ -28,9 +28,9 @@ def chart_text(chart: Chart, width: int = 120) -> str:
       width: characters of a line. A long run is wrapped into blocks, unless there would be too many lines.
 
     Returns:
-      A line about each run, then for each rank a line for each run, and a scale of time. A dot is idle time. A task
-      whose name does not fit is a letter. For tasks shorter than a character, it is the letter of the kind that takes
-      the largest part of the character.
+      A line about each run, then for each rank a line for each run, and a scale of time. A dot is idle time: if times
+      are units of the costs, one unit where that leaves room for names. A task whose name does not fit is a letter.
+      For tasks shorter than a character, it is the letter of the kind that takes the largest part of the character.
     """
     tracks, extents = chart.tracks, chart.spans_of_time
     each = len(set(extents)) > 1  # two scales: the planned run's above, the measured run's below
@@ -43,11 +43,14 @@ def chart_text(chart: Chart, width: int = 120) -> str:
     named = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b in heads]
     room = max(20, width - max(map(len, named)) - len(" | "))
     columns = room * _blocks(chart, room, len(heads) + 1)
+    units, cell = (0, 1) if chart.seconds else _units(chart, columns)
+    columns, room = units * cell or columns, room - room % cell
     rulers = [_ruler(chart, e, columns, room) for e in extents]
-    rows = [_row(chart, t, rank, columns, e) for rank in ranks for t, e in zip(tracks, extents, strict=True)]
+    scales = [columns / e if e else 0.0 for e in extents]
+    rows = [_row(chart, t, rank, scale, cell) for rank in ranks for t, scale in zip(tracks, scales, strict=True)]
     rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
     about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
-    return f"{about}\n\n{wrapped_rows(named, rows, room)}\n\n{_legend(chart)}"
+    return f"{about}\n\n{_wrapped(named, rows, room)}\n\n{_legend(chart)}"
 
 
 def _blocks(chart: Chart, room: int, lines: int) -> int:
@@ -64,15 +67,30 @@ def _blocks(chart: Chart, room: int, lines: int) -> int:
     return next((max(1, n) for n in (full, letters) if n <= most), 1)
 
 
-def _row(chart: Chart, track: Track, rank: int, columns: int, extent: float) -> str:
-    """One rank's line: `F0--- F1--- ...B0----------`."""
-    scale = columns / extent if extent else 0.0
+def _units(chart: Chart, columns: int) -> tuple[int, int]:
+    """The makespan in the longest unit that divides all times, and the characters of a unit: no more than names need.
+    (0, 1) if a unit is shorter than a character."""
+    spans = [s for row in chart.tracks[0].timeline.spans for s in row if s.end > s.start]
+    ends = [Fraction(t).limit_denominator(_DENOMINATOR) for s in spans for t in (s.start, s.end)]
+    scale = math.lcm(*(t.denominator for t in ends))
+    ends = [int(t * scale) for t in ends]
+    unit = math.gcd(*ends)
+    if not unit or columns < max(ends) // unit:
+        return 0, 1
+    units, shortest = max(ends) // unit, min(b - a for a, b in zip(ends[::2], ends[1::2], strict=True)) // unit
+    widest = 1 + max(len(chart.label(s.label)) for s in spans)
+    return units, min(columns // units, -(-widest // max(1, shortest)))
+
+
+def _row(chart: Chart, track: Track, rank: int, scale: float, cell: int) -> str:
+    """One rank's line: `F0--- F1--- ...B0----------`. `scale` is the characters of a unit of time, `cell` those of a
+    dot."""
     spans = track.timeline.spans[rank]
-    text = [_IDLE] * round(track.timeline.makespan * scale)
+    text = [_IDLE if at % cell == 0 else " " for at in range(round(track.timeline.makespan * scale))]
     ends = [(round(s.start * scale), round(s.end * scale)) for s in spans]
     places = [(span, first, last) for span, (first, last) in zip(spans, ends, strict=True) if last > first]
     for i, (span, first, last) in enumerate(places):
-        touches = i + 1 < len(places) and places[i + 1][1] == last
+        touches = cell > 1 or (i + 1 < len(places) and places[i + 1][1] == last)
         text[first:last] = _cell(chart, span, last - first, touches)
     for column, kind in _fine(chart, spans, scale).items():
         if column < len(text) and text[column] == _IDLE:
@@ -85,7 +103,8 @@ def _cell(chart: Chart, span: Span, room: int, touches: bool) -> str:
     name = chart.label(span.label)
     if len(name) > room - touches:
         name = chart.kind(span.label)
-    return padded_name(name, room, blank=touches)
+    text = max(1, room - touches)
+    return f"{name[:text]:-<{text}} "[:room]
 
 
 def _fine(chart: Chart, spans: Sequence[Span], scale: float) -> dict[int, str]:
@@ -118,8 +137,15 @@ def _legend(chart: Chart) -> str:
     """The meaning of the letters that occur."""
     spans = (s for track in chart.tracks for row in track.timeline.spans for s in row)
     found = {chart.kind(s.label) for s in spans if s.end > s.start}
-    meaning = {
-        "F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient",
-        "L": "L load, before the loop", "U": "U update", "-": "other names: waits for all ranks",
-    }  # fmt: skip
-    return ", ".join([*(text for kind, text in meaning.items() if kind in found), "the number is the microbatch"])
+    words = [f"{'other names:' if kind == '-' else kind} {word}" for kind, word in KINDS.items() if kind in found]
+    return ", ".join([*words, "the number is the microbatch"])
+
+
+def _wrapped(heads: Sequence[str], rows: Sequence[str], room: int) -> str:
+    """Rows with their heads, wrapped into blocks of `room` characters that stand one below the other."""
+    margin = max(map(len, heads))
+    longest = max(map(len, rows))
+    return "\n\n".join(
+        "\n".join(f"{h:<{margin}} | {r[at : at + room]}".rstrip() for h, r in zip(heads, rows, strict=True))
+        for at in range(0, longest, room)
+    )

@@ -1,40 +1,38 @@
-"""`plan.explain()`: a plan as text for people. The text does not depend on the terminal."""
+"""`plan.explain()`: a plan as sections for people. Their text does not depend on the terminal."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardc import compat
-from shardc.compat import Jaxpr
 from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, short_aval
-from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
-from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.pins import code_text
-from shardc.plan.plan import FoundSignatures, Gathered, SpmdPlan, Unlimited
-from shardc.plan.request import Argument
-from shardc.plan.rewrites import RewriteTrial
+from shardc.pipeline.plan import MpmdPlan, PlanView
+from shardc.plan.borders import Border
+from shardc.plan.plan import SpmdPlan
+from shardc.report.explain_pipeline import OwnSections, pipeline_sections
+from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
+    MOST,
     Key,
+    Section,
     bytes_text,
     fold_leaves,
     fold_paths,
     fold_rows,
-    make_table,
     number_text,
     percent_text,
     placement_text,
+    report_text,
     seconds_text,
-    section,
     times_text,
 )
 from shardc.sbp.cost import COLLECTIVES
-from shardc.sbp.placement import Pin, Placement, is_even
 
 WORDS = (
     "S(i): split along dimension i; B: every device holds all of it; P(op): partial, the sum, max or min of what the "
@@ -42,67 +40,85 @@ WORDS = (
 )
 
 
-REUSES = "reuse the buffers and placements of donated arguments"
-
-_Row: TypeAlias = tuple[str, Any, Placement, str]
-"""Path, variable, placement, and the reason of the placement."""
-
-
-def explain(plan: SpmdPlan) -> str:
+def explain(plan: PlanView) -> str:
     """The text of a plan: where each value lives, which collectives run, why, their bytes, and their source lines."""
-    sections = (
-        _head(plan), WORDS, _arguments(plan), _results(plan), _moves(plan), totals_section(plan.collectives),
-        gathered_section(plan.gathered), found_section(plan.found),
-        notes_section([*plan.notes, *uneven_notes(plan)]), _memory(plan),
-    )  # fmt: skip
-    return "\n\n".join(filter(None, sections))
+    return report_text(sections_of(plan))
 
 
-def _head(plan: SpmdPlan) -> str:
-    mesh = plan.mesh
-    moves = moving(plan.collectives)
-    runs = sum(c.count for c in moves)
-    count = number_text(len(moves), "collective")
+def sections_of(plan: PlanView) -> list[Section]:
+    """The sections of a plan of any kind, in their order."""
+    own = pipeline_sections(plan) if isinstance(plan, MpmdPlan) else _program_sections(plan)
+    staged = isinstance(plan, MpmdPlan)
+    found = [
+        _head(plan, own), Section(WORDS), *own.stages,
+        _borders("Arguments", "uses" * staged, plan.in_borders),
+        _borders("Results", "makes" * staged, plan.out_borders),
+        *own.transfers, _moves(plan), _totals(plan), *own.channels,
+        _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
+    ]  # fmt: skip
+    return [s for s in found if s is not None]
+
+
+# -- head
+
+
+def _head(plan: PlanView, own: OwnSections) -> Section:
+    topology = plan.mesh.topology
+    axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.axes) for mesh in own.meshes)
+    devices = number_text(sum(mesh.size for mesh in own.meshes), f"{topology.kind} device")
+    shape = f" ({'x'.join(map(str, topology.shape))})" if topology.shape else ""
+    first = f"{plan.program.name} on {axes}: {devices}{shape}"
+    return Section("\n".join([first, *own.head, *_loops(plan), *own.rewrites, *_scans(plan)]))
+
+
+def _loops(plan: PlanView) -> Iterator[str]:
+    """Lines that say how many rounds are counted for loops of unknown length."""
+    once, counted = dict[str, None](), dict[str, None]()
+    for eqn in (e for _, part in plan.parts for e in all_eqns(part.boxed.jaxpr)):
+        if eqn.primitive.name == "while":
+            n, line = compat.rounds_of(eqn), compat.source_line(eqn) or "a line of a library"
+            (once if n is None else counted)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
+    if counted:
+        yield f"Loops of unknown length, counted as shardc.trips says: {', '.join(counted)}."
+    if once:
+        yield (
+            f"Loops of unknown length, counted as one round in bytes and in time: {', '.join(once)}. "
+            "To set the expected number of rounds, put `with shardc.trips(n):` around the loop."
+        )
+
+
+def _scans(plan: PlanView) -> Iterator[str]:
+    """A line about associative scans that are computed in chunks."""
+    if plan.program.scans:
+        texts = [f"{kind}, in {number_text(n, 'chunk')}" for kind, n in plan.program.scans]
+        yield f"Associative scans over a split dimension: {'; '.join(texts)}."
+
+
+# -- one program
+
+
+def _program_sections(plan: SpmdPlan) -> OwnSections:
+    """The parts of the report that only a plan of one program has."""
+    moves = plan.moves
+    runs = sum(c.count for _, c in moves)
     times = f", which run {runs} times" if runs != len(moves) else ""
-    sent = (
-        f"Each device sends {bytes_text(plan.bytes_per_device)} a call in {count}{times}"
-        if moves
-        else "Nothing moves between devices"
+    count = number_text(len(moves), "collective")
+    sent = "Nothing moves between devices"
+    if moves:
+        sent = f"Each device sends {bytes_text(plan.bytes_per_device)} a call in {count}{times}"
+    head = f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}."
+    memory, hbm = plan.memory, plan.mesh.topology.hbm
+    fullest = Section(
+        f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
+        f"{bytes_text(hbm)}",
+        lines=[
+            f"{bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} other values at the peak; "
+            f"{bytes_text(memory.results)} results"
+        ],
     )
-
-    axes = " x ".join(f"{a}={n}" for a, n in mesh.axes)
-    shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
-    return (
-        f"{plan.program.name} on {axes}: {number_text(mesh.size, f'{mesh.topology.kind} device')}{shape}\n"
-        f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}.\n"
-        f"{time_text(plan.time)}{loops_text([plan.boxed.jaxpr])}{_rewrites_text(plan.trials)}"
-        f"{_scans_text(plan.program.scans)}"
+    return OwnSections(
+        (plan.mesh,), [head, _time(plan.time)], fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)]
     )
-
-
-def _rewrites_text(trials: Sequence[RewriteTrial]) -> str:
-    """A line to append that names the rewrites that were planned; empty if there are none."""
-    if not trials:
-        return ""
-    texts: list[str] = []
-    for name, group in itertools.groupby(trials, lambda t: t.name):
-        tried = list(group)
-        taken = next((t for t in reversed(tried) if t.taken), None)
-        best = taken or min(tried, key=lambda t: t.seconds)
-        now, then = _fits(best.seconds), _fits(best.before)
-        times = f"{now} instead of {then}" if now != then else "it takes as long"
-        texts.append(f"{name} {'' if taken else 'not '}taken: {times}")
-    return f"\nRewrites of the program, each planned and compared: {'; '.join(texts)}."
-
-
-def _scans_text(scans: Sequence[tuple[str, int]]) -> str:
-    """A line to append about associative scans that are computed in chunks; empty if there are none."""
-    texts = [f"{kind}, in {number_text(n, 'chunk')}" for kind, n in scans]
-    return f"\nAssociative scans over a split dimension: {'; '.join(texts)}." if texts else ""
-
-
-def _fits(seconds: float) -> str:
-    return seconds_text(seconds) if math.isfinite(seconds) else "no plan that fits"
 
 
 def optimality_text(gap: float | None) -> str:
@@ -112,23 +128,7 @@ def optimality_text(gap: float | None) -> str:
     return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"
 
 
-def loops_text(jaxprs: Iterable[Jaxpr]) -> str:
-    """Lines to append that say how many rounds are counted for loops of unknown length; empty if there are none."""
-    once, counted = dict[str, None](), dict[str, None]()
-    for eqn in (e for jaxpr in jaxprs for e in all_eqns(jaxpr)):
-        if eqn.primitive.name == "while":
-            n, line = compat.rounds_of(eqn), compat.source_line(eqn) or "a line of a library"
-            (once if n is None else counted)[line if n is None else f"{number_text(n, 'round')} at {line}"] = None
-    text = f"\nLoops of unknown length, counted as shardc.trips says: {', '.join(counted)}." if counted else ""
-    if once:
-        text += (
-            f"\nLoops of unknown length, counted as one round in bytes and in time: {', '.join(once)}. "
-            "To set the expected number of rounds, put `with shardc.trips(n):` around the loop."
-        )
-    return text
-
-
-def time_text(time: Time) -> str:
+def _time(time: Time) -> str:
     """One line with the parts of the time."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
     parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
@@ -136,128 +136,148 @@ def time_text(time: Time) -> str:
     return f"Time: {', '.join(parts)}{overlap}."
 
 
-def _arguments(plan: SpmdPlan) -> str:
-    rows = [
-        (path, var, placement, why_argument(argument, placement))
-        for path, var, placement, argument in zip(
-            plan.program.in_paths, plan.boxed.jaxpr.invars, plan.inputs, plan.arguments, strict=True
-        )
+def _rewrites(plan: SpmdPlan) -> Iterator[str]:
+    """A line that names the rewrites that were planned."""
+    texts: list[str] = []
+    for name, group in itertools.groupby(plan.trials, lambda t: t.name):
+        tried = list(group)
+        taken = next((t for t in reversed(tried) if t.taken), None)
+        best = taken or min(tried, key=lambda t: t.seconds)
+        now, then = _fits(best.seconds), _fits(best.before)
+        times = f"{now} instead of {then}" if now != then else "it takes as long"
+        texts.append(f"{name} {'' if taken else 'not '}taken: {times}")
+    if texts:
+        yield f"Rewrites of the program, each planned and compared: {'; '.join(texts)}."
+
+
+def _fits(seconds: float) -> str:
+    return seconds_text(seconds) if math.isfinite(seconds) else "no plan that fits"
+
+
+# -- arguments and results
+
+
+def _borders(title: str, verb: str, borders: Sequence[Border]) -> Section:
+    """A table with one row for each group of arguments or results whose paths differ only in numbers or in one word.
+
+    Args:
+      title: what they are.
+      verb: of a pipeline, what the stage does with each: "uses".
+      borders: the arguments, or results.
+    """
+    rows: list[tuple[Key, str, Border]] = []
+    for b in borders:
+        if not b.reuses:
+            placement = placement_text(b.placement) + ", padded" * b.is_padded
+            rows.append(((short_aval(b.aval), placement, why_placed(b)), b.path or "result", b))
+    head = f"{title}: {number_text(len(borders), 'array')}, "
+    head += f"each on the stage that {verb} it" if verb else f"{bytes_text(sum(b.bytes for b in borders))} per device"
+    if len(rows) < len(borders):
+        head += f"; {len(borders) - len(rows)} of them reuse the buffers and placements of donated arguments"
+    if verb and rows:
+        head += "; bytes of the stage that holds most of them"
+    columns = ("path", "type", "placement", "why", *["stages"] * bool(verb), ">bytes per device")
+    cells = [
+        (path, *map(str, key), *[_stages(found)] * bool(verb), bytes_text(_most_bytes(found)))
+        for key, path, found in fold_leaves(rows, _stages)
     ]
-    return _leaves(plan, "Arguments", rows)
+    return Section(head, columns, cells)
 
 
-def _results(plan: SpmdPlan) -> str:
-    rows: list[_Row] = []
-    for path, var, placement, pin, tie in zip(
-        plan.program.out_paths, plan.boxed.jaxpr.outvars, plan.outputs, plan.results, plan.ties, strict=True
-    ):
-        reuses = tie is not None and plan.inputs[tie] == placement
-        rows.append((path or "result", var, placement, REUSES if reuses else why_placed(pin, "chosen")))
-    return _leaves(plan, "Results", rows)
+def _stages(borders: Iterable[Border]) -> str:
+    return ranges_text(b.stage for b in borders)
 
 
-def _leaves(plan: SpmdPlan, title: str, leaves: Sequence[_Row]) -> str:
-    """A table with one row for each group of leaves whose paths differ only in numbers or in one word."""
-    sizes, backend = plan.mesh.sizes, backend_of(plan.mesh.topology.kind)
-    rows: list[tuple[Key, str, int]] = []
-    total = 0
-    for path, var, placement, why in leaves:
-        size = piece_bytes(var.aval, placement, sizes, backend)
-        total += size
-        padded = "" if is_even(var.aval.shape, placement, sizes) else ", padded"
-        if why != REUSES:
-            rows.append(((short_aval(var.aval), placement_text(placement) + padded, why), path, size))
-    head = f"{title}: {number_text(len(leaves), 'array')}, {bytes_text(total)} per device"
-    if len(rows) < len(leaves):
-        head += f"; {len(leaves) - len(rows)} of them {REUSES}"
-    if not rows:
-        return head
-    table = make_table("path", "type", "placement", "why", ">bytes per device")
-    for key, path, found in fold_leaves(rows):
-        table.add_row(path, *map(str, key), bytes_text(sum(found)))
-    return section(head, table)
+def _most_bytes(borders: Sequence[Border]) -> int:
+    """Bytes on a device of the stage that holds most of them."""
+    return max(sum(b.bytes for b in borders if b.stage == stage) for stage in {b.stage for b in borders})
 
 
-def why_argument(argument: Argument, placement: Placement) -> str:
+def why_placed(border: Border) -> str:
     """`pinned`, `pinned on data`, `as passed`, `chosen`."""
-    if argument.pin is not None and not argument.pin.allows(placement):
-        return f"as passed, pinned at {placement_text(argument.pin.placement)}"
-    return why_placed(argument.pin, "as passed" if argument.arrival is not None else "chosen")
-
-
-def why_placed(pin: Pin | None, otherwise: str) -> str:
-    """`pinned`, `pinned on data`, or `otherwise` for a value without a pin."""
+    pin, arrival = border.known.pin, border.known.arrival
+    if pin is not None and not pin.allows(border.placement):
+        return f"as passed, pinned at {placement_text(pin.placement)}"
     if pin is None or pin.fixed == frozenset():
-        return otherwise
+        return "chosen" if arrival is None else "as passed"
     return "pinned" if pin.fixed is None else f"pinned on {', '.join(sorted(pin.fixed))}"
 
 
-def moving(collectives: Sequence[Collective]) -> list[Collective]:
-    """The collectives that send bytes."""
-    return [c for c in collectives if c.bytes]
+# -- what moves
 
 
-def _moves(plan: SpmdPlan) -> str:
-    moves = moving(plan.collectives)
-    if not moves:
-        return section("Moves: none")
-    rows = [
-        ((c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round), c.source, c)
-        for c in moves
-    ]
-    table = make_table("collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
-    for (*key, _), sources, found in fold_rows(rows):
-        times = str(sum(c.count for c in found)) + " a round" * found[0].one_round
-        table.add_row(*map(str, key), times, bytes_text(sum(c.bytes for c in found)), fold_paths(sources))
-    return section("Moves, in program order: bytes that each device sends in one call", table)
+def _moves(plan: PlanView) -> Section:
+    """A table of the collectives. Stages with equal ones share a row."""
+    staged = isinstance(plan, MpmdPlan)
+    title = "Moves within stages" if staged else "Moves"
+    if not plan.moves:
+        return Section(f"{title}: none")
+
+    def key_of(c: Collective) -> Key:
+        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round
+
+    rows: list[Sequence[str]] = []
+    for (*key, one_round), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
+        of_stage: dict[int, list[Collective]] = {}
+        for number, c in found:
+            of_stage.setdefault(number, []).append(c)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, cs in of_stage.items():
+            alike.setdefault((sum(c.count for c in cs), sum(c.bytes for c in cs)), []).append(number)
+        for (count, size), numbers in alike.items():
+            made = fold_paths([c.source for number in numbers for c in of_stage[number]])
+            times = str(count) + " a round" * bool(one_round)
+            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, bytes_text(size), made))
+    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
+    which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
+    return Section(f"{title}{which} sends in one call", columns, rows)
 
 
-def totals_section(collectives: Sequence[Collective]) -> str:
+def _totals(plan: PlanView) -> Section | None:
     """A table of bytes by axis and kind of collective."""
-    moves = moving(collectives)
-    if not moves:
-        return ""
     totals: dict[tuple[str, str], list[Collective]] = {}
-    for c in moves:
+    for _, c in plan.moves:
         totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
-    whole = sum(c.bytes for c in moves)
-    table = make_table("over", "collective", ">times", ">bytes", ">share")
-    by_bytes = sorted(totals.items(), key=lambda item: -sum(c.bytes for c in item[1]))
-    for (axes, kind), found in by_bytes:
-        size = sum(c.bytes for c in found)
-        table.add_row(axes, kind, str(sum(c.count for c in found)), bytes_text(size), percent_text(size / whole))
-    return section("Totals by axis and kind", table)
+    if not totals:
+        return None
+    whole = sum(c.bytes for _, c in plan.moves)
+    sums = [(*key, sum(c.count for c in found), sum(c.bytes for c in found)) for key, found in totals.items()]
+    rows = [
+        (axes, kind, str(count), bytes_text(size), percent_text(size / whole))
+        for axes, kind, count, size in sorted(sums, key=lambda row: -row[-1])
+    ]
+    return Section("Totals by axis and kind", ("over", "collective", ">times", ">bytes", ">share"), rows)
 
 
-def gathered_section(gathered: Sequence[Gathered]) -> str:
+# -- what was found, and notes
+
+
+def _gathered(plan: PlanView) -> Section:
     """A table of the operations that no rule splits."""
-    if not gathered:
-        return section("Operations without a sharding rule: none")
-    table = make_table("operation", ">times", "made by")
-    for g in gathered:
-        table.add_row(g.primitive, str(g.count), ", ".join(g.sources))
-    return section("Replicated: no sharding rule for these operations", table)
+    if not plan.gathered:
+        return Section("Operations without a sharding rule: none")
+    rows = [(g.primitive, str(g.count), ", ".join(g.sources)) for g in plan.gathered]
+    return Section("Replicated: no sharding rule for these operations", ("operation", ">times", "made by"), rows)
 
 
-def found_section(found: Sequence[FoundSignatures]) -> str:
+def _found(plan: PlanView) -> Section | None:
     """A table of the operations without a rule that are split by automatically found signatures."""
-    if not found:
-        return ""
-    table = make_table("operation", "justified by", "rule to paste", ">times", "made by")
-    for f in found:
-        table.add_row(f.primitive, f.how, f.rule, str(f.count), ", ".join(f.sources))
-    names = ", ".join(f'"{name}"' for name in dict.fromkeys(f.primitive for f in found))
-    title = f"Signatures found for operations without a rule; to replicate these operations: replicate=[{names}]"
-    return section(title, table)
+    if not plan.found:
+        return None
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys(f.primitive for f in plan.found))
+    return Section(
+        f"Signatures found for operations without a rule; to replicate these operations: replicate=[{names}]",
+        ("operation", "justified by", "rule to paste", ">times", "made by"),
+        [(f.primitive, f.how, f.rule, str(f.count), ", ".join(f.sources)) for f in plan.found],
+    )
 
 
-def notes_section(notes: Sequence[str]) -> str:
+def _notes(plan: PlanView) -> Section | None:
     """The notes of a plan, alike ones folded."""
-    if not notes:
-        return ""
+    notes = [*plan.request.notes, *(note for _, part in plan.parts for note in uneven_notes(part))]
     folded = fold_rows([((), note, None) for note in notes])
     lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
-    return "\n".join(["Notes", *(f"  {line}" for line in lines)])
+    return Section("Notes", lines=lines) if lines else None
 
 
 def uneven_notes(plan: SpmdPlan) -> list[str]:
@@ -274,44 +294,32 @@ def uneven_notes(plan: SpmdPlan) -> list[str]:
     ]
 
 
-NAMED: Final = 6
-"""The most source lines of recomputed values that are listed."""
+# -- memory
 
 
-def memory_decided(free: Unlimited | None, seconds: float) -> str:
-    """A line about the plan without a memory limit, if it is another one.
+def _memory(plan: PlanView, own: OwnSections) -> Section:
+    decided: list[str] = []
+    if (free := plan.unlimited) is not None:
+        slower = (
+            ". That is slower than this plan: the search does not model communication that overlaps with computation"
+        )
+        decided.append(
+            f"Memory decided: without the limit the search picks a plan of about {seconds_text(free.seconds)} and "
+            f"{bytes_text(free.peak)}{slower * (free.seconds > plan.seconds)}"
+        )
+    return Section(own.memory.title, lines=[*own.memory.lines, *decided, *own.recomputed])
 
-    Args:
-      free: the plan without the limit, if it is another one.
-      seconds: time of a call of this plan.
-    """
-    if free is None:
-        return ""
-    slower = ". That is slower than this plan: the search does not model communication that overlaps with computation"
-    return (
-        f"\n  Memory decided: without the limit the search picks a plan of about {seconds_text(free.seconds)} and "
-        f"{bytes_text(free.peak)}{slower * (free.seconds > seconds)}"
-    )
+
+def _recomputed(plan: SpmdPlan) -> Iterator[str]:
+    """Lines about the values that are recomputed."""
+    if (found := plan.recomputed) is not None:
+        yield f"Recomputed to save memory, in {seconds_text(found.seconds)}: {_values(found)}"
+    if plan.cheaper is not None:
+        yield f"Recomputed because keeping them takes longer: {_values(plan.cheaper)}"
 
 
 def _values(found: Recomputed) -> str:
     return (
-        f"{number_text(found.count, 'value')}, {bytes_text(found.bytes)}, of {', '.join(found.sources[:NAMED])}"
-        f"{f' and {len(found.sources) - NAMED} more lines' * (len(found.sources) > NAMED)}"
-    )
-
-
-def _memory(plan: SpmdPlan) -> str:
-    memory, hbm = plan.memory, plan.mesh.topology.hbm
-    decided = memory_decided(plan.unlimited, plan.seconds)
-    if (found := plan.recomputed) is not None:
-        decided += f"\n  Recomputed to save memory, in {seconds_text(found.seconds)}: {_values(found)}"
-    if plan.cheaper is not None:
-        decided += f"\n  Recomputed because keeping them takes longer: {_values(plan.cheaper)}"
-    return (
-        f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
-        f"{bytes_text(hbm)}\n"
-        f"  {bytes_text(memory.arguments)} arguments, {bytes_text(memory.temporaries)} other values at the peak; "
-        f"{bytes_text(memory.results)} results"
-        f"{decided}"
+        f"{number_text(found.count, 'value')}, {bytes_text(found.bytes)}, of {', '.join(found.sources[:MOST])}"
+        f"{f' and {len(found.sources) - MOST} more lines' * (len(found.sources) > MOST)}"
     )

@@ -1,51 +1,31 @@
-"""`plan.explain()` of a pipeline."""
+"""The sections of `plan.explain()` that only a pipeline has: its schedule, stages, transfers and channels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from shardc.arrays.far import SMALL, bytes_of, is_small
-from shardc.ir.collective import Collective
-from shardc.ir.walk import short_aval
-from shardc.passes.estimate.backend import backend_of
+from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time
-from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
-from shardc.report.chart import KINDS, places_of
-from shardc.report.explain import (
-    REUSES,
-    WORDS,
-    found_section,
-    gathered_section,
-    loops_text,
-    memory_decided,
-    moving,
-    notes_section,
-    totals_section,
-    why_argument,
-    why_placed,
-)
+from shardc.plan.borders import Border
+from shardc.report.chart import KINDS, places_of, repeated_channels
 from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
 from shardc.report.tables import (
-    Key,
+    Section,
     bytes_text,
-    fold_leaves,
     fold_paths,
     fold_rows,
-    indented,
-    make_table,
     number_text,
     percent_text,
-    placement_text,
     seconds_text,
-    section,
     times_text,
 )
-from shardc.sbp.placement import is_even
 
 _WIDTH: Final = 120
 _MOST_COLUMNS: Final = 4
@@ -58,46 +38,64 @@ _PARTS: Final = {
 _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
-def explain_pipeline(plan: MpmdPlan) -> str:
-    """The text of a pipeline's plan: time, stages with their tasks and memory, transfers and collectives."""
+@dataclass(frozen=True)
+class OwnSections:
+    """The parts of a report that differ between a plan of one program and one of a pipeline.
+
+    Attributes:
+      meshes: those that the head names.
+      head: its lines about time and what moves.
+      memory: the devices that are fullest.
+      rewrites: lines of the head.
+      recomputed: lines of the section about memory.
+      stages: sections before the arguments.
+      transfers, channels: sections before and after the collectives.
+    """
+
+    meshes: Sequence[MeshView]
+    head: Sequence[str]
+    memory: Section
+    rewrites: Sequence[str] = ()
+    recomputed: Sequence[str] = ()
+    stages: Sequence[Section | None] = ()
+    transfers: Sequence[Section] = ()
+    channels: Sequence[Section | None] = ()
+
+
+def pipeline_sections(plan: MpmdPlan) -> OwnSections:
+    """The sections that only the plan of a pipeline has."""
     timeline = plan.simulate()
-    sections = (
-        _head(plan, timeline), WORDS, _schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan),
-        _sent(plan), _arguments(plan), _results(plan), _transfers(plan), _moves(plan), totals_section(plan.collectives),
-        _channels(plan, timeline), gathered_section(plan.gathered), found_section(plan.found),
-        notes_section(plan.notes), _memory(plan),
-    )  # fmt: skip
-    return "\n\n".join(filter(None, sections))
+    ranks = {s.rank: s.mesh for s in plan.stages}
+    return OwnSections(
+        (plan.mesh,) if plan.pipeline.meshes is None else [ranks[r] for r in sorted(ranks)],
+        _head(plan, timeline),
+        _memory(plan),
+        stages=(_schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan), _sent(plan)),
+        transfers=(_transfers(plan),),
+        channels=(_channels(plan, timeline),),
+    )
 
 
 # -- head
 
 
-def _head(plan: MpmdPlan, timeline: Timeline) -> str:
-    mesh, schedule = plan.mesh, plan.schedule
-    axes, size = " x ".join(f"{a}={n}" for a, n in mesh.axes), mesh.size
-    if plan.pipeline.meshes is not None:
-        ranks = {s.rank: s.mesh for s in plan.stages}
-        axes = " | ".join(" x ".join(f"{a}={n}" for a, n in ranks[r].axes) for r in sorted(ranks))
-        size = sum(m.size for m in ranks.values())
-    shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
+def _head(plan: MpmdPlan, timeline: Timeline) -> list[str]:
+    schedule = plan.schedule
     chunks = f", {number_text(schedule.chunks, 'stage')} on each" if schedule.chunks > 1 else ""
-    moves = moving(plan.collectives)
-    sent = (
-        f"A device sends at most {bytes_text(plan.bytes_per_device)} a call; on all stages together there are "
-        f"{number_text(len(moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}."
-    )
-    places = places_of(plan)
-    if places:
-        small = sum(bytes_of(a) for a in plan.program.out_avals if is_small(a))
-        sent += f"\nRank {'; rank '.join(f'{r} runs in {p}' for r, p in enumerate(places))}. "
-        sent += f"Results of at most {bytes_text(SMALL)} go to every process: {bytes_text(small)} a call."
-    return (
-        f"{plan.program.name} on {axes}: {number_text(size, f'{mesh.topology.kind} device')}{shape}\n"
+    lines = [
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
-        f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.\n{_time(timeline)}\n{sent}"
-        f"{loops_text([s.plan.boxed.jaxpr for s in plan.stages])}"
-    )
+        f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.",
+        _time(timeline),
+        f"A device sends at most {bytes_text(plan.bytes_per_device)} a call; on all stages together there are "
+        f"{number_text(len(plan.moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}.",
+    ]
+    if places := places_of(plan):
+        small = sum(bytes_of(a) for a in plan.program.out_avals if is_small(a))
+        lines.append(
+            f"Rank {'; rank '.join(f'{r} runs in {p}' for r, p in enumerate(places))}. "
+            f"Results of at most {bytes_text(SMALL)} go to every process: {bytes_text(small)} a call."
+        )
+    return lines
 
 
 def _recompute(plan: MpmdPlan) -> str:
@@ -131,72 +129,44 @@ def _share(part: float, whole: float) -> str:
     return percent_text(part / whole if whole else 0.0)
 
 
-def _schedule(plan: MpmdPlan) -> str:
+def _schedule(plan: MpmdPlan) -> Section:
     grid, cut = cut_grid(plan.schedule, _WIDTH)
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
     found = {a.kind for row in plan.schedule.rows for a in row}
     kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)
     title = f"Schedule: stage, task ({kinds}), microbatch; a column is one unit of time{more}"
-    return f"{title}\n{indented(grid)}"
+    return Section(title, lines=grid.splitlines())
 
 
 # -- stages
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """An argument on its home stage."""
-
-    number: int
-    path: str
-    stage: Stage
-    var: Any
-    placement: Any
-
-    @property
-    def bytes(self) -> int:
-        mesh = self.stage.mesh
-        return piece_bytes(self.var.aval, self.placement, mesh.sizes, backend_of(mesh.topology.kind))
-
-
-def _leaves(plan: MpmdPlan) -> list[_Leaf]:
-    """Each argument on its home stage, in the order of the arguments."""
-    found = [
-        _Leaf(i, plan.pieces.program.in_paths[i], stage, var, placement)
-        for stage in plan.stages
-        for i, var, placement in zip(
-            stage.program.arguments, stage.plan.boxed.jaxpr.invars, stage.plan.inputs, strict=True
-        )
-        if plan.homes[i] == stage.number
-    ]
-    return sorted(found, key=lambda leaf: leaf.number)
-
-
-def _stages(plan: MpmdPlan, timeline: Timeline) -> str:
-    leaves = _leaves(plan)
-    groups: dict[str, list[_Leaf]] = {}
-    for leaf in leaves:
-        groups.setdefault(leaf.path.partition("/")[0], []).append(leaf)
+def _stages(plan: MpmdPlan, timeline: Timeline) -> Section:
+    borders = plan.in_borders
+    groups: dict[str, list[Border]] = {}
+    for b in borders:
+        groups.setdefault(b.path.partition("/")[0], []).append(b)
     own = list(groups)[: _MOST_COLUMNS if len(groups) <= _MOST_COLUMNS else _MOST_COLUMNS - 1]
     rest = len(own) < len(groups)
-    spread = max(groups, key=lambda name: len({leaf.stage.number for leaf in groups[name]}), default="")
-    names = stems({leaf.path.partition("/")[2] or leaf.path: leaf.stage.number for leaf in groups.get(spread, ())})
-    columns = [f">{name}" for name in [*own, *(["other"] if rest else [])]]
-    peaks = (">peak stash", ">peak received", ">peak of its program")
-    table = make_table(">stage", ">rank", "devices", f"which {spread}", *columns, *peaks)
+    spread = max(groups, key=lambda name: len({b.stage for b in groups[name]}), default="")
+    names = stems({b.path.partition("/")[2] or b.path: b.stage for b in groups.get(spread, ())})
     held, received = _registers(plan, timeline)
+    rows: list[Sequence[str]] = []
     for stage in plan.stages:
-        mine = [leaf for leaf in leaves if leaf.stage is stage]
-        sizes = [sum(x.bytes for x in mine if x.path.partition("/")[0] == name) for name in own]
-        sizes += [sum(x.bytes for x in mine) - sum(sizes)] if rest else []
+        sizes = [sum(b.bytes for b in groups[name] if b.stage == stage.number) for name in own]
+        sizes += [sum(b.bytes for b in borders if b.stage == stage.number) - sum(sizes)] * rest
         axes = ", ".join(f"{a}={n}" for a, n in stage.mesh.axes)
-        table.add_row(
+        rows.append((
             str(stage.number), str(stage.rank), f"{stage.mesh.size}: {axes}" if axes else str(stage.mesh.size),
             stems_text(names.get(stage.number, [])) or "-", *map(_bytes_or_none, sizes),
             _bytes_or_none(held[stage.number]), _bytes_or_none(received[stage.number]),
             bytes_text(stage.plan.memory.peak),
-        )  # fmt: skip
-    return section("Stages: their arguments, and the peaks of their other memory, in bytes per device", table)
+        ))  # fmt: skip
+    columns = (
+        ">stage", ">rank", "devices", f"which {spread}", *(f">{name}" for name in [*own, *["other"] * rest]),
+        ">peak stash", ">peak received", ">peak of its program",
+    )  # fmt: skip
+    return Section("Stages: their arguments, and the peaks of their other memory, in bytes per device", columns, rows)
 
 
 def _bytes_or_none(size: int) -> str:
@@ -227,182 +197,120 @@ def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
     return found
 
 
-def _tasks(plan: MpmdPlan, timeline: Timeline) -> str:
-    """A table of the time of one execution of each task. Stages with equal times share a row."""
-    rows: dict[tuple[str, ...], list[int]] = {}
+def _kinds(all_steps: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The kinds of tasks that there are, in order."""
+    return [k for k in _TASKS if any(k in steps for steps in all_steps)]
+
+
+def _alike(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows of stages, or ranks, with their numbers in front. Rows with equal cells are one row."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for number, cells in enumerate(rows):
+        numbers.setdefault(cells, []).append(number)
+    return [(ranges_text(ns), *cells) for cells, ns in numbers.items()]
+
+
+def _tasks(plan: MpmdPlan, timeline: Timeline) -> Section:
+    """A table of the time of one execution of each task."""
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
-    kinds = [k for k in _TASKS if any(k in steps for steps in all_steps)]
-    for stage, steps in zip(plan.stages, all_steps, strict=True):
+    kinds = _kinds(all_steps)
+
+    def row(steps: Mapping[str, Sequence[tuple[Any, int]]]) -> tuple[str, ...]:
         each = [sum(plan.cost(label) for label, _ in steps.get(k, ())) for k in kinds]
         busy = sum(plan.cost(label) * times for found in steps.values() for label, times in found)
-        cells = (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
-        rows.setdefault(cells, []).append(stage.number)
-    table = make_table("stages", *(f">{k}" for k in kinds), ">busy per call", ">share")
-    for cells, numbers in rows.items():
-        table.add_row(ranges_text(numbers), *cells)
+        return (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
+
     least = seconds_text(HOST_SECONDS)
     title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing to compute"
-    return section(title, table)
+    columns = ("stages", *(f">{k}" for k in kinds), ">busy per call", ">share")
+    return Section(title, columns, _alike(map(row, all_steps)))
 
 
-def _times(plan: MpmdPlan) -> str:
-    """A table of the parts of each rank's time. Ranks with equal times share a row."""
-    parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in plan.rank_times)]
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, time in enumerate(plan.rank_times):
-        cells = tuple("-" * (part == "overlapped") + seconds_text(getattr(time, part)) for part in parts)
-        rows.setdefault(cells, []).append(rank)
-    table = make_table("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
-    for cells, ranks in rows.items():
-        table.add_row(ranges_text(ranks), *cells)
-    return section(f"Time: how each rank spends the {seconds_text(plan.seconds)} of a call", table)
+def _times(plan: MpmdPlan) -> Section:
+    """A table of the parts of each rank's time."""
+    times = plan.rank_times
+    parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in times)]
+    rows = (tuple("-" * (part == "overlapped") + seconds_text(getattr(t, part)) for part in parts) for t in times)
+    columns = ("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
+    return Section(f"Time: how each rank spends the {seconds_text(plan.seconds)} of a call", columns, _alike(rows))
 
 
-def _sent(plan: MpmdPlan) -> str:
+def _sent(plan: MpmdPlan) -> Section | None:
     """A table of the bytes that the collectives of one execution of each task send."""
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
-    rows: dict[tuple[str, ...], list[int]] = {}
-    found: list[list[int]] = []
-    kinds = [k for k in _TASKS if any(k in steps for steps in all_steps)]
-    for steps in all_steps:
-        plans = [[plan.built.tasks[label][1].plan for label, _ in steps.get(k, ())] for k in kinds]
-        found.append([sum(p.bytes_per_device for p in each if p is not None) for each in plans])
+    kinds = _kinds(all_steps)
+
+    def sent(steps: Mapping[str, Sequence[tuple[Any, int]]], kind: str) -> int:
+        plans = [plan.built.tasks[label][1].plan for label, _ in steps.get(kind, ())]
+        return sum(p.bytes_per_device for p in plans if p is not None)
+
+    found = [[sent(steps, k) for k in kinds] for steps in all_steps]
     shown = [i for i in range(len(kinds)) if any(row[i] for row in found)]
     if not shown:
-        return ""
-    for number, row in enumerate(found):
-        rows.setdefault(tuple(_bytes_or_none(row[i]) for i in shown), []).append(number)
-    table = make_table("stages", *(f">{kinds[i]}" for i in shown))
-    for cells, numbers in rows.items():
-        table.add_row(ranges_text(numbers), *cells)
-    return section("Tasks: bytes that each device sends in the collectives of one execution", table)
-
-
-# -- values
-
-
-def _arguments(plan: MpmdPlan) -> str:
-    rows: list[tuple[Key, str, _Leaf]] = []
-    leaves = _leaves(plan)
-    for leaf in leaves:
-        padded = "" if is_even(leaf.var.aval.shape, leaf.placement, leaf.stage.mesh.sizes) else ", padded"
-        why = why_argument(plan.arguments[leaf.number], leaf.placement)
-        rows.append(((short_aval(leaf.var.aval), placement_text(leaf.placement) + padded, why), leaf.path, leaf))
-    head = f"Arguments: {number_text(len(leaves), 'array')}, each on the stage that uses it"
-    if not rows:
-        return head
-    table = make_table("path", "type", "placement", "why", "stages", ">bytes per device")
-
-    def stages_of(found: list[_Leaf]) -> str:
-        return ranges_text(leaf.stage.number for leaf in found)
-
-    for key, path, found in fold_leaves(rows, stages_of):
-        most = max(sum(leaf.bytes for leaf in found if leaf.stage.number == n) for n in {x.stage.number for x in found})
-        table.add_row(path, *map(str, key), stages_of(found), bytes_text(most))
-    return section(f"{head}; bytes of the stage that holds most of them", table)
-
-
-def _results(plan: MpmdPlan) -> str:
-    rows: list[tuple[Key, str, int]] = []
-    paths = plan.pieces.program.out_paths
-    for i, (path, aval, placement, pin, tie) in enumerate(
-        zip(paths, plan.pieces.program.out_avals, plan.piece_outputs, plan.results, plan.ties, strict=True)
-    ):
-        if tie is None or plan.piece_inputs[tie] != placement:
-            key = (short_aval(aval), placement_text(placement), why_placed(pin, "chosen"))
-            rows.append((key, path or "result", plan.result_stages[i]))
-    head = f"Results: {number_text(len(paths), 'array')}"
-    if len(rows) < len(paths):
-        head += f"; {len(paths) - len(rows)} of them {REUSES}"
-    if not rows:
-        return head
-    table = make_table("path", "type", "placement", "why", "stages")
-    for key, path, stages in fold_leaves(rows, ranges_text):
-        table.add_row(path, *map(str, key), ranges_text(stages))
-    return section(head, table)
+        return None
+    rows = _alike(tuple(_bytes_or_none(row[i]) for i in shown) for row in found)
+    title = "Tasks: bytes that each device sends in the collectives of one execution"
+    return Section(title, ("stages", *(f">{kinds[i]}" for i in shown)), rows)
 
 
 # -- what moves
 
 
-def _transfers(plan: MpmdPlan) -> str:
+def _transfers(plan: MpmdPlan) -> Section:
     if not plan.transfers:
-        return section("Transfers between stages: none")
+        return Section("Transfers between stages: none")
     link = plan.mesh.topology.link_along(plan.pipeline.axis)
-    rows = [
+    keyed = [
         ((t.value, t.count, t.bytes // t.count, t.source < t.target), t.line, (t.source, t.target))
         for t in plan.transfers
     ]
-    table = make_table("stages", "value", ">times each", ">bytes", ">time", "made by")
-    for (value, count, size, _), lines, pairs in fold_rows(rows):
+    rows: list[Sequence[str]] = []
+    for (value, count, size, _), lines, pairs in fold_rows(keyed):
         assert isinstance(size, int)
         copies = len(set(lines))
         made = times_text(fold_paths(sorted(set(lines))), copies)
         made = f"copy of {made}" if made.startswith("argument ") else made
         seconds = link.latency + size / link.bandwidth
-        table.add_row(pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), made)
+        rows.append((pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), made))
     whole = bytes_text(sum(t.bytes for t in plan.transfers))
     title = f"Transfers between stages, {whole} a call: bytes that a device sends, and time, of one execution"
-    return section(title, table)
+    return Section(title, ("stages", "value", ">times each", ">bytes", ">time", "made by"), rows)
 
 
-def _moves(plan: MpmdPlan) -> str:
-    """A table of the collectives of all stages. Stages with equal collectives share a row."""
-
-    def key_of(c: Collective) -> Key:
-        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst)
-
-    rows = [(key_of(c), c.source, (stage.number, c)) for stage, c in plan.stage_collectives if c.bytes]
-    if not rows:
-        return section("Moves within stages: none")
-    table = make_table("stages", "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
-    for key, _, found in fold_rows(rows):
-        of_stage: dict[int, list[Collective]] = {}
-        for number, c in found:
-            of_stage.setdefault(number, []).append(c)
-        alike: dict[tuple[int, int], list[int]] = {}
-        for number, cs in of_stage.items():
-            alike.setdefault((sum(c.count for c in cs), sum(c.bytes for c in cs)), []).append(number)
-        for (count, size), numbers in alike.items():
-            made = fold_paths([c.source for number in numbers for c in of_stage[number]])
-            table.add_row(ranges_text(numbers), *map(str, key), str(count), bytes_text(size), made)
-    return section("Moves within stages: bytes that each device of one stage sends in one call", table)
-
-
-def _channels(plan: MpmdPlan, timeline: Timeline) -> str:
+def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
     """A table of the registers of the channels that carry values once per microbatch."""
-    rows: dict[tuple[str, str, str, int, str], list[tuple[int, int]]] = {}
-    given = {c for row in plan.network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives}
-    for number in sorted(given):
+    alike: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    repeated = repeated_channels(plan.network)
+    for number in repeated:
         channel, carried = plan.network.channels[number], plan.built.channel_values[number]
         assert carried is not None
         credits = "unbounded" if channel.registers is None else str(channel.registers)
         word, peak = channel.name.rpartition(" ")[0], timeline.peaks[number]
         at_most = bytes_text(peak * plan.register_bytes(number))
-        rows.setdefault((word, credits, bytes_text(channel.bytes), peak, at_most), []).append(
-            (carried.source, carried.target)
-        )
-    if not rows:
-        return ""
-    table = make_table("channel", "stages", ">credits", ">most in use", ">bytes each", ">bytes at most")
-    for (word, credits, size, peak, at_most), ends in rows.items():
-        inner = all(a == b for a, b in ends)
-        stages = ranges_text(a for a, _ in ends) if inner else pairs_text(ends)
-        table.add_row(word, stages, credits, str(peak), size, at_most)
-    others = len(plan.network.channels) - len(given)
+        cells = (word, credits, str(peak), bytes_text(channel.bytes), at_most)
+        alike.setdefault(cells, []).append((carried.source, carried.target))
+    if not alike:
+        return None
+    rows = [
+        (word, ranges_text(a for a, _ in ends) if all(a == b for a, b in ends) else pairs_text(ends), *cells)
+        for (word, *cells), ends in alike.items()
+    ]
+    others = len(plan.network.channels) - len(repeated)
     more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
-    few = f"; fewer than is fastest, because ranks {ranges_text(plan.squeezed)} have too little memory for more"
-    more += few if plan.squeezed else ""
-    return section(f"Channels: registers of the channels used once per microbatch{more}", table)
+    if ranks := plan.short_of_registers:
+        more += f"; fewer than is fastest, because ranks {ranges_text(ranks)} have too little memory for more"
+    return Section(
+        f"Channels: registers of the channels used once per microbatch{more}",
+        ("channel", "stages", ">credits", ">most in use", ">bytes each", ">bytes at most"),
+        rows,
+    )
 
 
-def _memory(plan: MpmdPlan) -> str:
-    memory = plan.memory
-    most = memory.worst
+def _memory(plan: MpmdPlan) -> Section:
+    most = plan.memory.worst
     parts = sorted(((size, kind) for kind, size in most.peak_parts.items() if size), reverse=True)
-    return (
+    return Section(
         f"Memory: at most {bytes_text(most.peak)} on each device of rank {most.rank}, "
-        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, during {most.peak_label}\n  "
-        + ", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)
-        + memory_decided(plan.unlimited, plan.seconds)
+        f"{_share(most.peak, most.capacity)} of its {bytes_text(most.capacity)}, during {most.peak_label}",
+        lines=[", ".join(f"{bytes_text(size)} {kind}" for size, kind in parts)],
     )

@@ -8,9 +8,8 @@ from typing import TypeAlias
 from shardc.compat import Jaxpr
 from shardc.errors import ArgumentError, did_you_mean
 from shardc.passes import PASSES
-from shardc.pipeline.plan import MpmdPlan
-from shardc.plan.plan import SpmdPlan
-from shardc.report.tables import make_table, section
+from shardc.pipeline.plan import MpmdPlan, PlanView
+from shardc.report.tables import Section, report_text
 
 Passed: TypeAlias = Sequence[tuple[str, Jaxpr]]
 """Names of passes, and the program that each gave."""
@@ -18,33 +17,29 @@ Passed: TypeAlias = Sequence[tuple[str, Jaxpr]]
 
 def passes_text() -> str:
     """The passes in their order: what each takes and gives, an example, and where it is."""
-    table = make_table("pass", "of", "takes", "gives", "module")
-    for p in PASSES:
-        table.add_row(p.name, p.of, p.takes, p.gives, p.module)
-    examples = "\n".join(f"  {p.name}: {p.example}" for p in PASSES)
-    return "\n\n".join((section(f"{len(PASSES)} passes, in their order", table), f"Before --> after\n{examples}"))
+    rows = [(p.name, p.of, p.takes, p.gives, p.module) for p in PASSES]
+    return report_text(
+        (
+            Section(f"{len(PASSES)} passes, in their order", ("pass", "of", "takes", "gives", "module"), rows),
+            Section("Before --> after", lines=[f"{p.name}: {p.example}" for p in PASSES]),
+        )
+    )
 
 
-def program_after(plan: SpmdPlan, name: str) -> str:
-    """The program of a plan after a pass.
-
-    Raises:
-      ArgumentError: no such pass ran on it.
-    """
-    return _one({"": [*plan.program.passed, ("insert_boxing", plan.boxed.jaxpr)]}, name)
-
-
-def programs_after(plan: MpmdPlan, name: str) -> str:
-    """The program of a pipeline after a pass; where there is one for each stage or task, all of them.
+def programs_after(plan: PlanView, name: str) -> str:
+    """The program of a plan after a pass; where there is one for each stage or task of a pipeline, all of them.
 
     Raises:
       ArgumentError: no such pass ran on it.
     """
-    found: dict[str, Passed] = {"": plan.pieces.program.passed}
-    for s in plan.stages:
-        of_stage = s.plan.program.passed
-        found[f"stage {s.number}"] = [*of_stage, ("insert_boxing", s.plan.boxed.jaxpr)]
-        for task in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values()):
+    found: dict[str, Passed] = {}
+    if isinstance(plan, MpmdPlan):
+        found[""] = plan.pieces.program.passed
+    for number, part in plan.parts:
+        which = f"stage {number}" if isinstance(plan, MpmdPlan) else ""
+        found[which] = [*part.program.passed, ("insert_boxing", part.boxed.jaxpr)]
+    for stage in plan.stages if isinstance(plan, MpmdPlan) else ():
+        for task in (stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()):
             if task.plan is not None:
                 found[task.plan.program.name] = [("split_tasks", task.plan.boxed.jaxpr)]
     return _one(found, name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import KINDS, Chart, Track, channel_text, scale_of
+from shardc.report.chart import KINDS, Chart, Track, channel_text, repeated_channels, scale_of
 from shardc.report.tables import bytes_text
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _figure(chart: Chart) -> Figure:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     ranks, runs = len(chart.network.actors), len(chart.tracks)
-    channels = sorted(chart.channels, key=lambda c: _order(chart, c))[:_MOST_CHANNELS]
+    channels = sorted(repeated_channels(chart.network), key=lambda c: _order(chart, c))[:_MOST_CHANNELS]
     actions = max(sum(s.end > s.start for s in row) for row in chart.tracks[0].timeline.spans)
     left, right, foot, between = 1.6, 1.4, 0.42, 0.4
     plot = min(20.0, max(8.0, 0.2 * actions))
@@ -218,8 +218,8 @@ def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
     axes.set_yticks([i + 0.5 for i in range(len(channels))], [_channel_name(chart, c) for c in channels])
     axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=_INK)
     about = "registers in use" + (": planned filled, measured as a line" if len(chart.tracks) > 1 else ", as planned")
-    if len(channels) < len(chart.channels):
-        about += f"; {len(chart.channels) - len(channels)} more channels are not drawn"
+    if len(channels) < len(repeated_channels(chart.network)):
+        about += f"; {len(repeated_channels(chart.network)) - len(channels)} more channels are not drawn"
     axes.text(0, -0.35, about, size=_SIZE, color=_PALE)
     axes.text(1.005, -0.35, "peak", size=_SIZE, color=_PALE)
     for row, number in enumerate(channels):

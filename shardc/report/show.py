@@ -16,9 +16,17 @@ from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
-from shardc.report.elsewhere import mesh_text, numbers_text
-from shardc.report.tables import bytes_text, fold_paths, fold_rows, make_table, number_text, placement_text, section
-from shardc.report.tables import times_text as times
+from shardc.report.tables import (
+    Section,
+    bytes_text,
+    fold_paths,
+    fold_rows,
+    mesh_text,
+    number_text,
+    numbers_text,
+    placement_text,
+    times_text,
+)
 from shardc.sbp.placement import Placement, local_extent, local_shape
 
 MOST_PIECES = 16
@@ -114,8 +122,7 @@ class LocatedArray:
         """The numbers of the devices that hold the piece at these coordinates."""
         assert isinstance(self.mesh, Mesh)
         index = tuple(at[a] if a in self.placement else slice(None) for a in self.mesh.axis_names)
-        ids = [d.id for d in np.asarray(self.mesh.devices[index]).flat]
-        return ", ".join(map(str, ids if len(ids) <= 4 else [*ids[:3], "…", ids[-1]]))
+        return numbers_text(d.id for d in np.asarray(self.mesh.devices[index]).flat)
 
 
 def _on_mesh(x: Any) -> list[LocatedArray] | str:
@@ -173,7 +180,7 @@ def _whole(x: Any, parts: list[LocatedArray] | str) -> str:
 def _pieces(part: LocatedArray) -> str:
     placed = isinstance(part.mesh, Mesh)
     padded = any(part.padding(at) for at in part.coordinates())
-    table = make_table(*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
+    columns = (*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
     rows = [
         (
             *(str(at[a]) if a in part.placement else "*" for a in part.mesh.axis_names),
@@ -188,13 +195,11 @@ def _pieces(part: LocatedArray) -> str:
         more = ["…"] * len(rows[0])
         more[len(part.mesh.axis_names) + placed] = f"… {left_out + 1} more"
         rows = [*rows[: MOST_PIECES // 2], tuple(more), *rows[-(MOST_PIECES // 2 - 1) :]]
-    for row in rows:
-        table.add_row(*row)
     title = _head(part)
     if part.placement.partial_axes:
         over = ", ".join(part.placement.partial_axes)
         title += f"\nIt is partial: the value is the {part.placement.partial_op} of what the devices along {over} hold."
-    return section(title, table)
+    return str(Section(title, columns, rows))
 
 
 def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> str:
@@ -221,12 +226,10 @@ def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> str:
             key = (kind, placement_text(part.placement), mesh_text(part.mesh), *on, f"[{block}]{padded}")
             rows.append(((*key, bytes_text(part.bytes)), where, None))
     columns = ("path", "type", "placement", "mesh", *["devices"] * several, "a device holds", ">bytes per device")
-    table = make_table(*columns)
-    for key, paths, _ in fold_rows(rows):
-        table.add_row(times(fold_paths(paths), len(paths)), *map(str, key))
+    cells = [(times_text(fold_paths(paths), len(paths)), *map(str, key)) for key, paths, _ in fold_rows(rows)]
     total = bytes_text(max(held.values()) if several else sum(part.bytes for part in placed))
     of = "on the fullest device" if several else "per device"
-    return section(f"{number_text(len(leaves), 'array')}, {total} {of}", table)
+    return str(Section(f"{number_text(len(leaves), 'array')}, {total} {of}", columns, cells))
 
 
 def _on_device(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]], device: Any) -> str:

@@ -1,19 +1,24 @@
-"""Tables and rows as plain text, and the format of numbers, placements and paths in them."""
+"""Sections of reports as data and as plain text, and the format of numbers, placements and paths in them."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardc.machine.mesh import AnyMesh, stages_text
 from shardc.sbp.placement import Placement
 
 T = TypeVar("T")
+
+MOST: Final = 8
+"""The most lines, or names, of a list in a text; of a longer one, the first of them and the number of the others."""
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -59,6 +64,19 @@ def percent_text(fraction: float) -> str:
     if 0 < fraction < 1e-3:
         return "less than 0.1%"
     return f"{100 * fraction:.1f}%" if fraction < 0.1 else f"{100 * fraction:.0f}%"
+
+
+def mesh_text(mesh: AnyMesh) -> str:
+    """`data=4, model=2`; of a pipeline's rank `data=2, stage 3`."""
+    return ", ".join([*(f"{a}={n}" for a, n in mesh.shape.items()), *filter(None, [stages_text(mesh)])])
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """`4, 5` or `0-7`."""
+    found = sorted(numbers)
+    if len(found) > 2 and found == [*range(found[0], found[-1] + 1)]:
+        return f"{found[0]}-{found[-1]}"
+    return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
 
 
 def times_text(text: str, count: int) -> str:
@@ -128,46 +146,52 @@ def _skeleton(path: str) -> str:
 _SOURCE = re.compile(r"\S+\.\w+:\d+ \(")
 
 
-def make_table(*columns: str) -> Table:
-    """A table whose columns are as wide as their content; `>` before a name aligns the column to the right."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        right = name.startswith(">")
-        made.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return made
+@dataclass(frozen=True)
+class Section:
+    """A part of a report, as data: a title, and below it lines of text or a table.
+
+    Attributes:
+      title: one line or several; empty: the table belongs to the section before it.
+      columns: the names of the table's columns; one with `>` before it has numbers, aligned to the right.
+      rows: the cells of each row of the table.
+      lines: of text.
+      depth: 1 for a part of the section before it.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    depth: int = 0
+
+    def __str__(self) -> str:
+        table = _table_text(self.columns, self.rows) if self.rows else ""
+        below = [indented(text) for text in (*self.lines, table) if text]
+        text = "\n".join([self.title] * bool(self.title) + below)
+        return indented(text) if self.depth else text
 
 
-def section(title: str, body: Table | None = None) -> str:
-    """A title, and a table below it."""
-    return title if body is None else f"{title}\n{indented(_rendered(body))}"
+def report_text(sections: Iterable[Section | None]) -> str:
+    """The sections that there are as text, one below the other."""
+    return "\n\n".join(str(s) for s in sections if s is not None)
 
 
 def indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _rendered(body: Table) -> str:
-    """The table as plain text, without a limit of width."""
+def _table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as plain text, without a limit of width."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     console = Console(
         file=out, width=10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False, emoji=False,
         highlight=False, legacy_windows=False, safe_box=False, _environ={},
     )  # fmt: skip
-    console.print(body)
+    console.print(table)
     return out.getvalue()
-
-
-def padded_name(name: str, room: int, *, blank: bool = True) -> str:
-    """A name of a task, padded or cut to `room` characters: `F0----- `; with `blank`, the last one is a blank."""
-    text = max(1, room - blank)
-    return f"{name[:text]:-<{text}} "[:room]
-
-
-def wrapped_rows(heads: Sequence[str], rows: Sequence[str], room: int) -> str:
-    """Rows with their heads, wrapped into blocks of `room` characters that stand one below the other."""
-    margin = max(map(len, heads))
-    longest = max(map(len, rows))
-    return "\n\n".join(
-        "\n".join(f"{h:<{margin}} | {r[at : at + room]}".rstrip() for h, r in zip(heads, rows, strict=True))
-        for at in range(0, longest, room)
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import Chart, Track
+from shardc.report.chart import Chart, Track, repeated_channels
 
 
 def write_trace(chart: Chart, path: str | Path) -> None:
@@ -87,7 +87,7 @@ def _arrows(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
 
 def _counters(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
     us = _us(chart)
-    for channel in chart.channels:
+    for channel in repeated_channels(chart.network):
         name = f"in use: {chart.network.channels[channel].name}"
         yield {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": 0.0, "args": {"registers": 0}}
         for time, used in track.timeline.occupancy[channel]:

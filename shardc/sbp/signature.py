@@ -316,6 +316,14 @@ def rule_names() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+def rules() -> dict[RuleFn, list[str]]:
+    """Each rule with its primitives."""
+    found: dict[RuleFn, list[str]] = {}
+    for name, fn in _RULES.items():
+        found.setdefault(fn, []).append(name)
+    return found
+
+
 def gathered(op: Operation) -> Rule:
     """The rule of an operation that has none: everything B."""
     return Rule(tuple((None,) * len(a.shape) for a in op.operands), tuple((None,) * len(a.shape) for a in op.results))
@@ -334,12 +342,14 @@ def dims(rank: int, prefix: str = "d") -> tuple[str, ...]:
     return tuple(f"{prefix}{i}" for i in range(rank))
 
 
-def passes(count: int, *groups: Sequence[int], ops: Sequence[ReduceOp] = REDUCE_OPS) -> tuple[Partials, ...]:
+def passes(
+    count: int, group: Sequence[int], *more: Sequence[int], ops: Sequence[ReduceOp] = REDUCE_OPS
+) -> tuple[Partials, ...]:
     """Partials of an operation of `count` operands that commutes with `ops` in each of the groups of operands.
 
     An operation that only moves elements commutes with all three.
     """
-    return tuple((tuple(op if i in g else None for i in range(count)), op) for g in groups for op in ops)
+    return tuple((tuple(op if i in g else None for i in range(count)), op) for g in (group, *more) for op in ops)
 
 
 def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
@@ -349,7 +359,7 @@ def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
       >>> linear(2, (0,), (1,))  # a product: linear in each
       ((('sum', None), 'sum'), ((None, 'sum'), 'sum'))
     """
-    return passes(count, *groups, ops=("sum",))
+    return tuple(p for g in groups for p in passes(count, g, ops=("sum",)))
 
 
 def neutral_value(kind: Neutral, dtype: Any) -> Any:

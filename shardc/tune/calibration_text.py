@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from shardc.report.tables import make_table, percent_text, seconds_text, section
+from collections.abc import Sequence
+
+from shardc.report.tables import Section, percent_text, report_text, seconds_text
 from shardc.tune.calibrate import Calibration
 
 
 def calibration_text(found: Calibration) -> str:
     """The machine's figures, and a table of the fits with their errors."""
     machine = found.topology
-    table = make_table("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")
+    rows: list[Sequence[str]] = []
     for fit in found.fits:
         seconds = [s.seconds for s in found.samples if (s.axis, s.kind) == (fit.axis, fit.kind)]
-        table.add_row(
+        rows.append((
             fit.axis, fit.kind, seconds_text(fit.latency), rate_text(fit.rate, "B/s"), percent_text(fit.error),
             seconds_text(min(seconds)), seconds_text(max(seconds)),
-        )  # fmt: skip
+        ))  # fmt: skip
     products = ", ".join(f"{rate_text(rate, 'op/s')} in {dtype}" for dtype, rate in machine.rates)
     head = (
         f"{machine.kind}: each device multiplies matrices at {products}; reads and writes "
         f"{rate_text(machine.memory_bandwidth, 'B/s')}; a collective starts in {seconds_text(machine.launch)}."
     )
-    return f"{head}\n\n{section('Collectives: seconds = start + hops x hop + bytes sent / rate', table)}"
+    columns = ("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")
+    fits = Section("Collectives: seconds = start + hops x hop + bytes sent / rate", columns, rows)
+    return report_text((Section(head), fits))
 
 
 def rate_text(rate: float, unit: str) -> str:

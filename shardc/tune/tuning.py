@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
 from shardc.pipeline.plan import Pipeline
+from shardc.plans import PipelinePlan
 from shardc.report.tables import (
+    Section,
     bytes_text,
     fold_rows,
     indented,
-    make_table,
     number_text,
     percent_text,
+    report_text,
     seconds_text,
-    section,
 )
 
 
@@ -106,36 +107,38 @@ class Tuning:
 
 def tuning_text(tuning: Tuning, count: int = 10) -> str:
     """The text of `Tuning.explain`."""
-    parts = (_head(tuning), _table(tuning, count), _without_plan(tuning), _notes(tuning), _use(tuning))
-    return "\n\n".join(filter(None, parts))
+    notes = Section("Notes", lines=tuning.notes) if tuning.notes else None
+    return report_text((_head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)))
 
 
-def _head(tuning: Tuning) -> str:
+def _head(tuning: Tuning) -> Section:
     planned = number_text(len(tuning.candidates), "candidate")
     rest = f"; {tuning.others} more were not planned: tries={len(tuning.candidates)}" if tuning.others else ""
-    return (
+    return Section(
         f"{tuning.name} on {tuning.where}\n"
         f"{planned} planned{rest}.\n"
         f"Its computation, divided evenly over all devices, takes about {seconds_text(tuning.ideal)}."
     )
 
 
-def _table(tuning: Tuning, count: int) -> str:
+def _table(tuning: Tuning, count: int) -> Section | None:
     shown = [c for c in tuning.candidates if c.plan is not None]
     title = f"The {count} best" if len(shown) > count else "All, best first"
     shown = shown[:count]
     if not shown:
-        return ""
+        return None
     staged = any(c.pipeline for c in shown)
     looped = any(c.microbatches for c in shown)
     columns = [">", "mesh"] + ["pipeline"] * staged + [">microbatches"] * looped
-    table = make_table(*columns, ">time", ">memory", ">bytes", "proved")
+    columns += [">time", ">memory", ">bytes", "proved"]
+    rows: list[Sequence[str]] = []
     for i, c in enumerate(shown):
         cells = [str(i + 1), mesh_text(c)] + [pipeline_text(c)] * staged + [str(c.microbatches or "-")] * looped
         memory = bytes_text(c.memory) + ("" if c.fits else ", too much")
-        table.add_row(*cells, seconds_text(c.seconds), memory, bytes_text(c.bytes), _proved(c.gap))
+        rows.append((*cells, seconds_text(c.seconds), memory, bytes_text(c.bytes), _proved(c.gap)))
     room = bytes_text(shown[0].capacity)
-    return section(f"{title}: time of a call; peak memory (of {room}) and bytes sent of each device", table)
+    title += f": time of a call; peak memory (of {room}) and bytes sent of each device"
+    return Section(title, columns, rows)
 
 
 def mesh_text(c: Candidate) -> str:
@@ -147,43 +150,38 @@ def pipeline_text(c: Candidate) -> str:
     """Stages and schedule of a pipeline, `4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    staging = None if c.plan is None else c.plan.staging
-    name = c.pipeline.schedule if staging is None else staging.schedule
-    stages = "" if staging is None else f"{number_text(staging.count, 'stage')}, "
-    return f"{stages}{name}"
+    if not isinstance(c.plan, PipelinePlan):
+        return str(c.pipeline.schedule)
+    return f"{number_text(len(c.plan.stages), 'stage')}, {c.plan.schedule.name}"
 
 
 def _proved(gap: float | None) -> str:
     return {None: "-", 0.0: "optimal"}.get(gap, f"within {percent_text(gap or 0.0)}")
 
 
-def _without_plan(tuning: Tuning) -> str:
+def _without_plan(tuning: Tuning) -> Section | None:
     rows = [
         (("\n".join(c.problem.splitlines()[:2]),), f"{mesh_text(c)}{_schedule_text(c.pipeline)}", None)
         for c in tuning.candidates
         if c.plan is None
     ]
     if not rows:
-        return ""
+        return None
     lines = [f"{'; '.join(names)}\n{indented(str(why))}" for (why,), names, _ in fold_rows(rows)]
-    return "\n".join(["Without a plan", *map(indented, lines)])
+    return Section("Without a plan", lines=lines)
 
 
 def _schedule_text(pipeline: Pipeline | None) -> str:
     return "" if pipeline is None else f" under {pipeline.schedule}"
 
 
-def _notes(tuning: Tuning) -> str:
-    return "\n".join(["Notes", *map(indented, tuning.notes)]) if tuning.notes else ""
-
-
-def _use(tuning: Tuning) -> str:
+def _use(tuning: Tuning) -> Section:
     best = tuning.candidates[0]
     if not best.fits:
-        return "No candidate fits in memory."
+        return Section("No candidate fits in memory.")
     axes = ", ".join(f"{a}={n}" for a, n in best.axes.items())
     more = f", pipeline={_pipeline_code(best.pipeline)}" if best.pipeline else ""
-    return f"The best: shardc.function(..., mesh=shardc.make_mesh({axes}){more})"
+    return Section(f"The best: shardc.function(..., mesh=shardc.make_mesh({axes}){more})")
 
 
 def _pipeline_code(p: Pipeline) -> str:

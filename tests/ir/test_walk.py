@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardc.ir.walk import all_eqns, bytes_of, itemsize_of, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import all_eqns, bytes_of, executions, itemsize_of, operation_of, setting_of, short_aval, work_dtype
 from shardc.sbp.placement import REPLICATED, Placement
 
 
@@ -21,6 +21,16 @@ def test_equations_of_nested_bodies_follow_their_equation():
 
     names = [e.primitive.name for e in all_eqns(_jaxpr(lambda xs: lax.scan(body, 1.0, xs)[0], np.ones(3, np.float32)))]
     assert names.index("scan") < names.index("cond") < names.index("cos") < names.index("sin")
+
+
+def test_how_often_equations_run():
+    def outer(c, x):
+        return lax.scan(lambda c, y: (jnp.sin(c) * y, None), c, jnp.ones(5))[0] + jnp.cos(x), None
+
+    runs = {
+        e.primitive.name: n for e, n in executions(_jaxpr(lambda xs: jnp.exp(lax.scan(outer, 1.0, xs)[0]), np.ones(3)))
+    }
+    assert (runs["exp"], runs["cos"], runs["sin"], "scan" in runs) == (1, 3, 15, False)
 
 
 def test_sizes():

@@ -26,6 +26,7 @@ from shardc.machine.topology import (
     parse_topology,
     topology_from_json,
 )
+from shardc.sbp.cost import send_price
 
 
 def spans(topology: str, **axes: int) -> dict[str, list[tuple[int, int, int, bool]]]:
@@ -224,3 +225,14 @@ def test_a_view_of_a_part_of_the_axes_keeps_what_they_lie_along() -> None:
     whole = view(make_mesh(topology="h100:8x4", data=4, one=1, model=8))
     part = MeshView((("model", 8), ("data", 4)), whole.topology)
     assert dict(part.spans) == {a: whole.spans[a] for a in part.spans}
+
+
+def test_a_third_tier_is_data():
+    """Racks of 9 NVLink domains of 8, and a spine between them: an all-reduce over all passes all three."""
+    rack, spine = Fabric("switch", 1e11, 2e-6, tier=1, most=9), Fabric("switch", 5e10, 5e-6, tier=2)
+    machine = replace(TOPOLOGIES["h100"], kind="racks", fabrics=(TOPOLOGIES["h100"].fabrics[0], rack, spine))
+    mesh = view(make_mesh(topology=machine.to_json(), far=2, near=72))
+    assert [(s.dim, s.count) for s in mesh.spans["near"]] == [(0, 8), (1, 9)]
+    assert [(s.dim, s.count) for s in mesh.spans["far"]] == [(2, 2)]
+    sent = [send_price("all_reduce", 10**8, mesh, axes).seconds for axes in (("near",), ("far", "near"))]
+    assert 0 < sent[0] < sent[1]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shardc import compat
-from shardc.compat import bodies_of
+from shardc.ir.nested import bodies_of, scan_of
 
 
 class _Names(dict):
@@ -43,7 +43,7 @@ def _lines(jaxpr, names):
         read = [atom(a) for a in eqn.invars]
         params = f"[{eqn.params['src']} --> {eqn.params['dst']}]" if eqn.primitive.name == "box" else ""
         if eqn.primitive.name == "scan":
-            scan = compat.scan_of(eqn)
+            scan = scan_of(eqn)
             sides = read[: scan.consts], read[scan.consts : scan.rows_at], read[scan.rows_at :]
             read = [f"{what} ({' '.join(some)})" for what, some in zip(("consts", "carry", "rows"), sides, strict=True)]
             params = f"[{scan.length} steps]"

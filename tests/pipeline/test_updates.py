@@ -86,7 +86,7 @@ def assert_at_home(plan):
     more than one element leaves its stage but activations and their gradients."""
     program = plan.pieces.program
     places = [*zip(program.in_paths, plan.homes, strict=True)]
-    places += zip(program.out_paths, plan.result_stages, strict=True)
+    places += [(b.path, b.stage) for b in plan.out_borders]
     layer = re.compile(r".*(?:frozen|a|b|w|params|state|mu|nu|trace|acc_grads|0)/(\d)$")
     of_layers = [(path, stage, m[1]) for path, stage in places if (m := layer.match(path))]
     assert len(of_layers) >= STAGES

@@ -35,7 +35,7 @@ def plan_of(mesh, out=AUTO, **pins):
 
 
 def named(plan, pattern):
-    found = find_values(values_of(plan.program, plan.counterfactual.problem, plan.boxed), pattern)
+    found = find_values(values_of(plan.program, plan.counterfactuals[0].problem, plan.boxed), pattern)
     assert len(found) == 1, [v.name for v in found]
     return found[0]
 
@@ -45,7 +45,7 @@ def named(plan, pattern):
 def test_the_best_plans_with_an_argument_elsewhere_are_those_that_are_made_with_it_pinned_there(mesh, pins, name):
     plan = plan_of(mesh, **pins)
     value = named(plan, name)
-    others = list(plan.counterfactual.others(value.node, value.port, 9))
+    others = list(plan.counterfactuals[0].others(value.node, value.port, 9))
     assert len(others) == 2  # three placements fit a jax.Array, and the plan has one of them
     for other in others:
         assert other.proved
@@ -59,7 +59,7 @@ def test_the_best_plan_with_a_value_made_elsewhere_is_no_better_than_one_that_br
     plan = plan_of(mesh, x={"data": S(0)})
     value = named(plan, "down/dot_general")
     assert value.placement == Placement({"data": S(0)})
-    others = {o.placement: o.plan for o in plan.counterfactual.others(value.node, value.port, 9)}
+    others = {o.placement: o.plan for o in plan.counterfactuals[0].others(value.node, value.port, 9)}
 
     def constrained(x, w, v):
         return shardc.constrain(two_matmuls(x, w, v), {"data": S(1)})
@@ -72,7 +72,7 @@ def test_the_best_plan_with_a_value_made_elsewhere_is_no_better_than_one_that_br
 def test_a_plan_without_a_pin_is_that_which_is_made_without_it(mesh, pinned):
     pins = {"x": {"data": S(0)}, "w": {"data": S(1)}, "v": {"data": S(1)}}
     plan = plan_of(mesh, out={"data": S(1)}, **pins)
-    without = plan.counterfactual.without([named(plan, pinned).node])
+    without = plan.counterfactuals[0].without([named(plan, pinned).node])
     left = {name: pin for name, pin in pins.items() if name != pinned}
     made = plan_of(mesh, out=AUTO if pinned == "result" else {"data": S(1)}, **left)
     assert without.plan.seconds == pytest.approx(made.seconds, rel=1e-9)
@@ -91,14 +91,14 @@ def test_the_state_that_is_read_off_a_plan_is_the_plan(mesh):
     mesh = shardc.make_mesh(topology="cpu", data=4, model=2)
     pins = {"w": {"model": S(2)}, "x": {"data": S(0), ...: AUTO}}
     plan = shardc.function(step, mesh=mesh, in_placements=pins).plan(f32(3, 16, 16), f32(32, 16))
-    same = plan.counterfactual.without([])
+    same = plan.counterfactuals[0].without([])
     assert same.plan.collectives == plan.collectives
     assert same.plan.seconds == plan.seconds
 
 
 def test_values_are_named_by_paths_scopes_and_lines(mesh):
     plan = plan_of(mesh)
-    values = values_of(plan.program, plan.counterfactual.problem, plan.boxed)
+    values = values_of(plan.program, plan.counterfactuals[0].problem, plan.boxed)
     assert [(v.kind, v.name) for v in values] == [
         ("argument", "x"), ("argument", "w"), ("argument", "v"),
         ("value", "mlp/dot_general"), ("value", "mlp/tanh"), ("value", "mlp/down/dot_general"), ("result", "result"),
@@ -122,7 +122,7 @@ def test_backward_passes_and_bodies_of_loops_have_the_names_around_them(mesh):
             return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
 
     plan = shardc.function(jax.grad(loss), mesh=mesh).plan(f32(3, 16, 16), f32(32, 16))
-    names = [v.name for v in values_of(plan.program, plan.counterfactual.problem, plan.boxed)]
+    names = [v.name for v in values_of(plan.program, plan.counterfactuals[0].problem, plan.boxed)]
     assert "layers/dot_general" in names
     assert "backward/layers/dot_general" in names
     readers = [u.name for u in named(plan, "w").uses]

@@ -5,7 +5,7 @@ import pytest
 import shardc
 from tests.report.test_explain import f32
 from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
-from tests.report.test_whys import mlp_plan
+from tests.report.test_explain_why import mlp_plan
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import jax
 import pytest
 from jax import lax
 
-from shardc.compat import NESTED
 from shardc.ir.host_callback import CALLBACKS
+from shardc.ir.nested import NESTED
 from shardc.passes.trace.canonicalize import IDENTITIES, INLINED
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule, rule_names

@@ -4,6 +4,7 @@
     python -m tests.sbp.without_rule sin sort   # some
 
 Prints a table of those whose plans move more, and ends with 1 if a value is wrong or more than a tenth moves more.
+tests/sbp/without_rule.md has the table.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from shardc.compat import Eqn, Var
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.sbp.placement import Placement
 
 
@@ -101,7 +101,7 @@ class ScheduledEqn(NamedTuple):
     Attributes:
       operands: without literals.
       start, at: points of the program, before its bodies and behind them.
-      home: id of the jaxpr that it is in.
+      home: the jaxpr that it is in.
     """
 
     eqn: Eqn
@@ -109,7 +109,7 @@ class ScheduledEqn(NamedTuple):
     operands: Sequence[Var]
     start: int
     at: int
-    home: int
+    home: Jaxpr
 
 
 @dataclass(frozen=True, slots=True)

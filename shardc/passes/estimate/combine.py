@@ -48,10 +48,10 @@ def combinations(jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, fl
         return max((made.get(v, -1) for v in compat.variables(s.eqn.invars)), default=-1)
 
     for group in alike.values():
-        depths = _depths(jaxpr, {id(s.eqn) for s in group})
+        depths = _depths(jaxpr, {s.eqn for s in group})
         waiting: dict[int, tuple[list[Started], int]] = {}  # by depth a combination, and its bytes
         for s in group:
-            depth = depths[id(s.eqn)]
+            depth = depths[s.eqn]
             before, size = waiting.get(depth, ([], 0))
             if before and size + s.size > most[s.kind]:
                 yield sorted(before, key=ready)
@@ -61,15 +61,15 @@ def combinations(jaxpr: Jaxpr, started: Iterable[Started], most: Mapping[str, fl
             yield sorted(found, key=ready)
 
 
-def _depths(jaxpr: Jaxpr, some: set[int]) -> dict[int, int]:
-    """For some equations, by id, the longest chain of others of them that each depends on. Equations of one depth do
+def _depths(jaxpr: Jaxpr, some: set[Eqn]) -> dict[Eqn, int]:
+    """For some equations, the longest chain of others of them that each depends on. Equations of one depth do
     not depend on each other."""
     behind: dict[Var, int] = {}
-    found: dict[int, int] = {}
+    found: dict[Eqn, int] = {}
     for eqn in jaxpr.eqns:
         depth = max((behind.get(v, 0) for v in compat.variables(eqn.invars)), default=0) if behind else 0
-        if id(eqn) in some:
-            found[id(eqn)] = depth
+        if eqn in some:
+            found[eqn] = depth
             depth += 1
         if depth:
             behind.update(dict.fromkeys(eqn.outvars, depth))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Var
+from shardc.compat import Jaxpr, Var
 from shardc.passes.estimate.backend import IN_LOOPS, ScheduledEqn
 
 DEPENDENCY_LIMIT: Final = 256
@@ -70,7 +70,7 @@ def fused_siblings(
     Args:
       starts, reads, maker: as for `reads_of`, and its result.
     """
-    over: dict[tuple[Var, int, int], list[Var]] = defaultdict(list)
+    over: dict[tuple[Var, Jaxpr, int], list[Var]] = defaultdict(list)
     for v in sorted(reads, key=starts.__getitem__):
         for a in reads[v]:
             over[a, maker[v].home, compat.size_of(v.aval)].append(v)

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import NESTED, REMAT, bodies_of, is_kept_apart, nested_bodies, trips_of
 from shardc.ir.walk import itemsize_of
 from shardc.passes.estimate.backend import (
     CONVOLUTIONS,
@@ -153,13 +154,13 @@ def scopes_at(jaxpr: Jaxpr, point: int) -> list[RunningScope]:
     eqns, found, trips = _Forward(jaxpr).eqns, list[RunningScope](), 1
     scope: Jaxpr | None = jaxpr
     while scope is not None:
-        here = [n for n, s in enumerate(eqns[id(scope)]) if s.start <= point <= s.at]
+        here = [n for n, s in enumerate(eqns[scope]) if s.start <= point <= s.at]
         if not here:
             break
         found.append(RunningScope(scope, here[0], trips))
         inside = scope.eqns[here[0]]
-        inner, trips = bodies_of(inside), trips * compat.trips_of(inside)
-        scope = next((b for b in inner if b.eqns and eqns[id(b)][0].start <= point <= eqns[id(b)][-1].at), None)
+        inner, trips = bodies_of(inside), trips * trips_of(inside)
+        scope = next((b for b in inner if b.eqns and eqns[b][0].start <= point <= eqns[b][-1].at), None)
     return found
 
 
@@ -179,7 +180,7 @@ class _Forward:
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr, self.now = jaxpr, 0
-        self.eqns: dict[int, list[ScheduledEqn]] = {}
+        self.eqns: dict[Jaxpr, list[ScheduledEqn]] = {}
         self.maker: dict[Var, ScheduledEqn] = {}
         self.readers = Counter[Var]()
         self.source: dict[Var, Var | None] = {}
@@ -189,7 +190,7 @@ class _Forward:
         self.body(jaxpr)
 
     def body(self, body: Jaxpr) -> None:
-        eqns, home = body.eqns, id(body)
+        eqns, home = body.eqns, body
         operands = [[a for a in e.invars if not compat.is_literal(a)] for e in eqns]
         self.readers.update(chain.from_iterable(operands))
         self.readers.update([a for a in body.outvars if not compat.is_literal(a)])
@@ -281,7 +282,7 @@ class _Backward:
         return LiveRanges(end, values, begin, until, len(arguments), products, extended, tables, tuple(self.recomputed))
 
     def product(self, step: ScheduledEqn) -> Product:
-        ready, over = self.early.operands.get(id(step.eqn), ()), self.overwritten.get(step.eqn.outvars[0])
+        ready, over = self.early.operands.get(step.eqn, ()), self.overwritten.get(step.eqn.outvars[0])
         return Product(step.eqn, step.at, ready, over)
 
     def extended_and_tables(self, over: Collection[Var]) -> tuple[tuple[ExtendedRange, ...], tuple[RowTable, ...]]:
@@ -350,7 +351,7 @@ class _Backward:
         end, taker = max(whole, fused) + 1, self.taker.get(v)
         by_loop = taker is not None and self.maker[taker].kind in IN_LOOPS
         overwritten = taker is not None and self.starts.get(taker, self.maker[taker].at) == fused >= whole
-        if overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
+        if taker is not None and overwritten and not (stays and by_loop) and self.taken.setdefault(taker, v) is v:
             end = max(fused, made + 1)
             if by_loop:
                 self.overwritten[v] = end
@@ -359,7 +360,7 @@ class _Backward:
     # --- equations ----------------------------------------------------------------------------------------------------
 
     def body(self, body: Jaxpr) -> None:
-        for step in reversed(self.ahead.eqns[id(body)]):
+        for step in reversed(self.ahead.eqns[body]):
             eqn, kind = step.eqn, step.kind
             if kind is FusionKind.CHEAP or kind is FusionKind.COSTLY:
                 self.computed(step, eqn.outvars[0])
@@ -495,7 +496,7 @@ class _Backward:
             for v, a in zip(eqn.outvars, body.outvars, strict=True):
                 self.pass_on(v, a)
             self.body(body)
-            solid = compat.is_kept_apart(eqn)
+            solid = is_kept_apart(eqn)
             for v, a in zip(body.invars, eqn.invars, strict=True):
                 self.pass_on(v, a, solid)
         elif name == "cond":
@@ -518,18 +519,13 @@ class _Backward:
 
     def loop(self, step: ScheduledEqn) -> None:
         eqn, start, end = step.eqn, step.start, step.at
-        if eqn.primitive.name == "scan":
-            scan = compat.scan_of(eqn)
-            body, first, consts, carries = scan.body, scan.consts, scan.consts, scan.carries
-            rows = list(zip(body.invars, eqn.invars, strict=True))[scan.rows_at :]
-        else:
-            loop = compat.while_of(eqn)
-            body, first, consts, carries = loop.body, loop.body_consts, loop.carries_at, len(eqn.outvars)
-            rows = []
+        loop = nested_bodies(eqn)[-1]
+        body, rows = loop.jaxpr, loop.given(eqn)[loop.rows_at :]
+        consts = len(eqn.invars) - loop.carries - len(rows)
         for v in eqn.outvars:
             self.lives.append((v, start, self.last(v, end) + 1))
         self.returned(body.outvars, start)
-        self.second_buffers(body, body.invars[first : first + carries], end)
+        self.second_buffers(body, body.invars[loop.fixed : loop.rows_at], end)
         if self.backend.eager:
             self.step_starts.update(self.early.at[v] for v, _ in rows)
         for b in reversed(bodies_of(eqn)):
@@ -540,7 +536,7 @@ class _Backward:
                 self.lives.append((row, self.first[row], self.whole[row] + 1))
         for a in eqn.invars[:consts]:
             self.read(a, end)
-        for a, v in zip(eqn.invars[consts : consts + carries], eqn.outvars, strict=False):
+        for a, v in zip((eqn.invars[n] for n in loop.carried), eqn.outvars, strict=False):
             if not compat.is_literal(a):
                 self.read(a, start)
                 self.fuse(a, start, v)
@@ -550,7 +546,7 @@ class _Backward:
         for old, new in zip(carried, body.outvars, strict=False):
             if not compat.is_literal(new) and new in self.maker:
                 made = self.maker[new].at
-                reads = [s.at for s in self.ahead.eqns[id(body)] if old in s.operands]
+                reads = [s.at for s in self.ahead.eqns[body] if old in s.operands]
                 if max(reads, default=0) > made:
                     self.lives.append((new, made, end))
 

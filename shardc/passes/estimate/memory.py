@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.nested import bodies_of
 from shardc.ir.walk import bytes_of, operation_of, setting_of
 from shardc.passes.estimate.backend import GPU, TPU, Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges
@@ -50,7 +51,7 @@ class Memory:
 
 GAPS: Final = 1.08
 """XLA packs live values into one block of memory and leaves gaps; its order is not quite the program's. The temporaries
-of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/README.md)."""
+of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/memory.md)."""
 
 
 POINTER: Final = 8

@@ -15,14 +15,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
 from shardc import compat
-from shardc.compat import NESTED, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
-from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import all_eqns, bytes_of, executions, local_bytes, operation_of, setting_of, short_aval, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import late_values, overlapped_seconds
@@ -187,7 +188,7 @@ class _CostWalk:
     Attributes:
       held: bytes of a value on a device.
       heavy: whether an equation is heavy, by its id.
-      rules: of operations, by id of the equation.
+      rules: of operations, by equation.
       boxings: by the value's aval, both placements, and the number of values that share a start.
       prices: of operations and of boxings, by what determines them.
     """
@@ -197,37 +198,37 @@ class _CostWalk:
         self.collectives: list[Collective] = []
         self.added = 0.0
         self.held = _LocalBytes(boxed.placements, mesh.sizes)
-        self.heavy: dict[int, bool] = {}
-        self.rules: dict[int, Rule] = {}
+        self.heavy: dict[Eqn, bool] = {}
+        self.rules: dict[Eqn, Rule] = {}
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
 
     def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
-        plain = {id(eqn) for eqn in jaxpr.eqns if self.is_plain(eqn)}
-        others = [eqn for eqn in jaxpr.eqns if id(eqn) not in plain]
-        late = late_values(jaxpr, late_results, {id(eqn) for eqn in others if self.is_heavy(eqn)})
-        times: dict[int, Time] = {}
+        plain = {eqn for eqn in jaxpr.eqns if self.is_plain(eqn)}
+        others = [eqn for eqn in jaxpr.eqns if eqn not in plain]
+        late = late_values(jaxpr, late_results, {eqn for eqn in others if self.is_heavy(eqn)})
+        times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
-            if id(eqn) in plain:
+            if eqn in plain:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
-                times[id(eqn)] = self.equation(eqn, trips, late)
+                times[eqn] = self.equation(eqn, trips, late)
         together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
         for s in (s for found in together for s in found[:-1]):
-            time = times[id(s.eqn)]
-            times[id(s.eqn)] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
+            time = times[s.eqn]
+            times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
         overlapped = 0.0
         if self.mesh.topology.overlaps:
-            reducing = {id(eqn): times[id(eqn)].moving for eqn in others if self.is_reducing(eqn)}
+            reducing = {eqn: times[eqn].moving for eqn in others if self.is_reducing(eqn)}
             for *before, last in together:  # the combination starts with the operand that is made last
                 for s in before:
-                    seconds = reducing.pop(id(s.eqn), 0.0)
-                    reducing[id(last.eqn)] = reducing.get(id(last.eqn), 0.0) + seconds
-            computing = {id(eqn): _own_computing(eqn, times[id(eqn)]) for eqn in others}
+                    seconds = reducing.pop(s.eqn, 0.0)
+                    reducing[last.eqn] = reducing.get(last.eqn, 0.0) + seconds
+            computing = {eqn: _own_computing(eqn, times[eqn]) for eqn in others}
             overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
-        light = plain.union([id(eqn) for eqn in others if self.is_light(eqn)])
-        moved = fused_bytes(jaxpr, light, {id(eqn) for eqn in others if _is_same(eqn)}, self.held)
+        light = plain.union([eqn for eqn in others if self.is_light(eqn)])
+        moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
         return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), overlapped=overlapped))
 
     def touched(self, eqn: Eqn) -> int:
@@ -236,9 +237,9 @@ class _CostWalk:
         return sum([held[a] for a in eqn.invars if not compat.is_literal(a)]) + sum([held[v] for v in eqn.outvars])
 
     def rule(self, eqn: Eqn) -> Rule:
-        if id(eqn) not in self.rules:
-            self.rules[id(eqn)] = self.boxed.rules.get(id(eqn)) or _rule_of(eqn)
-        return self.rules[id(eqn)]
+        if eqn not in self.rules:
+            self.rules[eqn] = self.boxed.rules.get(eqn) or _rule_of(eqn)
+        return self.rules[eqn]
 
     def boxing(self, eqn: Eqn) -> Boxing:
         params = eqn.params
@@ -270,18 +271,18 @@ class _CostWalk:
         """Whether it is a light operation without collectives: it costs only the memory that it touches."""
         if eqn.primitive.name in _PARTICULAR:
             return False
-        rule = self.boxed.rules.get(id(eqn)) or self.rule(eqn)
+        rule = self.boxed.rules.get(eqn) or self.rule(eqn)
         return not (rule.is_heavy or rule.windows or rule.exchanged or rule.terms)
 
     def is_heavy(self, eqn: Eqn) -> bool:
-        if id(eqn) not in self.heavy:
+        if eqn not in self.heavy:
             if eqn.primitive.name in NESTED:
                 found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
             else:
                 own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
                 found = is_unit(eqn) or (not own and self.rule(eqn).is_heavy)
-            self.heavy[id(eqn)] = found
-        return self.heavy[id(eqn)]
+            self.heavy[eqn] = found
+        return self.heavy[eqn]
 
     def is_light(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:
@@ -354,7 +355,7 @@ class _CostWalk:
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
-        time = sum((self.in_unit(e, n, trips) for e, n in _weighted(body, 1)), Time())
+        time = sum((self.in_unit(e, n, trips) for e, n in executions(body)), Time())
         if loops := [e for e in all_eqns(body) if e.primitive.name == "while"]:
             self.per_iteration(begin, 1, not all(map(compat.rounds_of, loops)))
         return time
@@ -380,16 +381,12 @@ class _CostWalk:
     def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
         """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
         `cond`."""
-        length = compat.trips_of(eqn)
-        results = late
-        if eqn.primitive.name == "scan":  # the next step reads the carry
-            carries = compat.scan_of(eqn).carries
-            results = [False] * carries + late[carries:]
+        length = trips_of(eqn)
         found: list[Time] = []
         begin = len(self.collectives)
-        for body in bodies_of(eqn):
-            fits = eqn.primitive.name != "while" and len(body.outvars) == len(results)
-            found.append(self.scope(body, trips * length, results if fits else [False] * len(body.outvars)))
+        for body in nested_bodies(eqn):  # the next step reads a carry, and a loop its condition
+            results = [j >= body.carries and late[j] for j in body.results] or [False] * body.decides
+            found.append(self.scope(body.jaxpr, trips * length, results))
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
@@ -416,16 +413,6 @@ _PARTICULAR: Final = frozenset((
 
 def _is_same(eqn: Eqn) -> bool:
     return pin_of(eqn) is not None
-
-
-def _weighted(jaxpr: Jaxpr, trips: int) -> Iterator[tuple[Eqn, int]]:
-    """Equations with the number of their executions; a nested one stands for its bodies."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in NESTED:
-            for body in bodies_of(eqn):
-                yield from _weighted(body, trips * compat.trips_of(eqn))
-        else:
-            yield eqn, trips
 
 
 def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
@@ -498,8 +485,8 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
         whole = dict.fromkeys(atoms, REPLICATED)
         return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
-    trips = compat.trips_of(eqn)
-    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in _weighted(body, trips))
+    trips = trips_of(eqn)
+    return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in executions(body, trips))
 
 
 def _counts(

@@ -6,11 +6,11 @@ that do not depend on each other's results are one operation, which starts with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import REMAT, bodies_of, nested_bodies
 from shardc.passes.estimate.backend import IN_LOOPS, PRODUCTS, FusionKind, kind_of
 
 
@@ -20,19 +20,19 @@ class Ready:
 
     Attributes:
       at: the first point at which each value can be ready.
-      operands: for a product, by id of the equation, the first points of its operands.
+      operands: for a product, by equation, the first points of its operands.
       together: for the result of an all-reduce, the last point at which one of the same combined operation is made.
     """
 
     at: dict[Var, int] = field(default_factory=dict[Var, int])
-    operands: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    operands: dict[Eqn, tuple[int, ...]] = field(default_factory=dict[Eqn, tuple[int, ...]])
     together: dict[Var, int] = field(default_factory=dict[Var, int])
 
 
 def find_ready(jaxpr: Jaxpr) -> Ready:
     """The earliest readiness of each value of a program, nested bodies included."""
     walk = _Walk()
-    walk.body(jaxpr, 0)
+    walk.body(jaxpr, jaxpr)
     walk.found.together = {v: walk.last[group] for v, group in walk.group.items()}
     return walk.found
 
@@ -49,49 +49,33 @@ class _Walk:
     def __init__(self) -> None:
         self.found, self.now = Ready(), 0
         self.round: dict[Var, int] = {}
-        self.group: dict[Var, tuple[int, int]] = {}
-        self.last: dict[tuple[int, int], int] = {}
-        self.latest: dict[int, int] = {}
+        self.group: dict[Var, tuple[Jaxpr, int]] = {}
+        self.last: dict[tuple[Jaxpr, int], int] = {}
+        self.latest: dict[Jaxpr, int] = {}
 
-    def body(self, body: Jaxpr, scope: int) -> None:
-        """`scope`: the loop or branch that the body is in."""
+    def body(self, jaxpr: Jaxpr, scope: Jaxpr) -> None:
+        """`scope`: the loop or branch that the jaxpr is in."""
         at = self.found.at
-        for eqn in body.eqns:
+        for eqn in jaxpr.eqns:
             kind = kind_of(eqn)
             ready = [0 if compat.is_literal(a) else at.get(a, 0) for a in eqn.invars]
-            for inner in bodies_of(eqn):
-                self.now += 1
-                at.update(zip(inner.invars, self.entered(eqn, inner, ready), strict=True))
+            for body in nested_bodies(eqn):
+                self.now += 1  # values that a loop does not change are ready before it
+                at |= {v: ready[n] if i < body.fixed else self.now for i, (v, n) in enumerate(body.inputs)}
                 if eqn.primitive.name in REMAT:
-                    self.round |= {v: self.round_of(a) for v, a in zip(inner.invars, eqn.invars, strict=True)}
-                self.body(inner, scope if eqn.primitive.name in REMAT else id(inner))
+                    self.round |= {v: self.round_of(a) for v, a in body.given(eqn)}
+                self.body(body.jaxpr, scope if eqn.primitive.name in REMAT else body.jaxpr)
             early = kind in IN_LOOPS or kind is FusionKind.MOVED
             if eqn.primitive.name in PRODUCTS:
-                self.found.operands[id(eqn)] = tuple(ready)
+                self.found.operands[eqn] = tuple(ready)
             at.update(dict.fromkeys(eqn.outvars, max(ready, default=0) if early else self.now + 1))
             self.rounds(eqn, scope)
             self.now += 1
 
-    def entered(self, eqn: Eqn, body: Jaxpr, ready: Sequence[int]) -> Sequence[int]:
-        """The readiness of the inputs of a body: values that a loop does not change are ready before it."""
-        match eqn.primitive.name:
-            case "scan":
-                consts = compat.scan_of(eqn).consts
-                return [*ready[:consts], *[self.now] * (len(ready) - consts)]
-            case "while":
-                loop = compat.while_of(eqn)
-                nc, first = loop.cond_consts, loop.carries_at
-                consts = ready[:nc] if body is loop.cond else ready[nc:first]
-                return [*consts, *[self.now] * (len(ready) - first)]
-            case "cond":
-                return ready[1:]
-            case _:
-                return ready
-
     def round_of(self, a: Atom) -> int:
         return 0 if compat.is_literal(a) else self.round.get(a, 0)
 
-    def rounds(self, eqn: Eqn, scope: int) -> None:
+    def rounds(self, eqn: Eqn, scope: Jaxpr) -> None:
         """Sets the number of combined all-reduces that each result depends on."""
         if eqn.primitive.name in REMAT:
             self.round |= {v: self.round_of(a) for v, a in zip(eqn.outvars, bodies_of(eqn)[0].outvars, strict=True)}

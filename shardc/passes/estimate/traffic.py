@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from shardc import compat
-from shardc.compat import Jaxpr, Var
+from shardc.compat import Eqn, Jaxpr, Var
 
 PARTLY_READ = frozenset(("gather", "slice", "dynamic_slice", "box"))
 """Operations that read at most as many bytes of their first operand as they return."""
@@ -18,12 +18,12 @@ UPDATED_OPERAND = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 there."""
 
 
-def fused_bytes(jaxpr: Jaxpr, light: Set[int], same: Set[int], held: Mapping[Var, int]) -> int:
+def fused_bytes(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var, int]) -> int:
     """Bytes that the light operations of a jaxpr read and write in one execution, without those in nested jaxprs.
 
     Args:
-      light: ids of the light equations.
-      same: ids of those light equations whose result is their operand.
+      light: the light equations.
+      same: those light equations whose result is their operand.
       held: bytes of a value on a device.
     """
     root: dict[Var, Var] = {}
@@ -33,10 +33,10 @@ def fused_bytes(jaxpr: Jaxpr, light: Set[int], same: Set[int], held: Mapping[Var
 
     for eqn in jaxpr.eqns:
         operands = [root.get(a, a) for a in eqn.invars if not compat.is_literal(a)]
-        if id(eqn) not in light:
+        if eqn not in light:
             wanted.update([v for v in operands if v in written])
             continue
-        if id(eqn) in same and operands:
+        if eqn in same and operands:
             root[eqn.outvars[0]] = operands[0]
             continue
         name = eqn.primitive.name

@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import run_once, runs_once
+from shardc.ir.nested import REMAT, bodies_of, is_kept_apart, scan_of, while_of
 from shardc.ir.transfer import send_p
 from shardc.ir.user_shard_map import is_unit, run_unit
 from shardc.ir.walk import operation_of
@@ -107,7 +108,7 @@ class Lowering:
 
 
 def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, split = scan.body, scan.carries
     consts, carry, xs = operands[: scan.consts], operands[scan.consts : scan.rows_at], operands[scan.rows_at :]
 
@@ -126,7 +127,7 @@ def _typed(x: Any, var: Var) -> Any:
 
 
 def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    loop = compat.while_of(eqn)
+    loop = while_of(eqn)
     cond, body, nc, first = loop.cond, loop.body, loop.cond_consts, loop.carries_at
     cond_consts, body_consts, init = operands[:nc], operands[nc:first], operands[first:]
     init = [_typed(c, v) for c, v in zip(init, body.outvars, strict=True)]
@@ -148,7 +149,7 @@ def _cond(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
 
 def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     """A remat in the backward pass recomputes; the barrier keeps XLA from sharing that with the forward pass."""
-    if compat.is_kept_apart(eqn):
+    if is_kept_apart(eqn):
         operands = list(lax.optimization_barrier(tuple(operands)))
     return low.run(bodies_of(eqn)[0], operands)
 

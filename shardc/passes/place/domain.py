@@ -193,10 +193,10 @@ class Domains(ValueTables):
             return cost
         if n.rule is not None and n.rule.is_heavy:
             flops = np.full(len(options), n.rule.flops)
-            for factor, size in n.rule.sizes(operation_of(n.eqn)).items():
+            for factor, size in n.rule.sizes(operation_of(n.equation)).items():
                 if factor in splits and size:
                     flops = flops / (size / -(-size // splits[factor]))
-            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.eqn), n.rule.passes)
+            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
             for port, share in () if self.mesh.topology.cached else n.traffic:
@@ -213,7 +213,7 @@ class Domains(ValueTables):
     ) -> NDArray[np.float64]:  # fmt: skip
         """For each choice the time of the operation's internal collectives."""
         assert n.rule is not None
-        op, count = operation_of(n.eqn), len(n.operands)
+        op, count = operation_of(n.equation), len(n.operands)
         crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
         cost = np.zeros(len(options))
         for i in np.flatnonzero(crosses):

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED, with_bodies
 from shardc.ir.walk import itemsize_of
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.place import Placed
@@ -92,7 +93,7 @@ class _Inserter:
     mesh: MeshView
     partings: Sequence[int] = ()
     placements: dict[Var, Placement] = field(default_factory=dict[Var, Placement])
-    rules: dict[int, Rule] = field(default_factory=dict[int, Rule])
+    rules: dict[Eqn, Rule] = field(default_factory=dict[Eqn, Rule])
     now: int = 0
     _boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = field(
         default_factory=dict[tuple[Any, Placement, Placement, int], Boxing]
@@ -116,7 +117,7 @@ class _Inserter:
                     eqn = eqn.replace(invars=[boxed.read(a, p) for a, p in zip(eqn.invars, ports[:split], strict=True)])
                 boxed.eqns.append(eqn)
                 if node.rule is not None and not runs_once(eqn):
-                    self.rules[id(eqn)] = node.rule
+                    self.rules[eqn] = node.rule
                 for var, placement in zip(eqn.outvars, ports[split:], strict=True):
                     self.placements[var] = placement
             self.now += 1
@@ -130,7 +131,7 @@ class _Inserter:
         """Parameters of a nested equation with boxings in its bodies."""
         bodies: list[Jaxpr] = []
         for k, (scope, returns) in enumerate(zip(nested.scopes, nested.returns, strict=True)):
-            entries = entries_of(eqn, nested, k)
+            entries = nested.entries_into(k)
             inputs = [self._port(n, len(n.operands)) for n in entries]
             back = [self._port(n, port) for n, port in returns] or [REPLICATED] * len(scope.outputs)
             self.now += 1
@@ -223,16 +224,6 @@ def latest(eqns: Sequence[Eqn]) -> list[Var]:
     """The value that was made last: an equation that reads it starts no earlier."""
     made = (v for e in reversed(eqns) for v in e.outvars if v.aval.size and isinstance(v.aval.dtype, np.dtype))
     return list(itertools.islice(made, 1))
-
-
-def entries_of(eqn: Eqn, nested: Nested, k: int) -> list[Node]:
-    """The carriers that give scope `k` of a nested equation its inputs."""
-    if eqn.primitive.name == "while":
-        loop = compat.while_of(eqn)
-        nc, first = loop.cond_consts, loop.carries_at
-        consts = nested.entries[:nc] if k == 0 else nested.entries[nc:first]
-        return [*consts, *nested.entries[first:]]
-    return nested.entries[1:] if eqn.primitive.name == "cond" else nested.entries
 
 
 def insert_boxing(problem: Problem, placed: Placed, mesh: MeshView, partings: Sequence[int] = ()) -> Boxed:

@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.compat import Jaxpr, bodies_of
+from shardc.compat import Jaxpr
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of
 from shardc.passes.estimate.backend import Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, live_ranges
 from shardc.passes.estimate.memory import GAPS

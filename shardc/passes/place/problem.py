@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import once_signature, result_op, runs_once
+from shardc.ir.nested import NESTED, REMAT, Body, nested_bodies
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
@@ -108,6 +109,12 @@ class Node:
     traffic: tuple[tuple[int, float], ...] = ()
 
     @property
+    def equation(self) -> Eqn:
+        """The equation of an operation."""
+        assert self.eqn is not None
+        return self.eqn
+
+    @property
     def is_light(self) -> bool:
         """Whether it is bound by memory, and XLA fuses it with others that are."""
         return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
@@ -129,7 +136,11 @@ class Nested:
     scopes: list[Scope]
     exits: list[Node]
     returns: list[list[tuple[Node, int]]]
-    trips: list[float]
+    bodies: list[Body]
+
+    def entries_into(self, k: int) -> list[Node]:
+        """The carriers that give scope `k` its inputs."""
+        return [self.entries[n] for n in self.bodies[k].operands]
 
 
 @dataclass(eq=False)
@@ -262,7 +273,7 @@ class Builder:
         for eqn in jaxpr.eqns:
             operands = [find(a) for a in eqn.invars]
             if eqn.primitive.name in NESTED:
-                made = _NESTED_BUILDERS[eqn.primitive.name](self, eqn, operands, weight)
+                made = self.nested(eqn, operands, weight)
                 results = [node.results[-1] for node in made.exits]
             else:
                 made = self.operation(eqn, operands, weight)
@@ -323,22 +334,65 @@ class Builder:
             known = self._known[key] = self._offered[said]
         return known
 
-    def enter(
-        self, value: Value | None, aval: Any, weight: float, inside: float, small: bool = False, shift: int = 0
-    ) -> Node:
-        """The carrier of one operand of a nested equation; `aval` is its type inside the body."""
-        node = self.carrier("carrier", Carried(aval, shift_in=shift), [value], [(aval, inside)])
-        self.read(value, node, 0, weight, small)
+    def nested(self, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
+        """The carriers on the border of a nested equation, and the scopes of its bodies."""
+        bodies = nested_bodies(eqn)
+        if not bodies:  # a barrier
+            both = zip(operands, eqn.outvars, strict=True)
+            made = [self.entry([v], Carried(out.aval), [(out.aval, weight)], weight) for v, out in both]
+            return Nested(made, [], made, [], bodies)
+        inner, last, scopes = weight * bodies[0].trips, bodies[-1], list[Scope]()
+        takers = [[(b, b.operands.index(n)) for b in bodies if n in b.operands] for n in range(len(operands))]
+        entries = [self.entered(eqn, v, mine, weight) for v, mine in zip(operands, takers, strict=True)]
+        for body in bodies:
+            inputs = [entries[n].results[takers[n].index((body, i))] for i, n in enumerate(body.operands)]
+            scopes.append(self.build(body.jaxpr, dict(zip(body.jaxpr.invars, inputs, strict=True)), inner))
+            if body.decides:
+                self.whole(scopes[-1].outputs[0], inner)
+        exits: list[Node] = []
+        for j, out in enumerate(eqn.outvars):
+            values = [scope.outputs[j] for scope, body in zip(scopes, bodies, strict=True) if not body.decides]
+            if j < last.carries:
+                node = entries[last.operands[last.fixed + j]]
+                node.operands[1] = values[0]
+                self.read(values[0], node, 1, inner)
+            else:
+                node = self.exit(values, last.jaxpr.outvars[j].aval, out.aval, weight, inner)
+            exits.append(node)
+        returns = [[(exits[j], 1 if j < body.carries else k) for j in body.results] for k, body in enumerate(bodies)]
+        return Nested(entries, scopes, exits, returns, bodies)
+
+    def entered(self, eqn: Eqn, value: Value | None, takers: Sequence[tuple[Body, int]], weight: float) -> Node:
+        """The carrier of an operand of a nested equation. `takers`: the bodies and inputs that take it; none: it
+        decides which body runs."""
+        if not takers:
+            node = self.add(Node("carrier", [value], [], (Signature((B,), ()),), weight))
+            self.read(value, node, 0, weight)
+            return node
+        body, i = takers[-1]
+        outs = [(b.jaxpr.invars[i].aval, weight * b.trips) for b, i in takers]
+        aval, row, is_carry = outs[-1][0], i >= body.rows_at, body.fixed <= i < body.rows_at
+        return self.entry(
+            [value, None] if is_carry else [value], Carried(aval, shift_in=int(row)),
+            [*outs, (aval, weight)] if is_carry else outs, weight, small=row or eqn.primitive.name in REMAT,
+        )  # fmt: skip
+
+    def entry(
+        self, operands: list[Value | None], carried: Carried, outs: Sequence[tuple[Any, float]], weight: float,
+        small: bool = False,
+    ) -> Node:  # fmt: skip
+        """The carrier of a value that enters a nested equation, and of that of the round before if it is carried."""
+        node = self.carrier("carrier", carried, operands, outs)
+        self.read(operands[0], node, 0, weight, small)
         return node
 
-    def leave(
-        self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float, shift: int = 0
-    ) -> Node:
+    def exit(self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float) -> Node:
         """The carrier of one result of a nested equation; `aval` is its type inside the body."""
-        node = self.carrier("carrier", Carried(aval, shift_out=shift), list(inner), [(out, weight)])
+        stacked = len(out.shape) > len(aval.shape)
+        node = self.carrier("carrier", Carried(aval, shift_out=int(stacked)), list(inner), [(out, weight)])
         for port, value in enumerate(inner):
             self.read(value, node, port, inside)
-        node.results[0].stacked = shift > 0
+        node.results[0].stacked = stacked
         return node
 
     def whole(self, value: Value | None, weight: float) -> None:
@@ -377,104 +431,6 @@ def _with_ops(
 def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
     """Whether a signature depends on the placement of an operand that is no literal."""
     return any(sbp is not B and v is not None for sbp, v in zip(s.operands, operands, strict=True))
-
-
-def _build_scan(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    scan = compat.scan_of(eqn)
-    body, consts, carries, trips = scan.body, scan.consts, scan.carries, float(scan.length)
-    inner = weight * trips
-    entries: list[Node] = []
-    for i, (value, var) in enumerate(zip(operands, body.invars, strict=True)):
-        if consts <= i < consts + carries:
-            node = b.carrier("carrier", Carried(var.aval), [value, None], [(var.aval, inner), (var.aval, weight)])
-            b.read(value, node, 0, weight)
-        else:
-            xs = i >= consts + carries
-            node = b.enter(value, var.aval, weight, inner, small=xs, shift=int(xs))
-        entries.append(node)
-    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, inner)
-    exits: list[Node] = []
-    returns: list[tuple[Node, int]] = []
-    for j, (value, out) in enumerate(zip(scope.outputs, eqn.outvars, strict=True)):
-        if j < carries:
-            node = entries[consts + j]
-            node.operands[1] = value
-            b.read(value, node, 1, inner)
-            returns.append((node, 1))
-        else:
-            node = b.leave([value], body.outvars[j].aval, out.aval, weight, inner, shift=1)
-            returns.append((node, 0))
-        exits.append(node)
-    return Nested(entries, [scope], exits, [returns], [trips])
-
-
-def _build_remat(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    (body,) = bodies_of(eqn)
-    entries = [b.enter(v, var.aval, weight, weight, small=True) for v, var in zip(operands, body.invars, strict=True)]
-    scope = b.build(body, {v: n.results[0] for v, n in zip(body.invars, entries, strict=True)}, weight)
-    results = zip(scope.outputs, eqn.outvars, strict=True)
-    exits = [b.leave([v], out.aval, out.aval, weight, weight) for v, out in results]
-    return Nested(entries, [scope], exits, [[(n, 0) for n in exits]], [1.0])
-
-
-def _build_barrier(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    nodes = [b.enter(v, out.aval, weight, weight) for v, out in zip(operands, eqn.outvars, strict=True)]
-    return Nested(nodes, [], nodes, [], [])
-
-
-def _build_while(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    loop = compat.while_of(eqn)
-    cond, body, nc, nb = loop.cond, loop.body, loop.cond_consts, loop.body_consts
-    trips = float(compat.trips_of(eqn))
-    inner = weight * trips
-    consts = [
-        b.enter(v, var.aval, weight, inner)
-        for v, var in zip(operands[: nc + nb], [*cond.invars[:nc], *body.invars[:nb]], strict=True)
-    ]
-    carries: list[Node] = []
-    for value, var in zip(operands[nc + nb :], body.invars[nb:], strict=True):
-        node = b.carrier("carrier", Carried(var.aval), [value, None], [*[(var.aval, inner)] * 2, (var.aval, weight)])
-        b.read(value, node, 0, weight)
-        carries.append(node)
-    cond_env = [n.results[0] for n in (*consts[:nc], *carries)]
-    cond_scope = b.build(cond, dict(zip(cond.invars, cond_env, strict=True)), inner)
-    b.whole(cond_scope.outputs[0], inner)
-    body_env = [*(n.results[0] for n in consts[nc:]), *(n.results[1] for n in carries)]
-    body_scope = b.build(body, dict(zip(body.invars, body_env, strict=True)), inner)
-    for value, node in zip(body_scope.outputs, carries, strict=True):
-        node.operands[1] = value
-        b.read(value, node, 1, inner)
-    returns = [[(n, 1) for n in carries]]
-    return Nested([*consts, *carries], [cond_scope, body_scope], carries, [[], *returns], [trips, trips])
-
-
-def _build_cond(b: Builder, eqn: Eqn, operands: list[Value | None], weight: float) -> Nested:
-    branches = bodies_of(eqn)
-    index = b.add(Node("carrier", [operands[0]], [], (Signature((B,), ()),), weight))
-    b.read(operands[0], index, 0, weight)
-    entries: list[Node] = []
-    for value, *variables in zip(operands[1:], *(br.invars for br in branches), strict=True):
-        node = b.carrier("carrier", Carried(variables[0].aval), [value], [(v.aval, weight) for v in variables])
-        b.read(value, node, 0, weight)
-        entries.append(node)
-    scopes = [
-        b.build(br, {v: n.results[k] for v, n in zip(br.invars, entries, strict=True)}, weight)
-        for k, br in enumerate(branches)
-    ]
-    exits = [
-        b.leave([s.outputs[j] for s in scopes], out.aval, out.aval, weight, weight) for j, out in enumerate(eqn.outvars)
-    ]
-    returns = [[(n, k) for n in exits] for k in range(len(scopes))]
-    return Nested([index, *entries], scopes, exits, returns, [1.0] * len(scopes))
-
-
-_NESTED_BUILDERS: Final[Mapping[str, Callable[[Builder, Eqn, list[Value | None], float], Nested]]] = {
-    "scan": _build_scan,
-    "while": _build_while,
-    "cond": _build_cond,
-    "optimization_barrier": _build_barrier,
-    **dict.fromkeys(REMAT, _build_remat),
-}
 
 
 @dataclass(frozen=True, slots=True)

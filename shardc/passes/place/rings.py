@@ -45,7 +45,7 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlaps:
         return None
     values = [v for v in (*n.operands, *n.results) if v is not None]
-    rings = ring_signatures(n.rule, operation_of(n.eqn))
+    rings = ring_signatures(n.rule, operation_of(n.equation))
     axes = [k for k, size in enumerate(domains.sizes) if 1 < size <= MOST_DEVICES]
     if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
         return None
@@ -57,7 +57,7 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
 def _is_heavy(domains: ValueTables, n: Node) -> bool:
     """Whether there is enough computation for a ring to overlap with."""
     assert n.rule is not None
-    devices, speed = np.prod(domains.sizes), domains.mesh.topology.flops_in(str(work_dtype(n.eqn)))
+    devices, speed = np.prod(domains.sizes), domains.mesh.topology.flops_in(str(work_dtype(n.equation)))
     return n.rule.flops / float(devices) / speed >= LEAST_SECONDS
 
 
@@ -68,7 +68,7 @@ class _Offer:
         assert n.rule is not None
         self.domains, self.node, self.values, self.signatures = domains, n, values, signatures
         self.tables = [domains.table(v) for v in values]
-        self.rule, self.sizes = n.rule, n.rule.sizes(operation_of(n.eqn))
+        self.rule, self.sizes = n.rule, n.rule.sizes(operation_of(n.equation))
         self.columns = digits(signatures, len(values))
         self.dividing = [i for i, s in enumerate(n.options) if s.split]
 
@@ -112,7 +112,7 @@ class _Offer:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
         """For each choice the time of one execution, and by how much its saving over the product with a boxing exceeds
         the required one."""
-        mesh, op = self.domains.mesh, operation_of(self.node.eqn)
+        mesh, op = self.domains.mesh, operation_of(self.node.equation)
         flops = np.full(len(options), self.rule.flops)
         for factor, counts in self.domains.splits(self.signatures, options).items():
             size = self.sizes[factor]
@@ -129,5 +129,5 @@ class _Offer:
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
             boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]
             memory[some] += table.local_bytes[plain] - held[port][some]
-        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.eqn))
+        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation))
         return found, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
+from shardc.ir.nested import scan_of
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import IN_LOOPS, Backend, FusionKind, kind_of
@@ -120,7 +121,7 @@ def _readers(jaxpr: Jaxpr, stacks: Collection[Var]) -> dict[Var, list[tuple[Eqn,
     found: dict[Var, list[tuple[Eqn, Var]]] = {s: [] for s in stacks}
     for eqn in all_eqns(jaxpr):
         if eqn.primitive.name == "scan":
-            for a, v in zip(eqn.invars, compat.scan_of(eqn).body.invars, strict=True):
+            for a, v in zip(eqn.invars, scan_of(eqn).body.invars, strict=True):
                 if not compat.is_literal(a) and a in stacks:
                     found[a].append((eqn, v))
     return found
@@ -143,7 +144,7 @@ class ResidualLoop:
     def __init__(
         self, maker: Eqn, trips: int, readers: Mapping[Var, Sequence[tuple[Eqn, Var]]], costs: StepCosts
     ) -> None:
-        scan = compat.scan_of(maker)
+        scan = scan_of(maker)
         self._costs, self._length, self._trips = costs, scan.length, trips
         self.body: Jaxpr = scan.body
         self.count = len(self.body.eqns)
@@ -251,6 +252,6 @@ def _in_memory(body: Jaxpr, written: Collection[Var]) -> set[Var]:
 
 def _uses(loop: Eqn, row: Var) -> tuple[bool, bool]:
     """Whether operations of a loop's step that fuse read a row, and whether others do."""
-    body = compat.scan_of(loop).body
+    body = scan_of(loop).body
     fuses = {kind_of(e) in FUSED for e in body.eqns if row in compat.variables(e.invars)}
     return True in fuses, False in fuses or row in compat.variables(body.outvars)

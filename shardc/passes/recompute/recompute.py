@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of, trips_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend
@@ -175,10 +176,10 @@ def _that_follows(jaxpr: Jaxpr, choice: RecomputeChoice) -> RecomputeChoice:
         return choice
     makers = {r.stack: r.maker for r in find_residuals(jaxpr)}
     stacks = [v for v in choice.stacks if v in makers]
-    slices = {id(maker): Slices(maker, stacks) for maker in makers.values()}
+    slices = {maker: Slices(maker, stacks) for maker in makers.values()}
     for some in slices.values():
         some.keep(choice.instead)
-    return replace(choice, stacks=tuple(v for v in stacks if slices[id(makers[v])].of(v) is not None))
+    return replace(choice, stacks=tuple(v for v in stacks if slices[makers[v]].of(v) is not None))
 
 
 def _names(jaxpr: Jaxpr) -> dict[Var, str]:
@@ -225,7 +226,7 @@ def recomputed(boxed: Boxed, mesh: MeshView, backend: Backend, recomputation: Re
         read: set[Var] = {a for a in jaxpr.outvars if not compat.is_literal(a)}
         for eqn in jaxpr.eqns:
             for body in bodies_of(eqn):
-                scope(body, trips * compat.trips_of(eqn))
+                scope(body, trips * trips_of(eqn))
             boxes_one = eqn.primitive is box_p and not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in made
             if boxes_one or any(v in variables for v in eqn.outvars):
                 mine.append(eqn)

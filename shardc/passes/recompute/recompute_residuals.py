@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import NESTED, bodies_of, scan_of, scan_params, trips_of, with_bodies
 from shardc.passes.trace.canonicalize import with_own_bodies
 
 NOT_RECOMPUTED: Final = frozenset((
@@ -56,7 +57,7 @@ class Residual:
 def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
     """The residuals of a jaxpr and of its nested bodies."""
     nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in NESTED]
-    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[compat.scan_of(eqn).carries :]}
+    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[scan_of(eqn).carries :]}
     readers: dict[Var, list[Eqn]] = {}
     for eqn in jaxpr.eqns if stacks else ():
         for v in compat.variables(eqn.invars):
@@ -64,11 +65,11 @@ def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
                 readers.setdefault(v, []).append(eqn)
     results = {a for a in jaxpr.outvars if not compat.is_literal(a)}
     for eqn in nested:
-        inside = trips * compat.trips_of(eqn)
+        inside = trips * trips_of(eqn)
         for body in bodies_of(eqn):
             yield from find_residuals(body, inside)
         if eqn.primitive.name == "scan":
-            for v in eqn.outvars[compat.scan_of(eqn).carries :]:
+            for v in eqn.outvars[scan_of(eqn).carries :]:
                 found = readers.get(v, [])
                 if found and v not in results and all(_reads_rows(e, v, eqn) for e in found):
                     yield Residual(v, eqn, trips)
@@ -76,9 +77,9 @@ def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
 
 def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
     """Whether an equation is a loop like `maker` that reads `v` row by row and nowhere else."""
-    if eqn.primitive.name != "scan" or compat.trips_of(eqn) != compat.trips_of(maker):
+    if eqn.primitive.name != "scan" or trips_of(eqn) != trips_of(maker):
         return False
-    return all(a is not v for a in eqn.invars[: compat.scan_of(eqn).rows_at])
+    return all(a is not v for a in eqn.invars[: scan_of(eqn).rows_at])
 
 
 class Slices:
@@ -96,7 +97,7 @@ class Slices:
 
     def __init__(self, maker: Eqn, stacks: Collection[Var]) -> None:
         self.maker = maker
-        scan = compat.scan_of(maker)
+        scan = scan_of(maker)
         self.body: Jaxpr = scan.body
         self.made_by = {v: i for i, e in enumerate(self.body.eqns) for v in e.outvars}
         consts, carries = scan.consts, scan.carries
@@ -129,7 +130,7 @@ class Slices:
 
     def keep(self, values: Collection[Var]) -> None:
         """Stacks some values that are carried or made in a step."""
-        length = compat.trips_of(self.maker)
+        length = trips_of(self.maker)
         for v in (*self.body.invars, *self.made_by):
             if v in values:
                 self.kept[v] = compat.fresh_var(v.aval.update(shape=(length, *v.aval.shape)))
@@ -169,11 +170,11 @@ def recompute_residuals(
     """
     makers = {r.stack: r.maker for r in find_residuals(jaxpr) if r.stack in stacks}
     variables: dict[Var, Var | None] = {}
-    slices = {id(m): Slices(m, stacks) for m in makers.values()}
+    slices = {m: Slices(m, stacks) for m in makers.values()}
     for s in slices.values():
         s.keep(instead)
     for stack, maker in makers.items():
-        slices[id(maker)].keep(slices[id(maker)].carries(stack))
+        slices[maker].keep(slices[maker].carries(stack))
 
     def scope(body: Jaxpr) -> Jaxpr:
         return compat.new_jaxpr(body.invars, body.outvars, list(map(equation, body.eqns)), body)
@@ -183,10 +184,10 @@ def recompute_residuals(
             eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
-                eqn = _Reader(eqn, makers, lambda stack: slices[id(makers[stack])], variables).run()
+                eqn = _Reader(eqn, makers, lambda stack: slices[makers[stack]], variables).run()
             mine = next((makers[v] for v in eqn.outvars if v in makers), None)
             if mine is not None:
-                eqn = _without(eqn, makers, slices[id(mine)].kept)
+                eqn = _without(eqn, makers, slices[mine].kept)
         return eqn
 
     return scope(jaxpr), variables
@@ -194,13 +195,13 @@ def recompute_residuals(
 
 def _without(eqn: Eqn, stacks: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
     """A loop without the results `stacks` and what computes them alone; with some values of a step `stacked`."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body = scan.body
     kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in stacks]
     kept += [(stack, v) for v, stack in stacked.items()]
     body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
     live = compat.remove_dead(body, [True] * len(kept))
-    params = compat.scan_params(eqn, live, scan.consts, scan.carries)
+    params = scan_params(eqn, live, scan.consts, scan.carries)
     return eqn.replace(outvars=[v for v, _ in kept], params=params)
 
 
@@ -217,7 +218,7 @@ class _Reader:
     def __init__(
         self, eqn: Eqn, stacks: Collection[Var], slices_of: Callable[[Var], Slices], variables: dict[Var, Var | None]
     ) -> None:
-        self.eqn, self.scan = eqn, compat.scan_of(eqn)
+        self.eqn, self.scan = eqn, scan_of(eqn)
         self.slices_of, self.variables = slices_of, variables
         nc, first = self.scan.consts, self.scan.rows_at
         inputs = list(zip(self.scan.body.invars, eqn.invars, strict=True))
@@ -236,7 +237,7 @@ class _Reader:
         outvars = [a if compat.is_literal(a) else self.names.get(a, a) for a in body.outvars]
         order = [*self.consts, *self.carries, *self.rows]
         made = compat.new_jaxpr([v for v, _ in order], outvars, self.eqns, body)
-        params = compat.scan_params(self.eqn, made, len(self.consts), len(self.carries))
+        params = scan_params(self.eqn, made, len(self.consts), len(self.carries))
         return self.eqn.replace(invars=[a for _, a in order], params=params)
 
     def compute_missing(self, atoms: Sequence[Atom]) -> None:

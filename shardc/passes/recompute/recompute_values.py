@@ -22,8 +22,9 @@ from jax.lax import optimization_barrier_p
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.nested import bodies_of, with_bodies
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, FusionKind, kind_of
 from shardc.passes.estimate.live_ranges import RunningScope, live_ranges, made_at
@@ -58,7 +59,7 @@ class LiveAtPeak:
     def __init__(self, boxed: Boxed, profile: Profile, scope: RunningScope, mesh: MeshView, backend: Backend) -> None:
         self.boxed, self.mesh, self.backend = boxed, mesh, backend
         jaxpr = scope.jaxpr
-        self.early: list[Eqn] = jaxpr.eqns[: scope.now]
+        self.early = jaxpr.eqns[: scope.now]
         self.count = len(self.early)
         self.maker = {v: n for n, e in enumerate(self.early) for v in e.outvars}
         late = jaxpr.eqns[scope.now + 1 :]

@@ -14,7 +14,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from shardc import compat
-from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import (
+    NESTED,
+    nested_bodies,
+    with_nested,
+)
 from shardc.ir.walk import bytes_of
 from shardc.passes.estimate.backend import FusionKind, kind_of
 from shardc.passes.estimate.traffic import PARTLY_READ
@@ -66,19 +71,10 @@ def _what_follows(jaxpr: Jaxpr) -> dict[Var, Eqn]:
 
 
 def _entries(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
-    """The bodies of an equation, and for each its first operands, those that are the same in every step."""
-    match eqn.primitive.name:
-        case "scan":
-            counts = [compat.scan_of(eqn).consts]
-        case "while":
-            loop = compat.while_of(eqn)
-            counts = [loop.cond_consts, loop.body_consts]
-        case name:
-            counts = [len(eqn.invars)] if name in REMAT else [0] * len(bodies_of(eqn))
-    begin = 0
-    for body, count in zip(bodies_of(eqn), counts, strict=True):
-        yield body, eqn.invars[begin : begin + count]
-        begin += count
+    """The bodies of an equation, and for each its first operands, those that are the same in every step; branches share
+    their operands, and none of them is given."""
+    for body in nested_bodies(eqn):
+        yield body.jaxpr, [] if eqn.primitive.name == "cond" else [a for _, a in body.unchanged(eqn)]
 
 
 def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
@@ -90,13 +86,7 @@ def _sunk_into(eqn: Eqn, follows: Mapping[Var, Eqn]) -> Eqn:
         return eqn
     counts = [len(given) for _, given in sunk]
     rest = eqn.invars[sum(len(given) for _, given in entries) :]
-    match eqn.primitive.name:
-        case "scan":
-            params = compat.scan_params(eqn, bodies[0], counts[0], compat.scan_of(eqn).carries)
-        case "while":
-            params = compat.while_params(eqn, compat.While(*bodies, *counts))
-        case _:
-            params = with_bodies(eqn, bodies)
+    params = with_nested(eqn, bodies, counts, nested_bodies(eqn)[-1].carries)
     return eqn.replace(invars=[*(a for _, given in sunk for a in given), *rest], params=params)
 
 

@@ -18,7 +18,9 @@ from jax import lax
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.eqns import full_eqn
+from shardc.ir.nested import bodies_of, nested_bodies, with_bodies
 
 MOST_COMPUTED: Final = 2**24
 """Elements up to which an index component is evaluated."""
@@ -53,11 +55,11 @@ class _Batcher:
         eqns: list[Eqn] = []
         for eqn in jaxpr.eqns:
             if bodies := bodies_of(eqn):
-                for body in bodies:
-                    self.outer |= _seen_inside(eqn, body)
+                for body in nested_bodies(eqn):
+                    self.outer |= dict(body.unchanged(eqn))
                 changed = [self.run(b) for b in bodies]
                 if any(new is not old for new, old in zip(changed, bodies, strict=True)):
-                    eqn = eqn.replace(params=compat.with_bodies(eqn, changed))
+                    eqn = eqn.replace(params=with_bodies(eqn, changed))
             elif eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
                 eqns += (found := self.batched(eqn))[:-1]
                 eqn = found[-1]
@@ -103,7 +105,7 @@ class _Batcher:
             return compat.fresh_var(compat.shaped_array((*shape[:-1], width), dtype))
 
         if not kept:
-            return [compat.full_eqn(0, out := of_width(0))], out
+            return [full_eqn(0, out := of_width(0))], out
         eqns: list[Eqn] = []
         parts: list[Var] = []
         for j in kept:
@@ -117,7 +119,7 @@ class _Batcher:
         if len(parts) > 1:
             params = {"dimension": len(shape) - 1}
             eqns.append(compat.new_eqn(parts, [of_width(len(parts))], lax.concatenate_p, params, like))
-            parts = eqns[-1].outvars
+            parts = [*eqns[-1].outvars]
         return eqns, parts[0]
 
     def part(self, x: Var, j: int) -> tuple[Var, int]:
@@ -185,20 +187,6 @@ class _Batcher:
 
 _GATHER: Final = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
 _SCATTER: Final = ("scatter_dims_to_operand_dims", "inserted_window_dims", "scatter_indices_batching_dims")
-
-
-def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, Atom]:
-    """The values outside that a body reads unchanged, by its variables."""
-    name = eqn.primitive.name
-    if name in REMAT:
-        return dict(zip(body.invars, eqn.invars, strict=True))
-    if name == "cond":
-        return dict(zip(body.invars, eqn.invars[1:], strict=True))
-    if name == "scan":
-        return dict(zip(body.invars[: compat.scan_of(eqn).consts], eqn.invars, strict=False))
-    loop = compat.while_of(eqn)
-    start, count = (0, loop.cond_consts) if body is loop.cond else (loop.cond_consts, loop.body_consts)
-    return dict(zip(body.invars[:count], eqn.invars[start : start + count], strict=True))
 
 
 def _joins_components(eqn: Eqn) -> bool:

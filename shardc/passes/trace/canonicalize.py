@@ -16,10 +16,11 @@ from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import NamedSharding
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import constrain_p
 from shardc.ir.host_callback import ONCE
+from shardc.ir.nested import NESTED, while_of
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
 from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
@@ -219,9 +220,9 @@ def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
 
 def _with_one_condition(eqn: Eqn) -> Eqn:
     """A `while` that vmap gave a condition for each row --> `while any(cond c): c = where(cond c, body c, c)`."""
-    if eqn.primitive.name != "while" or not compat.while_of(eqn).cond.outvars[0].aval.shape:
+    if eqn.primitive.name != "while" or not while_of(eqn).cond.outvars[0].aval.shape:
         return eqn
-    loop = compat.while_of(eqn)
+    loop = while_of(eqn)
     nc, (cond, body) = loop.cond_consts, (eqn.params[k] for k in NESTED["while"])
     carries = len(body.out_avals)
 

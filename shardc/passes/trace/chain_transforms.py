@@ -22,8 +22,9 @@ from jax import lax
 from jax.extend.core import primitives
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.constrain import pin_of
+from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.passes.trace.canonicalize import inlined_eqns
@@ -69,7 +70,7 @@ class _Chainer:
                 eqns += found
                 continue
             if bodies := bodies_of(eqn):
-                eqn = eqn.replace(params=compat.with_bodies(eqn, list(map(self.run, bodies))))
+                eqn = eqn.replace(params=with_bodies(eqn, list(map(self.run, bodies))))
             self.pass_on(eqn)
             eqns.append(eqn)
         outvars = [a if compat.is_literal(a) else renamed.get(a, a) for a in jaxpr.outvars]

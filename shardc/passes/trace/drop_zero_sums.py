@@ -15,6 +15,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import scan_of, scan_params
 from shardc.ir.walk import ADDITIONS, LINEAR
 
 _OF_ZEROS: Final = LINEAR | ADDITIONS
@@ -53,7 +54,7 @@ def _named(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
 
 def _without_zero_sums(eqn: Eqn, outer: Collection[Var]) -> tuple[Eqn, dict[Var, Atom]]:
     """A scan without the carries that do not change, and for each of their results its initial value."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, ends = scan.body, scan.rows_at
     carried, starts = body.invars[scan.consts : ends], eqn.invars[scan.consts : ends]
     zeros = {v for v, a in zip(body.invars, eqn.invars[: scan.consts], strict=False) if is_zero(a, outer)}
@@ -77,6 +78,6 @@ def _without_zero_sums(eqn: Eqn, outer: Collection[Var]) -> tuple[Eqn, dict[Var,
     left = eqn.replace(
         invars=[*eqn.invars[: scan.consts], *pick(starts, True), *pick(starts, False), *eqn.invars[ends:]],
         outvars=[*pick(eqn.outvars, False), *eqn.outvars[scan.carries :]],
-        params=compat.scan_params(eqn, inner, scan.consts + sum(same), scan.carries - sum(same)),
+        params=scan_params(eqn, inner, scan.consts + sum(same), scan.carries - sum(same)),
     )
     return left, dict(zip(pick(eqn.outvars, True), pick(starts, True), strict=True))

@@ -9,7 +9,8 @@ dimensions, so the transposed copy need not exist, and no plan has to place it.
 from __future__ import annotations
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.nested import bodies_of, with_bodies
 
 
 def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
@@ -40,7 +41,7 @@ def _with_folded_bodies(eqn: Eqn) -> Eqn:
     bodies = bodies_of(eqn)
     folded = [fold_transposes(b) for b in bodies]
     same = all(new is old for new, old in zip(folded, bodies, strict=True))
-    return eqn if same else eqn.replace(params=compat.with_bodies(eqn, folded))
+    return eqn if same else eqn.replace(params=with_bodies(eqn, folded))
 
 
 def _folded(eqn: Eqn, transpose: Eqn) -> Eqn | None:

@@ -22,10 +22,11 @@ from jax import lax
 from jax.extend import core as jex
 
 from shardc import compat
-from shardc.compat import NESTED, REMAT, Atom, Eqn, Jaxpr, Scan, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
+from shardc.ir.nested import NESTED, Scan, bodies_of, nested_bodies, scan_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
@@ -112,11 +113,10 @@ class _Sharer:
             if renamed:
                 eqn = eqn.replace(invars=[a if compat.is_literal(a) else renamed.get(a, a) for a in eqn.invars])
             if bodies := bodies_of(eqn):
-                for body in bodies:
-                    self.outer |= _seen_inside(eqn, body)
+                self.outer |= _seen_inside(eqn)
                 new = [self.run(b) for b in bodies]
                 if any(a is not b for a, b in zip(new, bodies, strict=True)):
-                    eqn = eqn.replace(params=compat.with_bodies(eqn, new))
+                    eqn = eqn.replace(params=with_bodies(eqn, new))
                     changed = True
             shared = self.shared(eqn)
             if shared is None:
@@ -137,15 +137,15 @@ class _Sharer:
         """Records the results of new equations and their bodies."""
         for eqn in eqns:
             self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
+            self.outer |= _seen_inside(eqn)
             for body in bodies_of(eqn):
-                self.outer |= _seen_inside(eqn, body)
                 self.note(body.eqns)
 
     def shared(self, eqn: Eqn) -> tuple[list[Eqn], list[Atom]] | None:
         """A shared loop: its equations, and its results; None if it stays as it is."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None
-        scan = compat.scan_of(eqn)
+        scan = scan_of(eqn)
         rows = eqn.invars[scan.rows_at :]
         if scan.length < 2 or not rows or not all(map(_may_be_batched, scan.body.eqns)):
             return None
@@ -194,7 +194,7 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
     """The dimensions of operands, or of bodies' results, that a dimension of a result of an equation comes from; of
     stacked rows all that the loop takes row by row."""
     if eqn.primitive.name in NESTED:
-        if eqn.primitive.name == "scan" and port >= (scan := compat.scan_of(eqn)).carries:
+        if eqn.primitive.name == "scan" and port >= (scan := scan_of(eqn)).carries:
             if dim == 0:
                 yield from ((a, 0) for a in eqn.invars[scan.rows_at :])
                 return
@@ -210,23 +210,9 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
                 yield a, factors.index(factor)
 
 
-def _seen_inside(eqn: Eqn, body: Jaxpr) -> dict[Var, tuple[Atom, int]]:
-    """For the variables of a body the value outside, and the number of dimensions that this has in front."""
-    name = eqn.primitive.name
-    if name == "scan":
-        first = compat.scan_of(eqn).rows_at
-        return {v: (a, int(i >= first)) for i, (v, a) in enumerate(zip(body.invars, eqn.invars, strict=True))}
-    operands = list(eqn.invars)
-    if name == "while":
-        loop = compat.while_of(eqn)
-        start = 0 if body is loop.cond else loop.cond_consts
-        count = loop.cond_consts if body is loop.cond else loop.body_consts
-        operands = [*operands[start : start + count], *operands[loop.carries_at :]]
-    elif name == "cond":
-        operands = operands[1:]
-    else:
-        assert name in REMAT
-    return {v: (a, 0) for v, a in zip(body.invars, operands, strict=True)}
+def _seen_inside(eqn: Eqn) -> dict[Var, tuple[Atom, int]]:
+    """For the variables of bodies the value outside, and the number of dimensions that this has in front."""
+    return {v: (a, int(i >= b.rows_at)) for b in nested_bodies(eqn) for i, (v, a) in enumerate(b.given(eqn))}
 
 
 def _may_be_batched(eqn: Eqn) -> bool:

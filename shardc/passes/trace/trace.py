@@ -16,8 +16,8 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.placed import as_jax, leaf_aval
-from shardc.compat import NESTED
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
+from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.boundary import END, microbatches_p, stage_boundary_p
+from shardc.ir.eqns import copy_eqn
+from shardc.ir.nested import REMAT, bodies_of, is_recompute, scan_of, trips_of
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
 from shardc.pipeline.cut.find_homes import is_large
@@ -66,19 +68,19 @@ class MicrobatchLoop:
 
     @property
     def microbatches(self) -> int:
-        return compat.trips_of(self.eqn)
+        return trips_of(self.eqn)
 
     @property
     def body(self) -> Jaxpr:
-        return compat.scan_of(self.eqn).body
+        return scan_of(self.eqn).body
 
     @property
     def consts(self) -> int:
-        return compat.scan_of(self.eqn).consts
+        return scan_of(self.eqn).consts
 
     @property
     def carries(self) -> int:
-        return compat.scan_of(self.eqn).carries
+        return scan_of(self.eqn).carries
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
             "batch), or jax.grad of an accumulate of the loss."
         )
     lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
-    if any(compat.scan_of(x.eqn).reverse for x in loops):
+    if any(scan_of(x.eqn).reverse for x in loops):
         return (
             f"but the gradient is taken of the whole loop ({lines}), which makes a second one. Take it inside the "
             "loop, as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or as jax.grad of "
@@ -221,7 +223,7 @@ class _Placer:
         self.alias: dict[Var, Atom] = {}
         self.floor: dict[Var, int] = {}
         self.low: dict[Var, int | None] = {}
-        self.late: set[int] = set()  # ids of equations of recompute: computed as late as their readers allow
+        self.late: set[Eqn] = set()  # equations of recompute: computed as late as their readers allow
         self.limit: dict[Var, int] = {}  # the position before the first cut that a value crosses
         self.depth: dict[Var, int] = {}  # number of equations of a cheap computation; absent: not cheap
 
@@ -260,17 +262,17 @@ class _Placer:
             if eqn.primitive.name in REMAT and any(e.primitive is stage_boundary_p for e in _inside(eqn)):
                 (body,) = bodies_of(eqn)
                 self.alias |= dict(zip(body.invars, eqn.invars, strict=True))
-                found += self._open(body.eqns, recompute or compat.is_recompute(eqn))
+                found += self._open(body.eqns, recompute or is_recompute(eqn))
                 self.alias |= dict(zip(eqn.outvars, body.outvars, strict=True))
             else:
                 found.append(eqn)
                 if recompute:
-                    self.late.add(id(eqn))
+                    self.late.add(eqn)
         return found
 
     def _number_cuts(self, eqns: Sequence[Eqn]) -> None:
         marks = [e for e in eqns if e.primitive is stage_boundary_p]
-        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and id(e) not in self.late]
+        first = [e for e in marks if not e.params["backward"] and e.params["cut"] != END and e not in self.late]
         self.order = {c: k for k, c in enumerate(dict.fromkeys(e.params["cut"] for e in first))}
         self.backward = any(e.params["backward"] for e in marks)
         cuts = len(self.order)
@@ -315,7 +317,7 @@ class _Placer:
                 kept.append(eqn)
                 continue
             k, key, x, y = self._number(eqn), (eqn.params["cut"], eqn.params["leaf"]), eqn.invars[0], eqn.outvars[0]
-            if id(eqn) in self.late and not eqn.params["backward"] and key in crossed:
+            if eqn in self.late and not eqn.params["backward"] and key in crossed:
                 x = crossed[key]  # recompute would send it again, but it is there already
             elif not eqn.params["backward"]:
                 if k != END and key in crossed and self.base(crossed[key]) is not self.base(x) and self.late:
@@ -325,7 +327,7 @@ class _Placer:
                     )
                 crossed.setdefault(key, x)
             self.alias[y] = x
-            if id(eqn) not in self.late and not compat.is_literal(b := self.base(x)):
+            if eqn not in self.late and not compat.is_literal(b := self.base(x)):
                 front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
                 self.limit[b] = min(front, self.limit.get(b, front))
             if k == END:
@@ -381,7 +383,7 @@ class _Placer:
 
     def _copied(self, atom: Atom, eqns: list[Eqn]) -> Var:
         var = compat.fresh_var(atom.aval)
-        eqns.append(compat.copy_eqn(atom, var))
+        eqns.append(copy_eqn(atom, var))
         self._low_of(eqns[-1])
         return var
 
@@ -487,7 +489,7 @@ class _Placer:
             low = None
             for found in map(self.low.__getitem__, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
                 low = _latest(low, found)
-            if low is not None and not (id(eqn) in self.late and read):
+            if low is not None and not (eqn in self.late and read):
                 positions = {self._fuse(low)}
             elif not read:
                 known = [beside[v] for v in eqn.outvars if v in beside]

@@ -20,6 +20,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.boundary import MARKS
+from shardc.ir.eqns import add_eqn, full_eqn
+from shardc.ir.nested import scan_params
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p
 from shardc.pipeline.cut.cut_loop import (
@@ -252,7 +254,7 @@ class _Assembler:
             so_far: Var = outs[j][0]
             for i, part in enumerate(outs[j][1:], 2):
                 after = total if i == len(parts) else compat.fresh_var(total.aval)
-                self.sums.append(compat.add_eqn(so_far, part, after, self.loop.eqn))
+                self.sums.append(add_eqn(so_far, part, after, self.loop.eqn))
                 so_far = after
         return outs
 
@@ -274,7 +276,7 @@ class _Assembler:
                 starts.append(operands[part.before])
             else:
                 zero = compat.fresh_var(part.before.aval)
-                self.zeros[stage].append(compat.full_eqn(0, zero))
+                self.zeros[stage].append(full_eqn(0, zero))
                 starts.append(zero)
             nth = sum(1 for q in self.body.carries[:i] if q.number == part.number)
             results.append(outs[part.number][nth])
@@ -284,7 +286,7 @@ class _Assembler:
             [*(p.after for _, p in mine), *(y for _, y in ys)], eqns, body,
         )  # fmt: skip
         invars = [*(operands[v] for v in consts), *starts, *(operands[v] for v in xs)]
-        params = compat.scan_params(loop.eqn, inner, len(consts), len(mine))
+        params = scan_params(loop.eqn, inner, len(consts), len(mine))
         self.made_in |= dict.fromkeys(results, stage)
         return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
 
@@ -322,8 +324,8 @@ class _Assembler:
         known = {v: min(stages) for v, stages in self._uses({}).items() if v not in self.made_in}
         around = [e for e in outer if e is not self.loop.eqn]
         belongs = find_homes(around, {**known, **self.made_in})
-        first = set(map(id, ahead))
-        behind = take_apart([e for e in around if id(e) not in first], self.anchors, belongs)
+        first = set(ahead)
+        behind = take_apart([e for e in around if e not in first], self.anchors, belongs)
         self.outer += regroup(behind, self.anchors, self.outvars)
         uses = self._uses({})
         homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]

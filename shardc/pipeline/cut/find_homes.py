@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.nested import NESTED, nested_bodies
 from shardc.ir.walk import bytes_of
 
 
@@ -25,36 +25,6 @@ def is_large(v: Var) -> bool:
 def largest(values: Sequence[Atom], at: Mapping[Var, int]) -> int | None:
     """The stage of the largest value whose stage is known; the lowest stage for values of equal size."""
     return min(((-bytes_of(v), at[v]) for v in compat.variables(values) if v in at), default=(0, None))[1]
-
-
-@dataclass(frozen=True)
-class NestedLoop:
-    """A scan or while loop outside of the loop over microbatches.
-
-    Attributes:
-      eqn: its equation.
-      bodies: its jaxprs; for a while loop the condition, then the body.
-      inputs: for each jaxpr the numbers of the operands that it takes.
-      carried: the numbers of the first carried operand and of the one after the last.
-    """
-
-    eqn: Eqn
-    bodies: list[Jaxpr]
-    inputs: list[list[int]]
-    carried: tuple[int, int]
-
-    @classmethod
-    def of(cls, eqn: Eqn) -> NestedLoop:
-        count = len(eqn.invars)
-        if eqn.primitive.name == "scan":
-            scan = compat.scan_of(eqn)
-            return cls(eqn, [scan.body], [[*range(count)]], (scan.consts, scan.rows_at))
-        loop = compat.while_of(eqn)
-        rest = range(loop.carries_at, count)
-        return cls(
-            eqn, [loop.cond, loop.body],
-            [[*range(loop.cond_consts), *rest], [*range(loop.cond_consts, count)]], (loop.carries_at, count),
-        )  # fmt: skip
 
 
 def find_homes(eqns: Sequence[Eqn], known: Mapping[Var, int]) -> dict[Var, int]:
@@ -88,20 +58,11 @@ def _beside(eqns: Sequence[Eqn]) -> list[Sequence[Atom]]:
     for eqn in eqns:
         if eqn.primitive.name == "optimization_barrier":
             found += zip(eqn.invars, eqn.outvars, strict=True)
-        elif eqn.primitive.name in ("scan", "while"):
-            loop = NestedLoop.of(eqn)
-            begin, end = loop.carried
-            for body, inputs in zip(loop.bodies, loop.inputs, strict=True):
-                found += [(v, eqn.invars[n]) for v, n in zip(body.invars, inputs, strict=True)]
-                found += _beside(body.eqns)
-            *_, body = loop.bodies
-            found += zip(body.outvars, eqn.outvars, strict=True)
-            found += zip(eqn.invars[begin:end], eqn.outvars, strict=False)
-        elif eqn.primitive.name == "cond" or eqn.primitive.name in REMAT:
-            operands = eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars
-            for body in bodies_of(eqn):
-                found += [*zip(body.invars, operands, strict=True), *zip(body.outvars, eqn.outvars, strict=True)]
-                found += _beside(body.eqns)
-        else:
+        elif eqn.primitive.name not in NESTED:
             found.append((*eqn.invars, *eqn.outvars))
+        for body in nested_bodies(eqn):
+            found += [*body.given(eqn), *_beside(body.jaxpr.eqns)]
+            if not body.decides:
+                found += zip(body.jaxpr.outvars, eqn.outvars, strict=True)
+                found += zip((eqn.invars[n] for n in body.carried), eqn.outvars, strict=False)
     return found

@@ -15,6 +15,7 @@ from dataclasses import replace
 from shardc import compat
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, all_offenders
+from shardc.ir.eqns import copy_eqn
 from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of, with_atoms
 
 
@@ -41,11 +42,11 @@ def keep_state(body: PlacedBody, where: str) -> PlacedBody:
             continue
         if any(p != at for p, _ in readers):
             seen = compat.fresh_var(c.before.aval)
-            front.append((at, compat.copy_eqn(c.before, seen)))
+            front.append((at, copy_eqn(c.before, seen)))
             eqns = [(p, e if p == at else with_atoms(e, {c.before: seen})) for p, e in eqns]
         if c.after in results or any(p != at and c.after in e.invars for p, e in eqns) or _shared(c.after, body):
             after = compat.fresh_var(c.after.aval)
-            back.append((at, compat.copy_eqn(c.after, after)))
+            back.append((at, copy_eqn(c.after, after)))
             carries[carries.index(c)] = replace(c, after=after)
     if wrong:
         raise PipelineError(

@@ -17,6 +17,7 @@ from typing import Final
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import microbatches_p
+from shardc.ir.nested import scan_of, scan_params
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, bytes_of
 from shardc.passes.trace.canonicalize import canonical_jaxpr
@@ -29,7 +30,7 @@ SMALL: Final = 1 << 12
 def precompute_state(program: Program) -> Program:
     """The program with such state as rows of the batch; unchanged without exactly one loop over microbatches."""
     loops = find_loops(program.jaxpr)
-    if len(loops) != 1 or compat.scan_of(loops[0].eqn).reverse:
+    if len(loops) != 1 or scan_of(loops[0].eqn).reverse:
         return program
     (loop,) = loops
     body, jaxpr = loop.body, program.jaxpr
@@ -117,7 +118,7 @@ def _first_loop(
     scan = loop.eqn.replace(
         invars=[*(operand[v] for v in consts), *(starts[j] for j in ahead)],
         outvars=[*(loop.eqn.outvars[j] for j in ahead), *stacks],
-        params=compat.scan_params(loop.eqn, inner, len(consts), len(mine)), effects=inner.effects,
+        params=scan_params(loop.eqn, inner, len(consts), len(mine)), effects=inner.effects,
     )  # fmt: skip
     rows = [compat.fresh_var(v.aval) for v in stacks]
     marks = [compat.new_eqn([v], [r], microbatches_p, {}, loop.eqn) for v, r in zip(stacks, rows, strict=True)]
@@ -137,5 +138,5 @@ def _rest(loop: MicrobatchLoop, fixed: Sequence[int], ahead: Sequence[int], rows
     inner = compat.remove_dead(inner, [True] * len(outs))
     return eqn.replace(
         invars=[*(eqn.invars[i] for i in order), *rows], outvars=[eqn.outvars[i] for i in outs],
-        params=compat.scan_params(eqn, inner, nc + len(fixed), len(left)), effects=inner.effects,
+        params=scan_params(eqn, inner, nc + len(fixed), len(left)), effects=inner.effects,
     )  # fmt: skip

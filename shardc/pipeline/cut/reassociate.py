@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.eqns import add_eqn
 from shardc.ir.walk import ADDITIONS, LINEAR
 
 StageSum: TypeAlias = tuple[int, Atom, list[Eqn]]
@@ -100,5 +101,5 @@ def _apply(term: Atom, chain: list[Eqn], eqns: list[Eqn]) -> Atom:
 
 def _add(a: Atom, b: Atom, eqns: list[Eqn], like: Eqn | None) -> Atom:
     var = compat.fresh_var(a.aval)
-    eqns.append(compat.add_eqn(a, b, var, like))
+    eqns.append(add_eqn(a, b, var, like))
     return var

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardc import compat
-from shardc.compat import REMAT, Atom, Eqn, Var, bodies_of
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.eqns import copy_eqn
+from shardc.ir.nested import REMAT, bodies_of, scan_of, scan_params
 from shardc.passes.trace.canonicalize import canonical_jaxpr
 from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
 
@@ -65,28 +67,28 @@ def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = (
       results: further values that are read, but that nobody waits for.
     """
     awaited, used = set(awaited), set(results)
-    whole: set[int] = set()  # ids of nested equations that stay as they are
+    whole: set[Eqn] = set()  # nested equations that stay as they are
     while True:
         needed = _needed(eqns, awaited)
-        open_ = [e for e in eqns if id(e) in needed and id(e) not in whole]
+        open_ = [e for e in eqns if e in needed and e not in whole]
         mixed = next((e for e in open_ if _mixed(e, eqns, needed, awaited, used)), None)
         if mixed is None:
             break
         opened = _open(mixed) if mixed.primitive.name in REMAT else _fission(mixed, eqns, needed, awaited)
         if opened is None:
-            whole.add(id(mixed))
+            whole.add(mixed)
             continue
         if mixed.primitive.name not in REMAT:
-            whole |= {id(e) for e in opened}
+            whole |= set(opened)
         at = next(i for i, e in enumerate(eqns) if e is mixed)
         eqns = [*eqns[:at], *opened, *eqns[at + 1 :]]
-    first = [e for e in eqns if id(e) in needed]
+    first = [e for e in eqns if e in needed]
     there = {v for e in first for v in e.outvars}
     second: list[Eqn] = []
     late: set[Var] = set()
     own = {v for e in eqns for v in e.outvars}
     for eqn in eqns:
-        if id(eqn) in needed:
+        if eqn in needed:
             continue
         reads = [v for v in _vars(eqn) if v in own]
         if reads and eqn.primitive.name in ("add", "add_any") and all(v in there and v not in late for v in reads):
@@ -97,23 +99,23 @@ def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = (
     return first, second
 
 
-def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[int]:
+def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[Eqn]:
     wanted = set(awaited)
-    found: set[int] = set()
+    found: set[Eqn] = set()
     for eqn in reversed(eqns):
         if any(v in wanted for v in eqn.outvars) or eqn.effects:
-            found.add(id(eqn))
+            found.add(eqn)
             wanted |= set(_vars(eqn))
     return found
 
 
-def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[bool]:
+def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[bool]:
     """For each result of an equation, whether the first part reads it."""
-    read = {v for e in eqns if id(e) in needed and e is not eqn for v in _vars(e)} | awaited
+    read = {v for e in eqns if e in needed and e is not eqn for v in _vars(e)} | awaited
     return [v in read for v in eqn.outvars]
 
 
-def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var], results: set[Var]) -> bool:
+def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var], results: set[Var]) -> bool:
     if eqn.primitive.name not in (*REMAT, "scan"):
         return False
     used = {v for e in eqns for v in _vars(e)} | results
@@ -135,13 +137,13 @@ def _open(eqn: Eqn) -> list[Eqn]:
     for a, v in zip(body.outvars, eqn.outvars, strict=True):  # results that no equation makes, or duplicates
         if v not in given:
             source = a if compat.is_literal(a) else names[a]
-            found.append(compat.copy_eqn(source, v))
+            found.append(copy_eqn(source, v))
     return found
 
 
-def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[int], awaited: set[Var]) -> list[Eqn] | None:
+def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[Eqn] | None:
     """A scan as two scans: the first makes the wanted results, the second the rest. None if the first needs all."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, nc, nk = scan.body, scan.consts, scan.carries
     wanted = _wanted(eqn, eqns, needed, awaited)
     carried = body.invars[nc : nc + nk]
@@ -189,7 +191,7 @@ class _ScanPart:
 
 def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
     """The scan of a part of another scan's body."""
-    scan = compat.scan_of(eqn)
+    scan = scan_of(eqn)
     body, nc, nk = scan.body, scan.consts, scan.carries
     befores = [body.invars[nc + i] for i in part.results if i < nk]
     outs = [*(body.outvars[i] for i in part.results), *part.gives]
@@ -200,7 +202,7 @@ def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
     operand: dict[Var, Atom] = {**dict(zip(body.invars, eqn.invars, strict=True)), **part.takes}
     invars = [operand[v] for v in (*consts, *befores, *xs)]
     inner = canonical_jaxpr(inner, ())  # the two scans share no variables
-    params = compat.scan_params(eqn, inner, len(consts), len(befores))
+    params = scan_params(eqn, inner, len(consts), len(befores))
     outvars = [*(eqn.outvars[i] for i in part.results), *part.gives.values()]
     return eqn.replace(invars=invars, outvars=outvars, params=params, effects=inner.effects)
 

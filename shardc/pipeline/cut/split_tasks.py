@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
+from shardc.ir.eqns import copy_eqn, full_eqn, put_at_eqn, slice_at_eqn, squeeze_eqn, unsqueeze_eqn
+from shardc.ir.nested import bodies_of, scan_of
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
 from shardc.ir.walk import local_bytes
@@ -161,7 +163,7 @@ class _TaskSplitter:
 
     def _loop(self) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
         assert self.scan is not None
-        made, parts = self._parts(compat.scan_of(self.scan).body)
+        made, parts = self._parts(scan_of(self.scan).body)
         stash = self._exchanged(made, parts)
         self._keep(made, parts)
         return {p: self._loop_task(p, parts[p]) for p in parts}, stash
@@ -202,7 +204,7 @@ class _TaskSplitter:
     def _keep(self, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]) -> None:
         """Add the new values of sums and stacked results to the tasks that make them."""
         assert self.scan is not None
-        scan, view = self.scan, compat.scan_of(self.scan)
+        scan, view = self.scan, scan_of(self.scan)
         outvars, carries = view.body.outvars, view.carries
         for after, total in zip(outvars[:carries], scan.outvars[:carries], strict=True):
             part = parts[made[after]]
@@ -217,7 +219,7 @@ class _TaskSplitter:
 
     def _loop_task(self, position: int, part: _LoopPart) -> StageTask:
         assert self.scan is not None
-        scan, view = self.scan, compat.scan_of(self.scan)
+        scan, view = self.scan, scan_of(self.scan)
         operand = dict(zip(view.body.invars, scan.invars, strict=True))
         consts, sums, rows = _sections(view.body.invars, view.consts, view.carries)
         names: dict[Var, Atom] = {v: operand[v] for v in consts}
@@ -279,14 +281,14 @@ class _TaskSplitter:
         """`v = stack[index]`."""
         piece = compat.fresh_var(stack.aval.update(shape=(1, *v.aval.shape)))
         self.placements[piece] = _shifted(self.placements[v])
-        return [compat.slice_at_eqn(stack, INDEX, piece), compat.squeeze_eqn(piece, v)]
+        return [slice_at_eqn(stack, INDEX, piece), squeeze_eqn(piece, v)]
 
     def _put(self, y: Atom, buffer: Var) -> tuple[list[Eqn], Var]:
         """`after = buffer with buffer[index] = y`."""
         row = compat.fresh_var(buffer.aval.update(shape=(1, *y.aval.shape)))
         after = compat.fresh_var(buffer.aval)
         self.placements[row] = self.placements[after] = self.placements[buffer]
-        return [compat.unsqueeze_eqn(y, row), compat.put_at_eqn(buffer, row, INDEX, after)], after
+        return [unsqueeze_eqn(y, row), put_at_eqn(buffer, row, INDEX, after)], after
 
     # -- before and after it
 
@@ -296,7 +298,7 @@ class _TaskSplitter:
         self.loaded: set[int] = set()
         kept: list[tuple[Var, Var]] = []
         if self.scan is not None:
-            scan, view = self.scan, compat.scan_of(self.scan)
+            scan, view = self.scan, scan_of(self.scan)
             needed = {a for a in scan.invars if not compat.is_literal(a)}
             for i in range(self.at - 1, -1, -1):
                 eqn = self.jaxpr.eqns[i]
@@ -314,14 +316,14 @@ class _TaskSplitter:
                 fresh = compat.fresh_var(total.aval)
                 self.placements[fresh] = self.placements[total]
                 if compat.is_literal(start):
-                    eqns.append(compat.full_eqn(start.val, fresh))
+                    eqns.append(full_eqn(start.val, fresh))
                 else:
-                    eqns.append(compat.copy_eqn(start, fresh))
+                    eqns.append(copy_eqn(start, fresh))
                 kept.append((total, fresh))
             for buffer in scan.outvars[view.carries :]:
                 fresh = compat.fresh_var(buffer.aval)
                 self.placements[fresh] = self.placements[buffer]
-                eqns.append(compat.full_eqn(0, fresh))
+                eqns.append(full_eqn(0, fresh))
                 kept.append((buffer, fresh))
             kept += [(v, v) for e in self._after() for v in e.invars if not compat.is_literal(v) and v in made]
             read = (*scan.invars[: view.consts], *scan.invars[view.rows_at :], *self.jaxpr.outvars)

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of, with_bodies
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.eqns import full_eqn
+from shardc.ir.nested import Body, bodies_of, nested_bodies, with_bodies, with_nested
 from shardc.ir.walk import bytes_of
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.find_homes import NestedLoop, is_large, largest
+from shardc.pipeline.cut.find_homes import is_large, largest
 from shardc.pipeline.cut.regroup import regroup
 from shardc.sbp.signature import is_extended
 
@@ -98,7 +100,7 @@ class _Branch:
       eqns, outs: its equations and results.
       anchors: the stage of each value that is made on one stage, outside or here.
       made: the equation of each value.
-      groups: by the identity of an equation, the groups that compute it.
+      groups: by equation, the groups that compute it.
       level: the round in which a group computes an equation.
     """
 
@@ -106,10 +108,8 @@ class _Branch:
     outs: list[Atom]
     anchors: dict[Var, int]
     made: dict[Var, Eqn] = field(init=False)
-    groups: dict[int, set[ResultGroup]] = field(
-        default_factory=dict[int, set[ResultGroup]]
-    )  # by the equation's identity
-    level: dict[tuple[int, ResultGroup], int] = field(default_factory=dict[tuple[int, ResultGroup], int])
+    groups: dict[Eqn, set[ResultGroup]] = field(default_factory=dict[Eqn, set[ResultGroup]])
+    level: dict[tuple[Eqn, ResultGroup], int] = field(default_factory=dict[tuple[Eqn, ResultGroup], int])
 
     def __post_init__(self) -> None:
         self.made = {v: e for e in self.eqns for v in e.outvars}
@@ -117,7 +117,10 @@ class _Branch:
     @classmethod
     def of(cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]) -> _Branch:
         names = dict(zip(body.invars, operands, strict=True))
-        read = lambda atoms: [a if compat.is_literal(a) else names.get(a, a) for a in atoms]  # noqa: E731
+
+        def read(atoms: Sequence[Atom]) -> list[Atom]:
+            return [a if compat.is_literal(a) else names.get(a, a) for a in atoms]
+
         named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
         anchors = dict(outer)
         return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
@@ -141,15 +144,15 @@ class _Branch:
                 groups = {first if at is None else (at, 0)}
             else:
                 groups = read if at is None or not read else {(at, 0)}
-            self.groups[id(eqn)] = groups
+            self.groups[eqn] = groups
             for v in compat.variables(eqn.invars):
                 wanted.setdefault(v, set()).update(groups)
 
     def levels(self, of_results: Sequence[ResultGroup]) -> dict[ResultGroup, int]:
         """The last round of each group. A round reads values that other groups made in earlier rounds."""
         for eqn in self.eqns:
-            for group in self.groups[id(eqn)]:
-                self.level[id(eqn), group] = max((self._there(a, group) for a in eqn.invars), default=0)
+            for group in self.groups[eqn]:
+                self.level[eqn, group] = max((self._there(a, group) for a in eqn.invars), default=0)
         last: dict[ResultGroup, int] = {}
         for a, group in zip(self.outs, of_results, strict=True):
             last[group] = max(last.get(group, 0), self._there(a, group))
@@ -159,8 +162,8 @@ class _Branch:
         """The first round of a group that can read a value."""
         home = self.home(a)
         if home is None or home == group:
-            return 0 if compat.is_literal(a) or a not in self.made else self.level[id(self.made[a]), group]
-        return self.level[id(self.made[a]), home] + 1
+            return 0 if compat.is_literal(a) or a not in self.made else self.level[self.made[a], group]
+        return self.level[self.made[a], home] + 1
 
     def delay(self, of_results: Sequence[ResultGroup], last: Mapping[ResultGroup, int]) -> None:
         """Delay equations that no other group waits for to the round of their first reader."""
@@ -170,18 +173,18 @@ class _Branch:
             if compat.is_literal(a) or a not in self.made:
                 return
             home = self.home(a) or group
-            at = self.level[id(self.made[a]), home] if home != group else at
+            at = self.level[self.made[a], home] if home != group else at
             due[a, home] = min(at, due.get((a, home), at))
 
         for a, group in zip(self.outs, of_results, strict=True):
             read(a, group, last[group])
         for eqn in reversed(self.eqns):
-            for group in self.groups[id(eqn)]:
+            for group in self.groups[eqn]:
                 at = min((due[v, group] for v in eqn.outvars if (v, group) in due), default=None)
                 if at is not None:
-                    self.level[id(eqn), group] = at
+                    self.level[eqn, group] = at
                 for a in eqn.invars:
-                    read(a, group, self.level[id(eqn), group])
+                    read(a, group, self.level[eqn, group])
 
 
 def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
@@ -260,20 +263,20 @@ class _Segments:
         return [(self._segment(at, g), g) for at, g in sorted(places)]
 
     def _crossing(self, b: _Branch) -> dict[tuple[ResultGroup, Var], Var]:
-        reads = [(a, b.level[id(e), g], g) for e in b.eqns for g in b.groups[id(e)] for a in e.invars]
+        reads = [(a, b.level[e, g], g) for e in b.eqns for g in b.groups[e] for a in e.invars]
         reads += [(a, self.last[g], g) for a, g in zip(b.outs, self.of_results, strict=True)]
         found: dict[tuple[ResultGroup, Var], Var] = {}
         for a, at, group in reads:
             if not compat.is_literal(a) and a in b.made:
                 home = b.home(a) or group
-                if (home, a) not in found and (home, b.level[id(b.made[a]), home]) != (group, at):
+                if (home, a) not in found and (home, b.level[b.made[a], home]) != (group, at):
                     found[home, a] = compat.fresh_var(a.aval)
         return found
 
     def _segment(self, at: int, group: ResultGroup) -> Eqn:
         """The condition with the equations of a group in one round."""
         mine = [i for i, g in enumerate(self.of_results) if g == group and at == self.last[group]]
-        parts = [[e for e in b.eqns if b.level.get((id(e), group)) == at] for b in self.branches]
+        parts = [[e for e in b.eqns if b.level.get((e, group)) == at] for b in self.branches]
         made = [{v for e in eqns for v in e.outvars} for eqns in parts]
         outvars = [self.eqn.outvars[i] for i in mine]
         outs: list[list[Atom | None]] = [[b.outs[i] for i in mine] for b in self.branches]
@@ -299,7 +302,7 @@ class _Segments:
             results: list[Atom] = []
             for a, v in zip(outs[k], outvars, strict=True):
                 results.append(compat.fresh_var(v.aval) if a is None else named(a))
-                body += [compat.full_eqn(0, results[-1])] if a is None else []
+                body += [full_eqn(0, results[-1])] if a is None else []
             bodies.append(compat.new_jaxpr(list(inputs.values()), results, body, bodies_of(self.eqn)[k]))
         effects = frozenset[object]().union(*(b.effects for b in bodies))
         return with_own_bodies(
@@ -326,8 +329,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
     del homes
     if eqn.effects:
         return [eqn]
-    loop = NestedLoop.of(eqn)
-    needs = _needs(loop)
+    needs = _needs(eqn)
     groups: dict[int | None, list[int]] = {}
     for i, need in enumerate(needs):
         at = {anchors[v] for v in compat.variables(eqn.invars[n] for n in need) if is_large(v) and v in anchors}
@@ -339,7 +341,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
     found: list[Eqn] = []
     for at, every in groups.items():
         for some in [every] if at is not None else _apart(every, needs, eqn):
-            part = _only(loop, some, set[int]().union(*(needs[i] for i in some)))
+            part = _only(eqn, some, set[int]().union(*(needs[i] for i in some)))
             anchors |= {} if at is None else dict.fromkeys(part.outvars, at)
             found.append(part)
     return found
@@ -348,7 +350,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
 def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[list[int]]:
     """Groups of results: those that need a common large carry are together."""
     found: list[tuple[list[int], set[int]]] = []
-    carries = range(*NestedLoop.of(eqn).carried)
+    carries = nested_bodies(eqn)[-1].carried
     for i in results:
         mine = {n for n in needs[i] if n in carries and not compat.is_literal(a := eqn.invars[n]) and is_large(a)}
         some = [i]
@@ -359,50 +361,47 @@ def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[
     return [sorted(some) for some, _ in found]
 
 
-def _needs(loop: NestedLoop) -> list[set[int]]:
+def _needs(eqn: Eqn) -> list[set[int]]:
     """For each result of a loop, the numbers of the operands that it depends on."""
-    direct = [_needs_of(body, inputs) for body, inputs in zip(loop.bodies, loop.inputs, strict=True)]
-    begin, end = loop.carried
+    bodies = nested_bodies(eqn)
+    direct, carried = [_needs_of(body) for body in bodies], list(bodies[-1].carried)
     always = set[int]().union(*(need for body in direct[:-1] for need in body))
-    found = [need | always | ({begin + i} if begin + i < end else set()) for i, need in enumerate(direct[-1])]
+    found = [need | always | set(carried[i : i + 1]) for i, need in enumerate(direct[-1])]
     changed = True
     while changed:
         changed = False
         for need in found:
-            more = need.union(*(found[n - begin] for n in need if begin <= n < end))
+            more = need.union(*(found[i] for i, n in enumerate(carried) if n in need))
             if len(more) > len(need):
                 need |= more
                 changed = True
     return found
 
 
-def _only(loop: NestedLoop, results: Sequence[int], operands: set[int]) -> Eqn:
-    """The loop with only these results and operands; it keeps the carries that the results need."""
-    begin, end = loop.carried
-    mine = sorted({*(n - begin for n in operands if begin <= n < end), *results})
-    bodies: list[Jaxpr] = []
-    for k, (body, inputs) in enumerate(zip(loop.bodies, loop.inputs, strict=True)):
-        kept = [v for v, n in zip(body.invars, inputs, strict=True) if n in operands]
-        outs = [body.outvars[i] for i in mine] if k == len(loop.bodies) - 1 else body.outvars
-        bodies.append(compat.new_jaxpr(kept, outs, _live(body, outs), body))
-    outvars = [loop.eqn.outvars[i] if i in results else compat.fresh_var(loop.eqn.outvars[i].aval) for i in mine]
-    consts = [sum(n in operands for n in inputs if n < begin) for inputs in loop.inputs]
-    if loop.eqn.primitive.name == "scan":
-        carries = sum(begin <= n < end for n in operands)
-        params = compat.scan_params(loop.eqn, bodies[0], consts[0], carries)
-    else:
-        params = compat.while_params(loop.eqn, compat.While(bodies[0], bodies[1], consts[0], consts[1]))
-    invars = [loop.eqn.invars[n] for n in sorted(operands)]
-    return with_own_bodies(loop.eqn.replace(invars=invars, outvars=outvars, params=params))
+def _only(eqn: Eqn, results: Sequence[int], operands: set[int]) -> Eqn:
+    """A loop with only these results and operands; it keeps the carries that the results need."""
+    bodies = nested_bodies(eqn)
+    carried = [i for i, n in enumerate(bodies[-1].carried) if n in operands]
+    mine = sorted({*carried, *results})
+    parts: list[Jaxpr] = []
+    for body in bodies:
+        outs = [body.jaxpr.outvars[i] for i in mine] if not body.decides else body.jaxpr.outvars
+        kept = [v for v, n in body.inputs if n in operands]
+        parts.append(compat.new_jaxpr(kept, outs, _live(body.jaxpr, outs), body.jaxpr))
+    fixed = [sum(n in operands for n in body.operands[: body.fixed]) for body in bodies]
+    outvars = [eqn.outvars[i] if i in results else compat.fresh_var(eqn.outvars[i].aval) for i in mine]
+    invars = [eqn.invars[n] for n in sorted(operands)]
+    params = with_nested(eqn, parts, fixed, len(carried))
+    return with_own_bodies(eqn.replace(invars=invars, outvars=outvars, params=params))
 
 
-def _needs_of(body: Jaxpr, inputs: Sequence[int]) -> list[set[int]]:
+def _needs_of(body: Body) -> list[set[int]]:
     """For each result of a body, the numbers of the operands that it depends on."""
-    needs: dict[Var, set[int]] = {v: {n} for v, n in zip(body.invars, inputs, strict=True)}
-    for eqn in body.eqns:
+    needs: dict[Var, set[int]] = {v: {n} for v, n in body.inputs}
+    for eqn in body.jaxpr.eqns:
         need = set[int]().union(*(needs[v] for v in compat.variables(eqn.invars)))
         needs |= dict.fromkeys(eqn.outvars, need)
-    return [set() if compat.is_literal(a) else set(needs[a]) for a in body.outvars]
+    return [set() if compat.is_literal(a) else set(needs[a]) for a in body.jaxpr.outvars]
 
 
 def _live(body: Jaxpr, outs: Sequence[Atom]) -> list[Eqn]:

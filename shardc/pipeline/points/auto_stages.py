@@ -10,9 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from shardc import compat
-from shardc.compat import REMAT, Var
+from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.boundary import END, stage_boundary_p
+from shardc.ir.nested import REMAT
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
@@ -98,14 +99,14 @@ def _cuts(measured: _Measured) -> Cuts:
 
 def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cuts) -> list[Ends]:
     """The pieces of each dimension of layers, given cuts between single layers."""
-    at = {id(e): t for t, e in enumerate(measured.body.eqns)}
+    at = {e: t for t, e in enumerate(measured.body.eqns)}
     found: list[Ends] = []
     for n, dimension in enumerate(layers):
         ends = {0, dimension.count}
         for scan in units.scans[n]:
             for cut in measured.points.ahead[list(cuts)]:
-                ahead = [row for row, eqn in scan if at[id(eqn)] < cut]
-                behind = [row for row, eqn in scan if cut <= at[id(eqn)] < measured.body.fold]
+                ahead = [row for row, eqn in scan if at[eqn] < cut]
+                behind = [row for row, eqn in scan if cut <= at[eqn] < measured.body.fold]
                 ends |= {max(min(ahead), min(behind))} if ahead and behind else set()
         found.append(tuple(sorted(ends)))
     return found

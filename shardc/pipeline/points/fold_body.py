@@ -26,7 +26,7 @@ class FoldedBody:
       loop: the loop.
       eqns: its equations; an equation that depends only on inputs comes right before its first reader.
       fold: the number of forward equations.
-      sums: ids of equations that only sum results of the loop: they do not count as readers, as each stage sums its
+      sums: equations that only sum results of the loop: they do not count as readers, as each stage sums its
         own part.
       cheap: values that are recomputed wherever they are read, with the inputs that each needs for it.
       terms: for each sum over microbatches, the values that are added to it.
@@ -35,7 +35,7 @@ class FoldedBody:
     loop: MicrobatchLoop
     eqns: tuple[Eqn, ...]
     fold: int
-    sums: frozenset[int]
+    sums: frozenset[Eqn]
     cheap: Mapping[Var, frozenset[Var]]
     terms: tuple[tuple[Var, ...], ...]
 
@@ -51,7 +51,7 @@ class FoldedBody:
         befores = loop.body.invars[loop.consts : loop.consts + loop.carries]
         found: list[tuple[int, int]] = []
         for before, after in zip(befores, loop.body.outvars, strict=False):
-            times = [t for t, e in enumerate(self.eqns) if id(e) not in self.sums and before in e.invars]
+            times = [t for t, e in enumerate(self.eqns) if e not in self.sums and before in e.invars]
             if times and not compat.is_literal(after) and after in self.made:
                 found.append((min(times), self.made[after]))
         return found
@@ -61,7 +61,7 @@ class FoldedBody:
         """The places at which each value is read, in order. Reads of a cheap value count as reads of its inputs too."""
         found: dict[Var, list[int]] = {}
         for t, eqn in enumerate(self.eqns):
-            if id(eqn) in self.sums or any(v in self.cheap for v in eqn.outvars):
+            if eqn in self.sums or any(v in self.cheap for v in eqn.outvars):
                 continue
             atoms = {a for a in eqn.invars if not compat.is_literal(a)}
             for v in atoms | {root for a in atoms for root in self.cheap.get(a, ())}:
@@ -85,21 +85,21 @@ def is_transposed(eqn: Eqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack).partition("jvp(")[0]
 
 
-def _sums(loop: MicrobatchLoop) -> tuple[frozenset[int], tuple[tuple[Var, ...], ...]]:
-    """The ids of the equations that only sum into carries, and the terms of each carry."""
+def _sums(loop: MicrobatchLoop) -> tuple[frozenset[Eqn], tuple[tuple[Var, ...], ...]]:
+    """The equations that only sum into carries, and the terms of each carry."""
     body = loop.body
     made = {v: e for e in body.eqns for v in e.outvars}
     readers: dict[Var, int] = {}
     for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
         if not compat.is_literal(a):
             readers[a] = readers.get(a, 0) + 1
-    inner: set[int] = set()
+    inner: set[Eqn] = set()
     terms: list[tuple[Var, ...]] = []
     for before, out in zip(body.invars[loop.consts :], body.outvars[: loop.carries], strict=False):
         found: list[Var] = []
         add = None if compat.is_literal(out) else made.get(out)
         if add is not None and add.primitive.name in ADDITIONS and before in add.invars and readers[before] == 1:
-            inner.add(id(add))
+            inner.add(add)
             for a in add.invars:
                 if a is not before:
                     leaves = sum_terms(a, lambda x: x, made, readers)
@@ -120,11 +120,11 @@ def _behind_linear(v: Var, made: Mapping[Var, Eqn], readers: Mapping[Var, int]) 
     return v
 
 
-def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[int]:
+def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[Eqn]:
     """Ids of the equations from the terms of a sum to the sum."""
     if compat.is_literal(atom) or atom in leaves or atom not in made:
         return set()
-    return {id(made[atom])}.union(*(_between(a, leaves, made) for a in made[atom].invars))
+    return {made[atom]}.union(*(_between(a, leaves, made) for a in made[atom].invars))
 
 
 def _cheap(loop: MicrobatchLoop) -> dict[Var, frozenset[Var]]:
@@ -171,13 +171,13 @@ def _as_late_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any]) -> list[Eq
     return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]
 
 
-def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: frozenset[int]) -> list[Eqn]:
+def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: frozenset[Eqn]) -> list[Eqn]:
     """The equations of the backward, each moved to the maker of its operands if its results are not larger.
 
     Then all readers of a cotangent stand together: JAX emits them when it transposes the equation that made the value.
     """
     maker = {v: t for t, e in enumerate(eqns) for v in e.outvars}
-    read = {a for e in eqns if id(e) not in sums for a in e.invars if not compat.is_literal(a)}
+    read = {a for e in eqns if e not in sums for a in e.invars if not compat.is_literal(a)}
     at: list[int] = []
     for t, eqn in enumerate(eqns):
         held = {a for a in eqn.invars if not compat.is_literal(a) and a in maker and a not in cheap}
@@ -185,6 +185,6 @@ def _as_early_as_useful(eqns: Sequence[Eqn], cheap: Mapping[Var, Any], sums: fro
         makers = [at[maker[a]] for a in eqn.invars if not compat.is_literal(a) and a in maker]
         ready = max(makers, default=0 if free else t)
         smaller = sum(bytes_of(v) for v in eqn.outvars if v in read) <= sum(map(bytes_of, held))
-        useful = (free or smaller) and id(eqn) not in sums and not eqn.effects
+        useful = (free or smaller) and eqn not in sums and not eqn.effects
         at.append(ready if useful else t)
     return [eqns[t] for t in sorted(range(len(eqns)), key=lambda t: (at[t], t))]

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Var, with_bodies
+from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import stage_boundary_p
+from shardc.ir.nested import with_bodies
 from shardc.ir.program import Program
 from shardc.pipeline.points.cut_points import Points
 from shardc.pipeline.points.fold_body import FoldedBody
@@ -49,7 +50,7 @@ class _Marker:
             else:
                 for k in [k for k, c in reversed(list(enumerate(self.back))) if c == t]:
                     self._mark_backward(k)
-            self.found.append(eqn if id(eqn) in body.sums else self._renamed(eqn, t))
+            self.found.append(eqn if eqn in body.sums else self._renamed(eqn, t))
         return self.found
 
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardc import compat
-from shardc.compat import NESTED, Var
+from shardc.compat import Var
+from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 

@@ -15,7 +15,8 @@ from typing import Any, Final
 import jax
 
 from shardc import compat
-from shardc.compat import NESTED, Atom, Eqn, Var
+from shardc.compat import Atom, Eqn, Var
+from shardc.ir.nested import NESTED
 from shardc.ir.walk import operation_of
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Rule, bind_same, find_rule

@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.eqns import concat_eqn, join_eqn, rows_eqn
+from shardc.ir.nested import scan_of, scan_params, trips_of
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop
@@ -74,13 +76,13 @@ def whole_program(program: Program) -> Pieces:
 
 def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
     """The dimensions of layers: dimensions of parameters that scans in the loop's body run over."""
-    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and compat.trips_of(e) > 1 and not e.effects]
+    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and trips_of(e) > 1 and not e.effects]
     if not scans:
         return []
     group = _UnionFind()
     for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
         if eqn in scans:
-            group.join([*_stacks(eqn), *eqn.outvars[compat.scan_of(eqn).carries :]])
+            group.join([*_stacks(eqn), *eqn.outvars[scan_of(eqn).carries :]])
         elif eqn is not loop.eqn and (use := row_use(eqn)) is not None and use.op is None:
             group.join([*_stacked(eqn, use), *eqn.outvars])
     body, ends = loop.body, loop.consts + loop.carries
@@ -97,12 +99,12 @@ def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
         if top in inputs:
             found.setdefault(top, []).append(eqn)
     members = group.members()
-    return [Layers(compat.trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
+    return [Layers(trips_of(e[0]), tuple(e), frozenset(members[top])) for top, e in found.items()]
 
 
 def _stacks(scan: Eqn) -> list[Var]:
     """The operands of which a scan reads one row in each step."""
-    return [a for a in scan.invars[compat.scan_of(scan).rows_at :] if not compat.is_literal(a)]
+    return [a for a in scan.invars[scan_of(scan).rows_at :] if not compat.is_literal(a)]
 
 
 def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
@@ -168,7 +170,7 @@ class _PieceBuilder:
     def whole(self, atom: Atom) -> Atom:
         if not compat.is_literal(atom) and self._in_pieces(atom) and atom not in self.joined:
             self.joined.add(atom)
-            self.eqns.append(compat.concat_eqn(self.parts[atom], atom))
+            self.eqns.append(concat_eqn(self.parts[atom], atom))
         return atom
 
     def pieces(self, v: Var) -> list[Atom]:
@@ -176,7 +178,7 @@ class _PieceBuilder:
             made: list[Atom] = []
             for a, b in pairwise(self.ends_of[v]):
                 made.append(rows_of(v, b - a))
-                self.eqns.append(compat.rows_eqn(v, a, b, made[-1]))
+                self.eqns.append(rows_eqn(v, a, b, made[-1]))
             self.sliced.add(v)
             self.parts[v] = made
         return self.parts[v]
@@ -193,7 +195,7 @@ class _PieceBuilder:
         if use is None or not same or (stacked and not any(self._in_pieces(v) for v in stacked)):
             self.eqns.append(eqn.replace(invars=[self.whole(a) for a in eqn.invars]))
             return
-        made: list[list[Var]] = []
+        made: list[Sequence[Var]] = []
         for k, (a, b) in enumerate(pairwise(self.ends_of[values[0]])):
             operands = [self.pieces(x)[k] if s else self.whole(x) for x, s in zip(eqn.invars, use.stacked, strict=True)]
             self.eqns.append(piece_eqn(eqn, use, b - a, operands))
@@ -212,7 +214,7 @@ class _PieceBuilder:
         total = parts[0]
         for i, part in enumerate(parts[1:], 2):
             after = out if i == len(parts) else compat.fresh_var(out.aval)
-            self.eqns.append(compat.join_eqn(op, total, part, after))
+            self.eqns.append(join_eqn(op, total, part, after))
             total = after
 
 
@@ -220,7 +222,7 @@ class _ScanSplitter:
     def __init__(self, program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
         self.program, self.loop = program, loop
         self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
-        self.dimension = {id(scan): n for n, found in enumerate(layers) for scan in found.scans}
+        self.dimension = {scan: n for n, found in enumerate(layers) for scan in found.scans}
         self.scans: list[list[tuple[tuple[int, Eqn], ...]]] = [[] for _ in layers]
 
     def run(self) -> Pieces:
@@ -259,7 +261,7 @@ class _ScanSplitter:
         carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
         stacks = old.invars[loop.consts + loop.carries :]
         for eqn in old.eqns:
-            if id(eqn) in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
+            if eqn in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
                 self._scan(inner, eqn)
             else:
                 inner.add(eqn)
@@ -272,13 +274,13 @@ class _ScanSplitter:
         outer.eqns.append(
             loop.eqn.replace(
                 invars=operands, outvars=[*results, *loop.eqn.outvars[loop.carries :]],
-                params=compat.scan_params(loop.eqn, body, len(consts), len(carries)),
+                params=scan_params(loop.eqn, body, len(consts), len(carries)),
             )
         )  # fmt: skip
 
     def _scan(self, level: _PieceBuilder, eqn: Eqn) -> None:
         """Add a scan over layers as scans over the pieces, one after the other."""
-        scan = compat.scan_of(eqn)
+        scan = scan_of(eqn)
         nc, nk = scan.consts, scan.carries
         consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]
         stacks = [level.pieces(v) for v in _stacks(eqn)]
@@ -292,14 +294,14 @@ class _ScanSplitter:
             piece = with_own_bodies(eqn)
             piece = piece.replace(
                 invars=[*consts, *state, *(s[k] for s in stacks)], outvars=[*after, *ys[k]],
-                params=compat.scan_params(piece, compat.scan_of(piece).body, nc, nk, length=b - a),
+                params=scan_params(piece, scan_of(piece).body, nc, nk, length=b - a),
             )  # fmt: skip
             level.eqns.append(piece)
             found.append((a, piece))
             state = after
         for i, v in enumerate(eqn.outvars[nk:]):
             level.parts[v] = [ys[k][i] for k, _ in rows]
-        self.scans[self.dimension[id(eqn)]].append(tuple(found))
+        self.scans[self.dimension[eqn]].append(tuple(found))
 
 
 def _path(path: str, piece: Piece) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from shardc import compat
-from shardc.compat import bodies_of, with_bodies
+from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.walk import bytes_of
 from shardc.passes.estimate.backend import CPU, GPU, TPU
 from shardc.passes.estimate.live_ranges import live_ranges

@@ -19,8 +19,8 @@ X = jax.ShapeDtypeStruct((N, N), jnp.float32)
 def traffic(f: Any, *args: Any) -> int:
     """Bytes, on one device; products are heavy."""
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
-    light = {id(e) for e in jaxpr.eqns if e.primitive.name != "dot_general"}
-    same = {id(e) for e in jaxpr.eqns if e.primitive.name == "copy"}
+    light = {e for e in jaxpr.eqns if e.primitive.name != "dot_general"}
+    same = {e for e in jaxpr.eqns if e.primitive.name == "copy"}
     held = {v: 4 * v.aval.size for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))}
     return fused_bytes(jaxpr, light, same, held)
 

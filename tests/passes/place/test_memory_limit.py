@@ -219,7 +219,7 @@ def test_copies_are_parted(tmp_path):
     rng = np.random.default_rng(0)
     x, ws = rng.normal(size=(64, 64)), [rng.normal(size=(64, 64)) / 8 for _ in range(6)]
     plan = shardc.function(two_readers, mesh=mesh, in_placements={"x": {"data": S(1)}, "ws": {}}).plan(x, ws)
-    problem = plan.counterfactual.problem
+    problem = plan.counterfactuals[0].problem
     placer = Placer(problem, view(mesh))
     choices = placer.tables.best().values
     for n in problem.nodes:  # x is held where it comes in, and read whole by every reader

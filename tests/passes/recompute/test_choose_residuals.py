@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import shardc
-from shardc.compat import bodies_of
 from shardc.ir.box import Boxed
+from shardc.ir.nested import bodies_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView, view
 from shardc.machine.topology import TOPOLOGIES

@@ -246,7 +246,7 @@ def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path
     assert plan.recomputed.count == len(plan.recomputed.names)
     assert 0 <= plan.gap < 1
     assert "Recomputed to save memory" in plan.explain()
-    assert len(ports_in(plan.counterfactual.problem, plan.boxed)) > len(plan.boxed.jaxpr.eqns)
+    assert len(ports_in(plan.counterfactuals[0].problem, plan.boxed)) > len(plan.boxed.jaxpr.eqns)
     compiled = f.compile(*state, batch)
     assert compiled.audit().ok
     assert total(compiled.memory_stats()) <= min(limit, 0.7 * total(free.compile(*state, batch).memory_stats()))

@@ -14,7 +14,7 @@ import shardc
 from examples import gpt2
 from examples.zoo import MODELS
 from shardc import compat
-from shardc.compat import bodies_of
+from shardc.ir.nested import bodies_of
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute
 from shardc.passes.recompute.recompute_residuals import NOT_RECOMPUTED

@@ -14,6 +14,7 @@ from jax.extend import core as jex
 
 import shardc
 from shardc import S, compat
+from shardc.ir.nested import bodies_of
 from shardc.passes.trace.canonicalize import canonicalize
 
 RNG = np.random.default_rng(0)
@@ -35,7 +36,7 @@ def program(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     def walk(jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
             names.append(eqn.primitive.name)
-            for body in compat.bodies_of(eqn):
+            for body in bodies_of(eqn):
                 walk(body)
 
     walk(jaxpr)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import shardc
-from shardc.compat import bodies_of
+from shardc.ir.nested import bodies_of
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.cut_stages import cut_stages
 

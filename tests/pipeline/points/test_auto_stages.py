@@ -14,7 +14,7 @@ import shardc
 import shardc.pipeline.plan
 from examples.zoo import MODELS
 from shardc import S
-from shardc.compat import bodies_of
+from shardc.ir.nested import bodies_of
 from shardc.pipeline import make
 from shardc.pipeline.plan import HOST_SECONDS
 from shardc.pipeline.points.auto_stages import cut_automatically

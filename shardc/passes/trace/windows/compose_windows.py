@@ -25,7 +25,8 @@ import jax
 from jax import lax
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var, bodies_of
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
 from shardc.passes.trace.windows.window_ways import (
@@ -62,7 +63,7 @@ def composed(jaxpr: Jaxpr) -> Jaxpr:
         bodies = bodies_of(eqn)
         changed = [composed(b) for b in bodies]
         if any(new is not old for new, old in zip(changed, bodies, strict=True)):
-            eqn = eqn.replace(params=compat.with_bodies(eqn, changed))
+            eqn = eqn.replace(params=with_bodies(eqn, changed))
         eqns.append(eqn)
     facts = Facts()
     found = [made for e in eqns for made in facts.add(e)]

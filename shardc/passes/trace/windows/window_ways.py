@@ -227,7 +227,7 @@ def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
             return None
         terms += part.placed(begin).terms
         begin += shape_of(a)[d]
-    return _sum_of(d, terms) if len({id(x) for x, _ in terms}) == 1 else None
+    return _sum_of(d, terms) if len({x for x, _ in terms}) == 1 else None
 
 
 def _added(facts: Facts, eqn: Eqn) -> Moved | None:

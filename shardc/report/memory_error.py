@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from shardc import compat
 from shardc.compat import Var
@@ -12,15 +11,12 @@ from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
-from shardc.plan.make import Misfit
+from shardc.plan.make import DoesNotFit
 from shardc.plan.request import Argument
-from shardc.report.tables import bytes_text, fold_leaves, number_text, placement_text
-
-NAMED: Final = 8
-"""The most groups of values that are listed."""
+from shardc.report.tables import MOST, bytes_text, fold_leaves, number_text, placement_text
 
 
-def misfit_text(found: Misfit) -> str:
+def memory_error_text(found: DoesNotFit) -> str:
     """The text of the error."""
     request, fitted, limit = found.request, found.fitted, found.limit
     program, mesh, arguments, where = (
@@ -50,8 +46,8 @@ def _groups(program: Program, least: Trial, largest: Sequence[tuple[Var, int]]) 
         for v, size in largest
     ]
     found = sorted(fold_leaves(rows), key=lambda row: -sum(row[2]))
-    lines = [f"{bytes_text(sum(sizes))}  {path}: {key[0]} at {key[1]}" for key, path, sizes in found[:NAMED]]
-    if rest := found[NAMED:]:
+    lines = [f"{bytes_text(sum(sizes))}  {path}: {key[0]} at {key[1]}" for key, path, sizes in found[:MOST]]
+    if rest := found[MOST:]:
         count = sum(len(sizes) for *_, sizes in rest)
         lines.append(f"{bytes_text(sum(sum(sizes) for *_, sizes in rest))}  in {number_text(count, 'other value')}")
     return lines

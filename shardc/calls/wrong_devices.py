@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -11,11 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import all_offenders
 from shardc.machine.devices import is_far, processes_of
-from shardc.machine.mesh import AnyMesh, MeshView, stages_text
-from shardc.report.tables import fold_leaves
-
-MOST: Final = 8
-"""The most lines of an error about arrays that live elsewhere."""
+from shardc.machine.mesh import MeshView
+from shardc.report.tables import MOST, fold_leaves, mesh_text, numbers_text
 
 
 def _place_text(x: Any) -> str:
@@ -38,21 +35,10 @@ def _mesh_of(x: Any) -> Any:
     return x.mesh if isinstance(x, PlacedArray) else getattr(x.sharding, "mesh", None)
 
 
-def mesh_text(mesh: AnyMesh) -> str:
-    """`data=4, model=2`; of a pipeline's rank `data=2, stage 3`."""
-    return ", ".join([*(f"{a}={n}" for a, n in mesh.shape.items()), *filter(None, [stages_text(mesh)])])
-
-
-def numbers_text(numbers: Iterable[int]) -> str:
-    """`4, 5` or `0-7`."""
-    found = sorted(numbers)
-    if len(found) > 2 and found == [*range(found[0], found[-1] + 1)]:
-        return f"{found[0]}-{found[-1]}"
-    return ", ".join(map(str, found if len(found) <= 4 else [*found[:3], "…", found[-1]]))
-
-
-def elsewhere_text(where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]], left: Sequence[Mesh] = ()) -> str:
-    """The text of the error about arrays that live elsewhere, alike ones folded.
+def wrong_devices_text(
+    where: str, mesh: MeshView, found: Sequence[tuple[str, str, Any]], left: Sequence[Mesh] = ()
+) -> str:
+    """The text of the error about arrays on other devices, alike ones folded.
 
     Args:
       where: the function.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardc import compat
 from shardc.ir.walk import itemsize_of, short_aval
@@ -12,99 +12,95 @@ from shardc.plan.names import Box, Named, Use, find_values, values_of
 from shardc.plan.plan import SpmdPlan
 from shardc.report.explain import optimality_text
 from shardc.report.tables import (
+    Section,
     bytes_text,
     fold_paths,
     fold_rows,
-    indented,
-    make_table,
     number_text,
     placement_text,
     seconds_text,
-    section,
     signed_text,
     times_text,
 )
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import AUTO, Pin
 
-MOST_VALUES = 3
-"""The most values, or groups of alike ones, that are explained. Further matches of a name are listed."""
-MOST_OTHERS = 3
-"""Other placements of a value that are searched for."""
-MOST_LISTED = 20
+TRIED = 3
+"""The most values that are explained, and the other placements of each that are searched for."""
+LISTED = 20
+"""The most further values that are listed."""
 
 
-def why_section(asked: Counterfactual, pattern: str) -> str:
+def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]:
     """Why values have their placements: who makes and reads them, and what other placements would cost.
 
-    Raises:
-      ArgumentError: no value has the name.
-    """
-    return _explained(asked, find_values(_values(asked), pattern), pattern) + _without_limit(asked.plan)
-
-
-def _without_limit(plan: SpmdPlan) -> str:
-    text = "Memory decided this plan. The alternatives are solved without the limit and may not fit."
-    return f"\n\n{text}" if plan.unlimited is not None else ""
-
-
-def why_in_stages(stages_asked: Sequence[Counterfactual], pattern: str) -> str:
-    """`why_section` of a pipeline, for each stage that has such a value. Alternatives are solved for this stage alone.
+    Args:
+      parts: the problem of each part of the plan. Alternatives are solved for each part alone.
+      pattern: the name of a value.
 
     Raises:
-      ArgumentError: no value of any stage has the name.
+      ArgumentError: no value of any part has the name.
     """
-    of = {v: stage for stage, asked in enumerate(stages_asked) for v in _values(asked)}
-    stages: dict[int, list[Named]] = {}
-    for value in find_values(list(of), pattern):
-        stages.setdefault(of[value], []).append(value)
-    return "\n\n\n".join(
-        f"Stage {stage}: time and bytes of its own tasks in one call, without transfers between stages\n\n"
-        f"{_explained(stages_asked[stage], found, pattern)}"
-        for stage, found in stages.items()
-    )
+    part_of = {v: number for number, asked in enumerate(parts) for v in _values(asked)}
+    matches: dict[int, list[Named]] = {}
+    for value in find_values(list(part_of), pattern):
+        matches.setdefault(part_of[value], []).append(value)
+    sections: list[Section] = []
+    for number, found in matches.items():
+        if len(parts) > 1:
+            about = "time and bytes of its own tasks in one call, without transfers between stages"
+            sections.append(Section(f"Stage {number}: {about}"))
+        sections += _explained(parts[number], found, pattern)
+        if parts[number].plan.unlimited is not None:
+            text = "Memory decided this plan. The alternatives are solved without the limit and may not fit."
+            sections.append(Section(text))
+    return sections
 
 
 def _values(asked: Counterfactual) -> list[Named]:
     return values_of(asked.plan.program, asked.problem, asked.plan.boxed)
 
 
-def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> str:
+def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> Iterator[Section]:
     rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
     groups = [alike for _, _, alike in fold_rows(rows)]
     groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # the longest boxings first
-    texts = [_why(asked, alike) for alike in groups[:MOST_VALUES]]
-    if len(groups) > MOST_VALUES:
-        texts.append(_listed(groups[MOST_VALUES:], pattern))
-    return "\n\n".join(texts)
+    for alike in groups[:TRIED]:
+        yield from _why(asked, alike)
+    if len(groups) > TRIED:
+        yield _listed(groups[TRIED:], pattern)
 
 
-def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> str:
-    table = make_table("value", "type", "placement", "made by")
-    for alike in groups[:MOST_LISTED]:
+def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> Section:
+    rows: list[Sequence[str]] = []
+    for alike in groups[:LISTED]:
         first = alike[0]
         name = times_text(fold_paths([v.name for v in alike]), len(alike))
-        table.add_row(name, short_aval(first.aval), placement_text(first.placement), first.line or "argument")
-    more = f", of which the first {MOST_LISTED}" if len(groups) > MOST_LISTED else ""
-    others = number_text(len(groups), "other value")
-    return section(f"{pattern!r} also matches {others}{more}; name one of them to explain it", table)
+        rows.append((name, short_aval(first.aval), placement_text(first.placement), first.line or "argument"))
+    more = f", of which the first {LISTED}" if len(groups) > LISTED else ""
+    title = f"{pattern!r} also matches {number_text(len(groups), 'other value')}{more}; name one of them to explain it"
+    return Section(title, ("value", "type", "placement", "made by"), rows)
 
 
-def _why(asked: Counterfactual, alike: Sequence[Named]) -> str:
+def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
     value, plan = alike[0], asked.plan
     name = value.name if value.name == "result" or value.kind == "value" else f"{value.kind} {value.name}"
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.line}" if value.line else ""
     head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
-    others = sorted(asked.others(value.node, value.port, MOST_OTHERS), key=_rank)
-    parts = [f"{head}\n  {_verdict(asked, value, others)}"]
+    others = sorted(asked.others(value.node, value.port, TRIED), key=_rank)
+    yield Section(head, lines=[_verdict(asked, value, others)])
     for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
         if uses:
-            parts.append(_ways(plan, title, uses, shared=uses is value.uses))
+            yield _ways(plan, title, uses, shared=uses is value.uses)
     if others:
         which = f"the first one, {value.name}" if len(alike) > 1 else "it"
-        parts.append(_others(plan, others, f"The best plans with another placement of {which}"))
-    return "\n\n".join(parts)
+        yield Section(
+            f"The best plans with another placement of {which}, compared with this plan",
+            ("placement", ">time", ">sent", ">peak memory", ">arguments changed"),
+            [(placement_text(other.placement), *_differences(plan, other.plan)) for other in others],
+            depth=1,
+        )
 
 
 def _rank(other: Other) -> tuple[float, int, int, str]:
@@ -149,7 +145,7 @@ def _is_from_user(node: Node, pin: Pin) -> bool:
 
 
 def _source_of(node: Node, pin: Pin) -> str:
-    return pin.said or f"shardc.constrain at {compat.source_line(node.eqn)}"
+    return pin.said or f"shardc.constrain at {compat.source_line(node.equation)}"
 
 
 def faster(a: SpmdPlan, b: SpmdPlan) -> bool:
@@ -175,19 +171,19 @@ def _costs(plan: SpmdPlan, other: SpmdPlan) -> str:
     return f"{times} and send {bytes_text(abs(sent))} {'more' if sent > 0 else 'less'}"
 
 
-def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> str:
+def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> Section:
     """A table of a value's operands or readers, with the boxings between. A boxing that readers share counts once."""
-    table = make_table(title, "line", "at", "boxing", ">bytes", ">time")
-    rows = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
+    rows: list[Sequence[str]] = []
+    keyed = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
     seen: set[tuple[str, tuple[Box, ...]]] = set()
-    for (line, at, way), names, found in fold_rows(rows):
+    for (line, at, way), names, found in fold_rows(keyed):
         steps = {("" if shared else u.name, u.way[: k + 1]): u for u in found for k in range(len(u.way))}
         costs = [_sent(plan, u, prefix[-1]) for (name, prefix), u in steps.items() if (name, prefix) not in seen]
         seen |= set(steps)
         sent, seconds = sum(c[0] for c in costs), sum(c[1] for c in costs)
         paid = (bytes_text(sent), seconds_text(seconds)) if costs else ("as above" if way else "", "")
-        table.add_row(times_text(fold_paths(names), len(names)), str(line), str(at), str(way), *paid)
-    return section("", table).lstrip("\n")
+        rows.append((times_text(fold_paths(names), len(names)), str(line), str(at), str(way), *paid))
+    return Section("", (title, "line", "at", "boxing", ">bytes", ">time"), rows)
 
 
 def _way_text(way: Sequence[Box]) -> str:
@@ -207,13 +203,6 @@ def _seconds(plan: SpmdPlan, value: Named) -> float:
     return sum(_sent(plan, u, box)[1] for (_, box), u in steps.items())
 
 
-def _others(plan: SpmdPlan, others: Iterable[Other], title: str) -> str:
-    table = make_table("placement", ">time", ">sent", ">peak memory", ">arguments changed")
-    for other in others:
-        table.add_row(placement_text(other.placement), *_differences(plan, other.plan))
-    return indented(section(f"{title}, compared with this plan", table))
-
-
 def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
     """Another plan minus this one: time, bytes sent, peak memory, and the number of arguments placed differently."""
     changed = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
@@ -225,19 +214,26 @@ def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
     )
 
 
-def pins_section(asked: Counterfactual) -> str:
-    """A table of the user's pins with the cost of each, compared with AUTO."""
+def pins_sections(parts: Sequence[Counterfactual]) -> list[Section]:
+    """For each part of a plan a table of the user's pins with the cost of each, compared with AUTO."""
+    return [_pins(asked, f"Stage {k}. " if len(parts) > 1 else "") for k, asked in enumerate(parts)]
+
+
+def _pins(asked: Counterfactual, which: str) -> Section:
     plan = asked.plan
-    title = "Pins: cost of each per call, compared with AUTO for its values while the other pins are kept"
     by_user = [((), _source_of(n, pin), n) for n, pin in asked.pins.items() if _is_from_user(n, pin)]
     if not by_user:
-        return "Pins: none"
-    table = make_table("pinned by", "at", ">values", ">time", ">sent", ">peak memory", "with AUTO")
+        return Section(f"{which}Pins: none")
+    rows: list[Sequence[str]] = []
     for _, names, nodes in fold_rows(by_user):
         at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
         other = asked.without(nodes)
         gains = faster(other.plan, plan)
         costs = _differences(other.plan, plan)[:3] if gains else ("nothing", "", "")
         places = list(dict.fromkeys(map(placement_text, other.placements))) if gains else ["as pinned"]
-        table.add_row(fold_paths(names), at, str(len(nodes)), *costs, ", ".join(places))
-    return section(title, table)
+        rows.append((fold_paths(names), at, str(len(nodes)), *costs, ", ".join(places)))
+    return Section(
+        f"{which}Pins: cost of each per call, compared with AUTO for its values while the other pins are kept",
+        ("pinned by", "at", ">values", ">time", ">sent", ">peak memory", "with AUTO"),
+        rows,
+    )

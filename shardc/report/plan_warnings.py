@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from shardc import compat
 from shardc.compat import Eqn
-from shardc.ir.walk import itemsize_of
+from shardc.ir.walk import bytes_of, local_bytes
 from shardc.passes.trace.canonicalize import EVERY
-from shardc.pipeline.plan import MpmdPlan
+from shardc.pipeline.plan import PlanView
 from shardc.plan.borders import match_donated
-from shardc.plan.plan import SpmdPlan
 from shardc.report.explain import uneven_notes
 from shardc.report.tables import bytes_text
-from shardc.sbp.placement import local_shape
 
 LARGE: Final = 10**6
 """Bytes from which on a cost is worth a warning. Sending less, or holding it twice, costs little."""
 
 
-def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str] = ()) -> list[str]:
+def warnings_of(plan: PlanView, where: str, replicate: Collection[str] = ()) -> list[str]:
     """The texts of the warnings.
 
     Args:
@@ -30,15 +27,14 @@ def warnings_of(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str
       where: the function and its line.
       replicate: primitives that the user wants replicated.
     """
-    uneven = [f"{where}: {text}" for p in plan.programs for text in uneven_notes(p)]
+    uneven = [f"{where}: {text}" for _, part in plan.parts for text in uneven_notes(part)]
     return [*_without_rule(plan, where, replicate), *_not_donated(plan, where), *uneven]
 
 
-def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[str]) -> Iterator[str]:
-    parts = plan.programs
+def _without_rule(plan: PlanView, where: str, replicate: Collection[str]) -> Iterator[str]:
     largest: dict[str, tuple[int, Eqn]] = {}
-    for eqn in (e for p in parts if p.mesh.size > 1 for e in p.without_rule):
-        size = max(sum(map(_bytes, side)) for side in (eqn.invars, eqn.outvars))
+    for eqn in (e for _, part in plan.parts if part.mesh.size > 1 for e in part.without_rule):
+        size = max(sum(map(bytes_of, side)) for side in (eqn.invars, eqn.outvars))
         name = eqn.primitive.name
         if name not in replicate and EVERY not in replicate and size > largest.get(name, (LARGE, None))[0]:
             largest[name] = size, eqn
@@ -50,14 +46,10 @@ def _without_rule(plan: SpmdPlan | MpmdPlan, where: str, replicate: Collection[s
         )
 
 
-def _bytes(atom: Any) -> int:
-    return math.prod(atom.aval.shape) * itemsize_of(atom.aval)
-
-
-def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
-    """A warning about arguments that are returned updated, with all their leaves, and not donated."""
+def _not_donated(plan: PlanView, where: str) -> Iterator[str]:
+    """A warning about arguments that the function returns updated, all leaves of them, but that are not donated."""
     program, count = plan.program, len(plan.program.given_avals)
-    given = plan.arguments[:count]
+    given = plan.request.arguments[:count]
     made = set(compat.variables(program.jaxpr.outvars)) - set(program.jaxpr.invars)
     news = [compat.is_literal(v) or v in made for v in program.jaxpr.outvars]
     ties = match_donated(program, [replace(a, donated=True) for a in given])
@@ -66,7 +58,7 @@ def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
     for i, path in enumerate(program.in_paths[:count]):
         leaves.setdefault(path.partition("/")[0], []).append(i)
     state = {
-        name: sum(_on_a_device(plan, i) for i in own if i in new)
+        name: sum(local_bytes(program.jaxpr.invars[i], plan.inputs[i], plan.mesh.sizes) for i in own if i in new)
         for name, own in leaves.items()
         if len(own) > 1 and back.issuperset(own) and not any(given[i].donated for i in own)
     }
@@ -78,8 +70,3 @@ def _not_donated(plan: SpmdPlan | MpmdPlan, where: str) -> Iterator[str]:
             f"during a call each device holds {'its' if len(names) == 1 else 'their'} "
             f"{bytes_text(sum(state.values()))} twice. With donate_argnames={donate} the results reuse the buffers."
         )
-
-
-def _on_a_device(plan: SpmdPlan | MpmdPlan, i: int) -> int:
-    aval = plan.program.in_avals[i]
-    return math.prod(local_shape(tuple(aval.shape), plan.inputs[i], plan.mesh.sizes)) * itemsize_of(aval)

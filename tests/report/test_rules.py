@@ -1,0 +1,23 @@
+"""The table of rules: each example has the primitive that it stands for."""
+
+import pytest
+
+from shardc.report.rules import EXAMPLES, rules_text
+from shardc.sbp.signature import family_of
+
+
+@pytest.fixture(scope="module")
+def text():
+    return rules_text()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_example_gives_a_formula(text, name):
+    file = text.partition(f"rules/{family_of(name)}.py\n")[2].partition("\nshardc/")[0]
+    rows = [line for line in file.splitlines() if name in line.replace(",", " ").split()]
+    assert len(rows) == 1 and " -> " in rows[0]
+
+
+def test_an_example_tells_what_a_split_leaves(text):
+    assert " d0 d1 -> d0; d1: P(max) " in text
+    assert " d0 d1, d0 d1 -> d0 d1; d1: communicates " in text
