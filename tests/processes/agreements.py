@@ -14,7 +14,7 @@ from shardc import S
 from shardc.execute.process_group import group_of_mesh
 from shardc.runtime import cluster
 from shardc.tune.calibrate import calibrate
-from tests.runtime.group import others
+from tests.runtime.peers import others
 
 ME, ALL = jax.process_index(), jax.process_count()
 MESH = shardc.make_mesh(data=ALL * jax.local_device_count())
