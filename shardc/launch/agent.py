@@ -127,15 +127,16 @@ class Agents:
     Args:
       address: where the store listens.
       secret: of the run.
-      events: of the supervisor.
 
     Attributes:
       remotes: the processes that agents start, by number.
+      server: of the store.
+      events: of the supervisor.
     """
 
     def __init__(self, address: str, secret: bytes, events: SimpleQueue[Event]) -> None:
         self.remotes: dict[int, RemoteProcess] = {}
-        self._events = events
+        self.events = events
         self.server = StoreServer(address, secret, self._on_end, self._on_report)
 
     def add(self, remote: RemoteProcess) -> None:
@@ -147,7 +148,7 @@ class Agents:
 
     def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
         if process >= 0:
-            self._events.put(("report", process, said))
+            self.events.put(("report", process, said))
         elif (remote := self.remotes.get(-1 - process)) is not None:
             remote.reported(said)
 
@@ -170,7 +171,7 @@ class Agents:
                     "network interface; if hosts only start late, give --deadline more seconds."
                 )
             try:
-                if self._events.get(timeout=0.1)[0] == "interrupt":
+                if self.events.get(timeout=0.1)[0] == "interrupt":
                     return False
             except Empty:
                 continue

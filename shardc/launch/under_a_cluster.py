@@ -13,7 +13,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -65,61 +65,45 @@ def _lead(
     """Supervise the run, as the launcher of process 0."""
     host, port = found.coordinator.rpartition(":")[::2]
     bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
-    with Lead(bind, options, found, events) as lead:
-        screen = Screen()
-        first = LocalProcess(0, options, screen, events)
-        code = lead.supervise(first, screen, prepare)
-        first.close()
-        return code
-
-
-class Lead:
-    """The store of a run under a cluster, its secret, and its agents."""
-
-    def __init__(self, bind: str, options: RunOptions, found: DetectedProcess, events: SimpleQueue[Event]) -> None:
-        self._options, self._events = options, events
-        self._file = None if options.secret else default_secret(found)
-        self._secret = read_secret(options.secret) if options.secret else _make_secret(self._file)
+    file = None if options.secret else default_secret(found)
+    secret = read_secret(options.secret) if options.secret else _make_secret(file)
+    with ExitStack() as stack:
+        if file is not None:
+            stack.callback(file.unlink, missing_ok=True)
         try:
-            self._agents = Agents(bind, self._secret, events)
+            agents = Agents(bind, secret, events)
         except ClusterError as error:
-            self._remove_secret()
             raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
+        stack.callback(agents.server.close)
         for p in range(1, found.processes):
-            self._agents.add(RemoteProcess(p, self._agents.notifier(p), events))
-
-    def __enter__(self) -> Lead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._agents.server.close()
-        self._remove_secret()
-
-    def _remove_secret(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-
-    def supervise(self, first: LocalProcess, screen: Screen, prepare: Callable[[Job], Job]) -> int:
-        """Run the script in all processes, and end the agents."""
-        options, server, remotes = self._options, self._agents.server, list(self._agents.remotes.values())
+            agents.add(RemoteProcess(p, agents.notifier(p), events))
         code = INTERRUPTED
         try:
-            if self._agents.meet(options.deadline):
-                self._remove_secret()
-                host = server.address.rpartition(":")[0]
-                alone = all(r.host == host_id() for r in remotes)
-
-                def job_of(job: Job) -> Job:
-                    mine = job.config.me == 0
-                    links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
-                    job = replace(job, config=replace(job.config, links=links))
-                    return prepare(job) if mine else job
-
-                whole = options.job(1 + len(remotes), server.address, self._secret)
-                code = Supervisor(whole, [first, *remotes], screen, job_of, server, self._events).run()
+            if agents.meet(options.deadline):
+                if file is not None:
+                    file.unlink(missing_ok=True)
+                code = _supervise(options, options.job(found.processes, agents.server.address, secret), agents, prepare)
         finally:
-            self._agents.end(code)
+            agents.end(code)
         return code
+
+
+def _supervise(options: RunOptions, job: Job, agents: Agents, prepare: Callable[[Job], Job]) -> int:
+    """Run the script in all processes: process 0 here, the others by their agents."""
+    remotes, screen = list(agents.remotes.values()), Screen()
+    host = agents.server.address.rpartition(":")[0]
+    alone = all(r.host == host_id() for r in remotes)
+
+    def job_of(job: Job) -> Job:
+        mine = job.config.me == 0
+        links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
+        job = replace(job, config=replace(job.config, links=links))
+        return prepare(job) if mine else job
+
+    first = LocalProcess(0, options, screen, agents.events)
+    code = Supervisor(job, [first, *remotes], screen, job_of, agents.server, agents.events).run()
+    first.close()
+    return code
 
 
 def _follow(
