@@ -4,50 +4,55 @@ Write a training step for one device; say where a few global arrays live: split 
 over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 import jax
 
 from shardc.versions import VERSION, check_jax
 
 check_jax(jax.__version__)
 
-from shardc.api import function
-from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.calls.placing import constrain, fetch, put, rows_here
-from shardc.checkpoint.checkpoints import checkpoints
-from shardc.errors import (
-    ArgumentError,
-    CheckpointError,
-    ClusterError,
-    DisagreementError,
-    MeshError,
-    PeerLostError,
-    PipelineError,
-    PipelineTaskError,
-    PlacementError,
-    ShardcError,
-    ShardcWarning,
-    SignatureError,
-    StepFailedError,
-    TracingError,
-)
-from shardc.ir.boundary import stage_boundary
-from shardc.ir.trips import trips
-from shardc.ir.user_operation import signature
-from shardc.machine.devices import devices
-from shardc.machine.mesh import make_mesh
-from shardc.passes.trace.accumulate import accumulate
-from shardc.passes.trace.fully_sharded import fsdp
-from shardc.passes.trace.pins import rules
-from shardc.pipeline.plan import Pipeline
-from shardc.pipeline.schedule.schedule import Schedule
-from shardc.plan.data_parallel import data_parallel
-from shardc.plan.saved_json import load_plan
-from shardc.plan.saved_plan import SavedPlan
-from shardc.plans import MemoryLimitError, PipelinePlan, Plan
-from shardc.report.show import show
-from shardc.sbp.discover import discover
-from shardc.sbp.placement import AUTO, B, P, Placement, S
-from shardc.tune.tune import tune
+if TYPE_CHECKING:
+    from shardc.api import function
+    from shardc.arrays.placed import PlacedArray, StackedArray
+    from shardc.calls.placing import constrain, fetch, put, rows_here
+    from shardc.checkpoint.checkpoints import checkpoints
+    from shardc.errors import (
+        ArgumentError,
+        CheckpointError,
+        ClusterError,
+        DisagreementError,
+        MeshError,
+        PeerLostError,
+        PipelineError,
+        PipelineTaskError,
+        PlacementError,
+        ShardcError,
+        ShardcWarning,
+        SignatureError,
+        StepFailedError,
+        TracingError,
+    )
+    from shardc.ir.boundary import stage_boundary
+    from shardc.ir.trips import trips
+    from shardc.ir.user_operation import signature
+    from shardc.machine.devices import devices
+    from shardc.machine.mesh import make_mesh
+    from shardc.passes.trace.accumulate import accumulate
+    from shardc.passes.trace.fully_sharded import fsdp
+    from shardc.passes.trace.pins import rules
+    from shardc.pipeline.options import Pipeline
+    from shardc.pipeline.schedule.schedule import Schedule
+    from shardc.pipelines import PipelinePlan
+    from shardc.plan.data_parallel import data_parallel
+    from shardc.plan.saved_json import load_plan
+    from shardc.plan.saved_plan import SavedPlan
+    from shardc.plans import MemoryLimitError, Plan
+    from shardc.report.show import show
+    from shardc.sbp.discover import discover
+    from shardc.sbp.placement import AUTO, B, P, Placement, S
+    from shardc.tune.tune import tune
 
 __all__ = [
     "AUTO",
@@ -98,3 +103,66 @@ __all__ = [
     "tune",
 ]
 __version__ = VERSION
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name with its module when it is first used: a step on one mesh needs a third of the modules."""
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_MODULES = {
+    "AUTO": "shardc.sbp.placement",
+    "ArgumentError": "shardc.errors",
+    "B": "shardc.sbp.placement",
+    "CheckpointError": "shardc.errors",
+    "ClusterError": "shardc.errors",
+    "DisagreementError": "shardc.errors",
+    "MemoryLimitError": "shardc.plans",
+    "MeshError": "shardc.errors",
+    "P": "shardc.sbp.placement",
+    "PeerLostError": "shardc.errors",
+    "Pipeline": "shardc.pipeline.options",
+    "PipelineError": "shardc.errors",
+    "PipelinePlan": "shardc.pipelines",
+    "PipelineTaskError": "shardc.errors",
+    "PlacedArray": "shardc.arrays.placed",
+    "Placement": "shardc.sbp.placement",
+    "PlacementError": "shardc.errors",
+    "Plan": "shardc.plans",
+    "S": "shardc.sbp.placement",
+    "SavedPlan": "shardc.plan.saved_plan",
+    "Schedule": "shardc.pipeline.schedule.schedule",
+    "ShardcError": "shardc.errors",
+    "ShardcWarning": "shardc.errors",
+    "SignatureError": "shardc.errors",
+    "StackedArray": "shardc.arrays.placed",
+    "StepFailedError": "shardc.errors",
+    "TracingError": "shardc.errors",
+    "accumulate": "shardc.passes.trace.accumulate",
+    "checkpoints": "shardc.checkpoint.checkpoints",
+    "constrain": "shardc.calls.placing",
+    "data_parallel": "shardc.plan.data_parallel",
+    "devices": "shardc.machine.devices",
+    "discover": "shardc.sbp.discover",
+    "fetch": "shardc.calls.placing",
+    "fsdp": "shardc.passes.trace.fully_sharded",
+    "function": "shardc.api",
+    "load_plan": "shardc.plan.saved_json",
+    "make_mesh": "shardc.machine.mesh",
+    "put": "shardc.calls.placing",
+    "rows_here": "shardc.calls.placing",
+    "rules": "shardc.passes.trace.pins",
+    "show": "shardc.report.show",
+    "signature": "shardc.ir.user_operation",
+    "stage_boundary": "shardc.ir.boundary",
+    "trips": "shardc.ir.trips",
+    "tune": "shardc.tune.tune",
+}

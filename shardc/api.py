@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,8 +23,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
-from shardc.calls.remap import Move, checked_rank, whole_mesh
-from shardc.compiled import Compiled, CompiledPipeline, run
+from shardc.compiled import Compiled, run
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -37,7 +36,6 @@ from shardc.errors import (
 from shardc.execute import gc_pause
 from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
-from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, MeshView, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
@@ -46,20 +44,24 @@ from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
-from shardc.pipeline.make import make_pipeline_plan
-from shardc.pipeline.plan import Pipeline, PipelineRequest
+from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
 from shardc.plan.make import DoesNotFit, make_plan
-from shardc.plan.replay import replay
 from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_json import load_plan
 from shardc.plan.saved_plan import SavedPlan
-from shardc.plans import AnyPlan, MemoryLimitError, PipelinePlan, Plan
+from shardc.plans import MemoryLimitError, Plan
 from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
-AnyExecutable: TypeAlias = Executable | PipelineExecutable
-AnyCompiled: TypeAlias = Compiled | CompiledPipeline
+if TYPE_CHECKING:
+    from shardc.calls.remap import Move
+    from shardc.execute.pipeline_executable import PipelineExecutable
+    from shardc.pipelines import CompiledPipeline, PipelinePlan
+
+AnyPlan: TypeAlias = "Plan | PipelinePlan"
+AnyExecutable: TypeAlias = "Executable | PipelineExecutable"
+AnyCompiled: TypeAlias = "Compiled | CompiledPipeline"
 
 
 @dataclass(frozen=True)
@@ -180,11 +182,13 @@ class Function:
         plan = self._plan(call)
         executable = self._executable(plan)
         _ = executable.compiled
-        if isinstance(plan, PipelinePlan):
-            assert isinstance(executable, PipelineExecutable)
-            return CompiledPipeline(self._arguments, made_for, executable, plan)
-        assert isinstance(executable, Executable)
-        return Compiled(self._arguments, made_for, executable, plan)
+        if isinstance(plan, Plan):
+            assert isinstance(executable, Executable)
+            return Compiled(self._arguments, made_for, executable, plan)
+        from shardc.pipelines import CompiledPipeline
+
+        assert not isinstance(executable, Executable)
+        return CompiledPipeline(self._arguments, made_for, executable, plan)
 
     def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""
@@ -215,11 +219,13 @@ class Function:
         mesh = as_it_is_set(self.mesh)
         if (id(plan), mesh) not in self._executables:
             with without_mesh():
-                if isinstance(plan, PipelinePlan):
+                if isinstance(plan, Plan):
+                    made = Executable(plan, mesh)
+                else:
+                    from shardc.execute.pipeline_executable import PipelineExecutable
+
                     assert self._ranks is not None
                     made = PipelineExecutable(plan, self._ranks)
-                else:
-                    made = Executable(plan, mesh)
             self._executables[id(plan), mesh] = made
             for text in warnings_of(plan, self._arguments.where, self._options.replicate):
                 if text not in self._warned:
@@ -263,16 +269,20 @@ class Function:
             request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
             request = replace(request, replicate=self._options.replicate)
             return arguments, self._plan_of_program(request)
+        from shardc.pipelines import planned_pipeline
+
         assert self._options.pipeline is not None
         asked = PipelineRequest(
             program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree
         )
-        return arguments, PipelinePlan.of(make_pipeline_plan(asked))
+        return arguments, planned_pipeline(asked)
 
     def _plan_of_program(self, request: Request) -> Plan:
         """The plan of one program: a saved one lowered, or the cheapest that fits."""
         saved, strict = self._options.saved, self._strict
         if saved is not None:
+            from shardc.plan.replay import replay
+
             return Plan.of(replay(saved, request))
         found = make_plan(request)
         if isinstance(found, DoesNotFit):
@@ -336,6 +346,8 @@ class Function:
           PipelineError: this is no pipeline, or has no such rank.
           MeshError: the mesh has other axes, or devices of another rank.
         """
+        from shardc.calls.remap import Move, checked_rank, whole_mesh
+
         where = self._arguments.where
         old, new = checked_rank(rank, mesh, self._ranks, where)
         assert self._ranks is not None and self._options.pipeline is not None
@@ -349,7 +361,7 @@ class Function:
         self._ranks = ranks
         made: dict[int, PipelineExecutable] = {}
         for (plan, _), executable in self._executables.items():
-            assert isinstance(executable, PipelineExecutable)
+            assert not isinstance(executable, Executable)
             made[plan] = executable.remapped(rank, self.mesh, ranks)
         plans: Any = {i: e.plan for i, e in made.items()}
         self._plans = {k: [(a, plans[id(p)]) for a, p in v if id(p) in plans] for k, v in self._plans.items()}

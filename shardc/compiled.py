@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -14,16 +14,18 @@ from shardc.errors import PipelineError, all_offenders
 from shardc.execute.agreement import check_call
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
-from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
 from shardc.plan.check_found import check_found
-from shardc.plans import Drawn, PipelinePlan, Plan
-from shardc.report.chart import Chart
+from shardc.plans import Plan
 from shardc.sbp.signature import is_extended
 
-ExecutableT = TypeVar("ExecutableT", Executable, PipelineExecutable)
-PlanT = TypeVar("PlanT", Plan, PipelinePlan)
+if TYPE_CHECKING:
+    from shardc.execute.pipeline_executable import PipelineExecutable
+    from shardc.pipeline.plan import MpmdPlan
+
+ExecutableT = TypeVar("ExecutableT", bound="Executable | PipelineExecutable")
+PlanT = TypeVar("PlanT", bound="Plan | MpmdPlan")
 
 
 class CompiledCall(Generic[ExecutableT, PlanT]):
@@ -106,53 +108,6 @@ class Compiled(CompiledCall[Executable, Plan]):
                 "jax.profiler.trace(...) shows what is in it."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-class CompiledPipeline(CompiledCall[PipelineExecutable, PipelinePlan], Drawn):
-    """A compiled plan of a pipeline."""
-
-    @property
-    def writes(self) -> bool:
-        return self.executable.places.first
-
-    def check(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Signatures are checked on one program.
-
-        Raises:
-          PipelineError: always; check the function without `pipeline=`.
-        """
-        raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
-
-    @compat.face
-    def measure(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
-
-        It is slower than a plain call: nothing is launched ahead. Gives what the call gives.
-        """
-        leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
-        return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
-
-    @property
-    def chart(self) -> Chart:
-        """The last call. Measured times are those of the host's launches; after `measure`, those on the devices.
-
-        Raises:
-          PipelineError: there was no call yet.
-        """
-        return self.executable.chart()
-
-    def with_schedule(self, schedule: Any) -> CompiledPipeline:
-        """This pipeline under another schedule. Nothing is placed or compiled again.
-
-        Args:
-          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
-            this one's does.
-
-        Raises:
-          PipelineError: it wants other tasks, cannot be, or deadlocks.
-        """
-        made = self.executable.with_schedule(schedule)
-        return CompiledPipeline(self._arguments, self._made_for, made, PipelinePlan.of(made.plan))
 
 
 _OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_schedule"))

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -19,13 +19,16 @@ from shardc import api
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import is_array, is_number
-from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.options import Pipeline
 from shardc.plan.plan import copied
 from shardc.plan.saved_plan import SavedPlan
-from shardc.plans import PipelinePlan, Plan
+from shardc.plans import Plan
 from shardc.sbp.placement import AUTO
 
-AnyPlanT = TypeVar("AnyPlanT", bound=Plan | PipelinePlan)
+if TYPE_CHECKING:
+    from shardc.pipelines import PipelinePlan
+
+AnyPlanT = TypeVar("AnyPlanT", bound="Plan | PipelinePlan")
 
 
 @jax.tree_util.register_static

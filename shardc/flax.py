@@ -26,7 +26,7 @@ from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_nnx, leaves_by_path, path_text
-from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.options import Pipeline
 from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
 

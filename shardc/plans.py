@@ -1,36 +1,27 @@
-"""Plans as people see them: `Plan` of one program and `PipelinePlan`, with what they print, draw and save."""
+"""Plans as people see them, with what they print and save. Reports are loaded when the first one is asked for."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import jax
 
 from shardc.errors import ArgumentError, ShardcError
-from shardc.pipeline.make import with_schedule
-from shardc.pipeline.plan import MpmdPlan, PlanView
-from shardc.plan.counterfactual import Counterfactual
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
 from shardc.plan.saved_json import to_json
-from shardc.plan.saved_plan import record, record_borders
-from shardc.report.chart import Chart, planned_chart
-from shardc.report.chart_text import chart_text
-from shardc.report.diff import diff
-from shardc.report.explain import sections_of
-from shardc.report.explain_why import pins_sections, why_sections
-from shardc.report.memory_error import memory_error_text
-from shardc.report.passes import programs_after
-from shardc.report.picture import draw_picture
-from shardc.report.tables import report_text
-from shardc.report.trace_file import write_trace
+from shardc.plan.saved_plan import record
+
+if TYPE_CHECKING:
+    from shardc.pipeline.plan import PlanView
+    from shardc.plan.counterfactual import Counterfactual
 
 
-class _Face:
+class PlanFace:
     """The attributes and texts of a plan of any kind. It cannot change, so it is its own copy."""
 
     def __copy__(self) -> Self:
@@ -56,9 +47,8 @@ class _Face:
         return copied(plan, cls)
 
     @property
-    def _plan(self) -> AnyPlan:
-        assert isinstance(self, Plan | PipelinePlan)
-        return self
+    def _plan(self) -> PlanView:
+        return cast("PlanView", self)
 
     @property
     def in_placements(self) -> Any:
@@ -74,11 +64,15 @@ class _Face:
     @cached_property
     def counterfactuals(self) -> tuple[Counterfactual, ...]:
         """The placement problem of each part, to be solved again under other conditions."""
+        from shardc.plan.counterfactual import Counterfactual
+
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
     def diff(self, other: PlanView) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
         collectives, time, memory. Plans of different functions are compared by paths."""
+        from shardc.report.diff import diff
+
         return diff(self._plan, other)
 
     def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
@@ -98,6 +92,11 @@ class _Face:
         Raises:
           ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
         """
+        from shardc.report.explain import sections_of
+        from shardc.report.explain_why import pins_sections, why_sections
+        from shardc.report.passes import programs_after
+        from shardc.report.tables import report_text
+
         if after is not None:
             return programs_after(self._plan, after)
         if why is not None:
@@ -105,7 +104,7 @@ class _Face:
         return report_text([*sections_of(self._plan), *(pins_sections(self.counterfactuals) if pins else ())])
 
 
-class Plan(_Face, SpmdPlan):
+class Plan(PlanFace, SpmdPlan):
     """A program placed on a mesh, its collectives, and what it costs. Needs no devices."""
 
     @cached_property
@@ -127,83 +126,6 @@ class Plan(_Face, SpmdPlan):
         )
 
 
-class Drawn:
-    """A call of a pipeline that can be drawn: the simulated one, or the last one, planned above measured.
-
-    Attributes:
-      writes: whether this process writes files; one of several does.
-    """
-
-    writes = True
-
-    @property
-    def chart(self) -> Chart:
-        """The call.
-
-        Raises:
-          PipelineError: there was no call yet.
-        """
-        raise NotImplementedError
-
-    def timeline(self, width: int = 120) -> str:
-        """The call as text: a row for each rank, `width` characters to a line."""
-        return chart_text(self.chart, width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the call, and how full its channels are, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
-        """
-        chart = self.chart
-        if self.writes:
-            draw_picture(chart, path)
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        chart = self.chart
-        if self.writes:
-            write_trace(chart, path)
-
-
-class PipelinePlan(_Face, Drawn, MpmdPlan):
-    """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
-
-    def with_schedule(self, schedule: Any) -> PipelinePlan:
-        """This plan with its tasks in another order. Nothing is cut or placed anew.
-
-        Args:
-          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
-            this plan's schedule does.
-
-        Raises:
-          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
-        """
-        return PipelinePlan.of(with_schedule(self, schedule))
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes where arguments and results live as JSON, for `shardc.load_plan(path).in_placements`.
-
-        A pipeline is planned anew each time: `function(plan=...)` takes no plan of one.
-        """
-        saved = record_borders(self.program, self.mesh, self.inputs, self.outputs, self.seconds, self.gap)
-        Path(path).write_text(to_json(saved), "utf-8")
-
-    @property
-    def chart(self) -> Chart:
-        """The simulated call."""
-        return planned_chart(self)
-
-    def __repr__(self) -> str:
-        return (
-            f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
-            f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
-        )
-
-
-AnyPlan: TypeAlias = Plan | PipelinePlan
-
-
 class MemoryLimitError(ShardcError, ValueError):
     """No placement was found with which a program fits the memory of a device. Raised before anything is compiled.
 
@@ -212,5 +134,7 @@ class MemoryLimitError(ShardcError, ValueError):
     """
 
     def __init__(self, found: DoesNotFit) -> None:
+        from shardc.report.memory_error import memory_error_text
+
         super().__init__(memory_error_text(found))
         self.plan = Plan.of(found.plan)

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh, auto_mesh, meshes_along
-from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.options import Pipeline
 
 
 def meshes_of(pipeline: Pipeline, mesh: AnyMesh, where: str) -> list[AnyMesh]:

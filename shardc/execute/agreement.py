@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
 from shardc.arrays.placed import is_placed
 from shardc.execute.process_group import ProcessGroup, environment, given_whole, type_text, value_facts
 from shardc.machine.devices import processes_of
-from shardc.pipeline.plan import MpmdPlan
+from shardc.pipeline.options import PipelineRequest
 from shardc.plan.plan import PlacedProgram
 from shardc.runtime.cluster import processes_text
+
+if TYPE_CHECKING:
+    from shardc.pipeline.plan import MpmdPlan
 
 
 class Agreement:
@@ -96,7 +99,8 @@ class Agreement:
 
 def _rank_facts(plan: PlacedProgram | MpmdPlan) -> dict[str, str]:
     """Which processes run each rank of a pipeline: a process that was started again knows of no `Function.remap`."""
-    meshes = plan.request.meshes if isinstance(plan, MpmdPlan) else ()
+    request = getattr(plan, "request", None)
+    meshes = request.meshes if isinstance(request, PipelineRequest) else ()
     return {
         f"where rank {rank} runs": processes_text(processes_of(mesh.devices.flat))
         for rank, mesh in enumerate(meshes)

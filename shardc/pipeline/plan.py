@@ -19,6 +19,7 @@ from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.memory import SimulatedCall, pipeline_memory
+from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, transfer_ends
 from shardc.pipeline.points.split_scans import Piece, Pieces
 from shardc.pipeline.rank_memory import PipelineMemory
@@ -28,39 +29,12 @@ from shardc.pipeline.stage_network import StageNetwork
 from shardc.plan.borders import Border, match_donated
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Unlimited
-from shardc.plan.request import Argument, ArgumentsTree
+from shardc.plan.request import Argument
 from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
 
 HOST_SECONDS = 5e-5
 """Seconds that the host takes to launch a task: a lower bound on the cost of a task."""
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """How a function is run as a pipeline over microbatches.
-
-    Attributes:
-      axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
-      schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
-        (ranks, microbatches, chunks, costs) that gives one.
-      chunks: stages for each rank; None: what the schedule wants.
-      credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or where memory has
-        no room for these those that cost the least time; or a number for all.
-      recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
-        a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
-      stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
-        by the cost model; the function must have no `shardc.stage_boundary` then.
-      meshes: for ranks of unequal size their meshes, instead of `axis`.
-    """
-
-    axis: str = "pipe"
-    schedule: Any = "1f1b"
-    chunks: int | None = None
-    credits: Any = "auto"
-    recompute: Any = "auto"
-    stages: str = "marked"
-    meshes: Sequence[AnyMesh] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,33 +55,6 @@ class Transfer:
     count: int
     line: str
     value: str
-
-
-@dataclass(frozen=True)
-class PipelineRequest:
-    """A request for the plan of a pipeline.
-
-    Attributes:
-      program: traced with its marks.
-      mesh: the whole mesh.
-      meshes: of each rank.
-      arguments: what is known of each input.
-      results: what the user said of each result.
-      pipeline: how it is run.
-      where: the function, for errors.
-      notes: lines for `explain`.
-      tree: structure of the arguments of a call.
-    """
-
-    program: Program
-    mesh: AnyMesh
-    meshes: Sequence[AnyMesh]
-    arguments: Sequence[Argument]
-    results: Sequence[Pin | None]
-    pipeline: Pipeline
-    where: str
-    notes: tuple[str, ...] = ()
-    tree: ArgumentsTree | None = None
 
 
 @dataclass(frozen=True, eq=False)

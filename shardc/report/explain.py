@@ -11,11 +11,11 @@ from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, short_aval
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.recompute.recompute import Recomputed
-from shardc.passes.trace.pins import code_text
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
 from shardc.report.explain_pipeline import OwnSections, pipeline_sections
+from shardc.report.plan_warnings import uneven_notes
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
     MOST,
@@ -278,20 +278,6 @@ def _notes(plan: PlanView) -> Section | None:
     folded = fold_rows([((), note, None) for note in notes])
     lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
     return Section("Notes", lines=lines) if lines else None
-
-
-def uneven_notes(plan: SpmdPlan) -> list[str]:
-    """A line about open results that would be cheaper as uneven splits; empty if they cost little."""
-    if (found := plan.uneven) is None:
-        return []
-    pins = {path: dict(p.items_) for path, p in found.pins}
-    code = code_text(pins[""]) if list(pins) == [""] else f"shardc.rules({code_text(pins)})"
-    return [
-        f"{number_text(len(pins), 'result')} left open would be split unevenly, which a plain jax.Array is not. With "
-        f"out_placements={code} a call takes {seconds_text(found.seconds)} instead of {seconds_text(plan.seconds)}, "
-        f"sends {bytes_text(found.bytes)} instead of {bytes_text(plan.bytes_per_device)}, and gives a "
-        "shardc.PlacedArray there."
-    ]
 
 
 # -- memory

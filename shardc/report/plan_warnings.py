@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardc import compat
 from shardc.compat import Eqn
 from shardc.ir.walk import bytes_of, local_bytes
 from shardc.passes.trace.canonicalize import EVERY
-from shardc.pipeline.plan import PlanView
+from shardc.passes.trace.pins import code_text
 from shardc.plan.borders import match_donated
-from shardc.report.explain import uneven_notes
-from shardc.report.tables import bytes_text
+from shardc.report.tables import bytes_text, number_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardc.pipeline.plan import PlanView
+    from shardc.plan.plan import SpmdPlan
 
 LARGE: Final = 10**6
 """Bytes from which on a cost is worth a warning. Sending less, or holding it twice, costs little."""
@@ -70,3 +73,17 @@ def _not_donated(plan: PlanView, where: str) -> Iterator[str]:
             f"during a call each device holds {'its' if len(names) == 1 else 'their'} "
             f"{bytes_text(sum(state.values()))} twice. With donate_argnames={donate} the results reuse the buffers."
         )
+
+
+def uneven_notes(plan: SpmdPlan) -> list[str]:
+    """A line about open results that would be cheaper as uneven splits; empty if they cost little."""
+    if (found := plan.uneven) is None:
+        return []
+    pins = {path: dict(p.items_) for path, p in found.pins}
+    code = code_text(pins[""]) if list(pins) == [""] else f"shardc.rules({code_text(pins)})"
+    return [
+        f"{number_text(len(pins), 'result')} left open would be split unevenly, which a plain jax.Array is not. With "
+        f"out_placements={code} a call takes {seconds_text(found.seconds)} instead of {seconds_text(plan.seconds)}, "
+        f"sends {bytes_text(found.bytes)} instead of {bytes_text(plan.bytes_per_device)}, and gives a "
+        "shardc.PlacedArray there."
+    ]

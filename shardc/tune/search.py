@@ -20,7 +20,7 @@ from shardc.machine.mesh import AnyMesh, MeshView, make_mesh, view
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.cut.cut_loop import find_loop
-from shardc.pipeline.plan import Pipeline
+from shardc.pipeline.options import Pipeline
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.sbp.placement import Pin
 from shardc.tune.meshes import Roles, Sizes, all_sizes, is_grid, merged_sizes, roles_of, shape_key

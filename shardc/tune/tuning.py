@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
-from shardc.pipeline.plan import Pipeline
-from shardc.plans import PipelinePlan
+from shardc.pipeline.options import Pipeline
+from shardc.plans import Plan
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -150,7 +150,7 @@ def pipeline_text(c: Candidate) -> str:
     """Stages and schedule of a pipeline, `4 stages, 1f1b`; a dash for one program."""
     if c.pipeline is None:
         return "-"
-    if not isinstance(c.plan, PipelinePlan):
+    if c.plan is None or isinstance(c.plan, Plan):
         return str(c.pipeline.schedule)
     return f"{number_text(len(c.plan.stages), 'stage')}, {c.plan.schedule.name}"
 

@@ -1,0 +1,66 @@
+"""How a function is run as a pipeline, and the request for its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardc.ir.program import Program
+from shardc.machine.mesh import AnyMesh
+from shardc.plan.request import Argument, ArgumentsTree
+from shardc.sbp.placement import Pin
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a function is run as a pipeline over microbatches.
+
+    Attributes:
+      axis: the mesh axis whose positions are the pipeline's ranks. It never stands in a placement.
+      schedule: a name (`gpipe`, `1f1b`, `zb-h1`, ...), `"auto"`, a grid as text, a Schedule, or a function of
+        (ranks, microbatches, chunks, costs) that gives one.
+      chunks: stages for each rank; None: what the schedule wants.
+      credits: registers of each channel: `"auto"`, the fewest that keep the schedule's best time, or where memory has
+        no room for these those that cost the least time; or a number for all.
+      recompute: `"none"`, `"full"`: each stage keeps its input only and computes its forward again in its backward;
+        a sequence of these, one for each stage; or `"auto"`: full where a stage would not fit.
+      stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
+        by the cost model; the function must have no `shardc.stage_boundary` then.
+      meshes: for ranks of unequal size their meshes, instead of `axis`.
+    """
+
+    axis: str = "pipe"
+    schedule: Any = "1f1b"
+    chunks: int | None = None
+    credits: Any = "auto"
+    recompute: Any = "auto"
+    stages: str = "marked"
+    meshes: Sequence[AnyMesh] | None = None
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """A request for the plan of a pipeline.
+
+    Attributes:
+      program: traced with its marks.
+      mesh: the whole mesh.
+      meshes: of each rank.
+      arguments: what is known of each input.
+      results: what the user said of each result.
+      pipeline: how it is run.
+      where: the function, for errors.
+      notes: lines for `explain`.
+      tree: structure of the arguments of a call.
+    """
+
+    program: Program
+    mesh: AnyMesh
+    meshes: Sequence[AnyMesh]
+    arguments: Sequence[Argument]
+    results: Sequence[Pin | None]
+    pipeline: Pipeline
+    where: str
+    notes: tuple[str, ...] = ()
+    tree: ArgumentsTree | None = None

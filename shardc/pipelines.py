@@ -1,0 +1,151 @@
+"""Pipelines as people see them: `PipelinePlan`, and the result of compiling one. Loaded for the first pipeline."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from shardc import compat
+from shardc.compiled import CompiledCall
+from shardc.errors import PipelineError
+from shardc.execute.pipeline_executable import PipelineExecutable
+from shardc.passes.trace.trace import is_array
+from shardc.pipeline.make import make_pipeline_plan, with_schedule
+from shardc.pipeline.options import PipelineRequest
+from shardc.pipeline.plan import MpmdPlan
+from shardc.plan.saved_json import to_json
+from shardc.plan.saved_plan import record_borders
+from shardc.plans import PlanFace
+from shardc.report.chart import Chart, planned_chart
+from shardc.report.chart_text import chart_text
+from shardc.report.picture import draw_picture
+from shardc.report.trace_file import write_trace
+
+
+def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
+    """The plan of a pipeline, as people see it."""
+    return PipelinePlan.of(make_pipeline_plan(request))
+
+
+class Drawn:
+    """A call of a pipeline that can be drawn: the simulated one, or the last one, planned above measured.
+
+    Attributes:
+      writes: whether this process writes files; one of several does.
+    """
+
+    writes = True
+
+    @property
+    def chart(self) -> Chart:
+        """The call.
+
+        Raises:
+          PipelineError: there was no call yet.
+        """
+        raise NotImplementedError
+
+    def timeline(self, width: int = 120) -> str:
+        """The call as text: a row for each rank, `width` characters to a line."""
+        return chart_text(self.chart, width)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the call, and how full its channels are, into an `.svg` or `.png` file.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        chart = self.chart
+        if self.writes:
+            draw_picture(chart, path)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        chart = self.chart
+        if self.writes:
+            write_trace(chart, path)
+
+
+class PipelinePlan(PlanFace, Drawn, MpmdPlan):
+    """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
+
+    def with_schedule(self, schedule: Any) -> PipelinePlan:
+        """This plan with its tasks in another order. Nothing is cut or placed anew.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this plan's schedule does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, deadlocks, or does not fit.
+        """
+        return PipelinePlan.of(with_schedule(self, schedule))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes where arguments and results live as JSON, for `shardc.load_plan(path).in_placements`.
+
+        A pipeline is planned anew each time: `function(plan=...)` takes no plan of one.
+        """
+        saved = record_borders(self.program, self.mesh, self.inputs, self.outputs, self.seconds, self.gap)
+        Path(path).write_text(to_json(saved), "utf-8")
+
+    @property
+    def chart(self) -> Chart:
+        """The simulated call."""
+        return planned_chart(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
+            f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
+        )
+
+
+class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
+    """A compiled plan of a pipeline."""
+
+    @property
+    def writes(self) -> bool:
+        return self.executable.places.first
+
+    def check(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Signatures are checked on one program.
+
+        Raises:
+          PipelineError: always; check the function without `pipeline=`.
+        """
+        raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
+
+    @compat.face
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
+
+        It is slower than a plain call: nothing is launched ahead. Gives what the call gives.
+        """
+        leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
+        return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
+
+    @property
+    def chart(self) -> Chart:
+        """The last call. Measured times are those of the host's launches; after `measure`, those on the devices.
+
+        Raises:
+          PipelineError: there was no call yet.
+        """
+        return self.executable.chart()
+
+    def with_schedule(self, schedule: Any) -> CompiledPipeline:
+        """This pipeline under another schedule. Nothing is placed or compiled again.
+
+        Args:
+          schedule: as for `Pipeline`. It has to run each stage on the rank that it has, and to split its backward if
+            this one's does.
+
+        Raises:
+          PipelineError: it wants other tasks, cannot be, or deadlocks.
+        """
+        made = self.executable.with_schedule(schedule)
+        return CompiledPipeline(self._arguments, self._made_for, made, PipelinePlan.of(made.plan))

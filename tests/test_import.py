@@ -1,0 +1,42 @@
+"""What is loaded, and when: counted in modules, as seconds differ from machine to machine."""
+
+import json
+import subprocess
+import sys
+
+import shardc
+
+STEP = """
+import json, sys
+import jax.numpy as jnp
+import shardc
+loaded = lambda: sorted(m for m in sys.modules if m.startswith("shardc"))
+first = loaded()
+f = shardc.function(lambda w, x: w - x.sum(), mesh=shardc.make_mesh(data=1), in_placements={"x": {"data": shardc.S(0)}})
+f(jnp.ones(4), jnp.ones(8))
+print(json.dumps([first, loaded()]))
+"""
+OTHERS = (
+    "checkpoint",
+    "flax",
+    "equinox",
+    "launch",
+    "pipelines",
+    "report.explain",
+    "tune",
+    "pipeline.make",
+    "pipeline.plan",
+)
+
+
+def test_a_step_on_one_mesh_loads_no_pipelines_reports_or_checkpoints():
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120, check=True)
+    at_import, at_call = json.loads(done.stdout)
+    assert at_import == ["shardc", "shardc.versions"]
+    assert [m for m in at_call if m.removeprefix("shardc.").startswith(OTHERS)] == []
+    assert len(at_call) < 175
+
+
+def test_every_name_is_there():
+    assert set(shardc.__all__) <= set(dir(shardc))
+    assert all(getattr(shardc, name) is not None for name in shardc.__all__)
