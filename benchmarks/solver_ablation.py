@@ -104,8 +104,7 @@ PATCHES: Mapping[str, tuple[tuple[Any, str, Any], ...]] = {
     "values compared": ((Reduction, "_drop_beaten", NOTHING),),
     "two neighbours": ((Reduction, "_work_of", only_one(Reduction, "_work_of")),),
     "pairs fixed": ((Reduction, "cheap", unchanged),),
-    "extrapolation": ((numpy_kernels, "further", lambda after, *_: after),),
-    "single precision": ((dual, "_singles", lambda *_: []),),
+    "extrapolation": ((dual, "extrapolated", lambda after, *_: after),),
 }
 """What takes a mechanism out, by its name."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -33,7 +33,7 @@ from shardc.report.chart_text import chart_text
 from shardc.report.passes import passes_text
 from shardc.report.picture import draw_picture
 from shardc.report.rules import rules_text
-from shardc.report.tables import Section, number_text, report_text
+from shardc.report.tables import WIDTH, Section, number_text, report_text
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 
@@ -314,7 +314,7 @@ def _show(result: _Outcome) -> None:
     if result.timeline is None:
         print(f"{_title(result.schedule)}\n\n{result.deadlock}")
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     text = Text(chart_text(_chart(result.schedule, result.timeline), width))
     for pattern, colour in _COLOURS:
         text.highlight_regex(pattern, colour)

@@ -22,6 +22,7 @@ from shardc.plans import PlanFace
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
+from shardc.report.tables import WIDTH
 from shardc.report.trace_file import write_trace
 
 
@@ -48,7 +49,7 @@ class Drawn:
         """
         raise NotImplementedError
 
-    def timeline(self, width: int = 120) -> str:
+    def timeline(self, width: int = WIDTH) -> str:
         """The call as text: a row for each rank, `width` characters to a line."""
         return chart_text(self.chart, width)
 

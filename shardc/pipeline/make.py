@@ -236,7 +236,7 @@ class _Search:
         plan = self._of_recompute_plan()
         assert plan is not None
         full = {r.rank for r in plan.memory.too_full}
-        short = full or {*plan.short_of_registers, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
+        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
         recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
         more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
         return SearchSetting(frozenset(recompute | more)) if more else None
@@ -541,4 +541,4 @@ def _with_fewer_registers(plan: MpmdPlan, net: Network) -> MpmdPlan:
         found = plan.with_registers(auto_credits(net, plan.cost, plan.link, too_full))
     except PipelineError:
         return plan
-    return copied(found, MpmdPlan, short_of_registers=tuple(r.rank for r in full))
+    return copied(found, MpmdPlan, squeezed=tuple(r.rank for r in full))

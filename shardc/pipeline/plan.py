@@ -69,7 +69,7 @@ class MpmdPlan:
       cut: the programs of the stages, and what crosses between them.
       schedule: the order of every actor's actions; prints and parses as a grid.
       built: the network of the actors, their channels and registers.
-      short_of_registers: the ranks without memory for as many registers as the fastest call takes.
+      squeezed: the ranks without memory for as many registers as the fastest call takes.
       unlimited: the plan with each stage wherever is cheapest, if a rank has no room for that; its `peak` is that of
         the rank that is fullest.
     """
@@ -80,7 +80,7 @@ class MpmdPlan:
     cut: Cut
     schedule: Schedule
     built: StageNetwork
-    short_of_registers: tuple[int, ...] = ()
+    squeezed: tuple[int, ...] = ()
     unlimited: Unlimited | None = None
     gap: float | None = None
 
@@ -270,6 +270,10 @@ class MpmdPlan:
 
     def simulate(self) -> Timeline:
         """The call under virtual time: makespan, bubbles, registers in use."""
+        return self._timeline
+
+    @cached_property
+    def _timeline(self) -> Timeline:
         return simulate(self.network, self.cost, self.link)
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Final
 
 from shardc.pipeline.schedule.action import Action
 from shardc.report.chart import KINDS, Chart, Track, scale_of
+from shardc.report.tables import WIDTH
 from shardc.runtime.actor import Span
 
 _PER_TICK: Final = 12
@@ -20,7 +21,7 @@ _DENOMINATOR: Final = 1000
 """Times are rounded to fractions of this largest denominator, to find their unit."""
 
 
-def chart_text(chart: Chart, width: int = 120) -> str:
+def chart_text(chart: Chart, width: int = WIDTH) -> str:
     """The chart for a terminal.
 
     Args:

@@ -22,6 +22,7 @@ from shardc.report.tables import (
     Key,
     Section,
     bytes_text,
+    devices_text,
     fold_leaves,
     fold_paths,
     fold_rows,
@@ -63,11 +64,8 @@ def sections_of(plan: PlanView) -> list[Section]:
 
 
 def _head(plan: PlanView, own: OwnSections) -> Section:
-    topology = plan.mesh.topology
     axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.axes) for mesh in own.meshes)
-    devices = number_text(sum(mesh.size for mesh in own.meshes), f"{topology.kind} device")
-    shape = f" ({'x'.join(map(str, topology.shape))})" if topology.shape else ""
-    first = f"{plan.program.name} on {axes}: {devices}{shape}"
+    first = f"{plan.program.name} on {axes}: {devices_text(plan.mesh.topology, sum(m.size for m in own.meshes))}"
     return Section("\n".join([first, *own.head, *_loops(plan), *own.rewrites, *_scans(plan)]))
 
 

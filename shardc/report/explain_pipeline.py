@@ -15,8 +15,9 @@ from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.plan.borders import Border
 from shardc.report.chart import KINDS, places_of, repeated_channels
-from shardc.report.stage_text import cut_grid, pairs_text, ranges_text, stems, stems_text
+from shardc.report.stage_text import FEW, cut_grid, pairs_text, ranges_text, stems, stems_text
 from shardc.report.tables import (
+    WIDTH,
     Section,
     bytes_text,
     fold_paths,
@@ -27,9 +28,6 @@ from shardc.report.tables import (
     times_text,
 )
 
-_WIDTH: Final = 120
-_MOST_COLUMNS: Final = 4
-"""The most arguments with a column of their own."""
 _PARTS: Final = {
     "compute": "computing", "memory": "reading and writing", "overlapped": "overlapped", "launch": "launching",
     "wait": "waiting",
@@ -130,7 +128,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _schedule(plan: MpmdPlan) -> Section:
-    grid, cut = cut_grid(plan.schedule, _WIDTH)
+    grid, cut = cut_grid(plan.schedule, WIDTH)
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
     found = {a.kind for row in plan.schedule.rows for a in row}
     kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)
@@ -146,7 +144,7 @@ def _stages(plan: MpmdPlan, timeline: Timeline) -> Section:
     groups: dict[str, list[Border]] = {}
     for b in borders:
         groups.setdefault(b.path.partition("/")[0], []).append(b)
-    own = list(groups)[: _MOST_COLUMNS if len(groups) <= _MOST_COLUMNS else _MOST_COLUMNS - 1]
+    own = list(groups)[: FEW if len(groups) <= FEW else FEW - 1]  # with a column of their own
     rest = len(own) < len(groups)
     spread = max(groups, key=lambda name: len({b.stage for b in groups[name]}), default="")
     names = stems({b.path.partition("/")[2] or b.path: b.stage for b in groups.get(spread, ())})
@@ -297,7 +295,7 @@ def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:
     ]
     others = len(plan.network.channels) - len(repeated)
     more = f"; {number_text(others, 'other channel')} used once per call" if others else ""
-    if ranks := plan.short_of_registers:
+    if ranks := plan.squeezed:
         more += f"; fewer than is fastest, because ranks {ranges_text(ranks)} have too little memory for more"
     return Section(
         f"Channels: registers of the channels used once per microbatch{more}",

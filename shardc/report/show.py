@@ -17,6 +17,7 @@ from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.report.tables import (
+    MOST,
     Section,
     bytes_text,
     fold_paths,
@@ -28,9 +29,6 @@ from shardc.report.tables import (
     times_text,
 )
 from shardc.sbp.placement import Placement, local_extent, local_shape
-
-MOST_PIECES = 16
-"""The most pieces that are shown one by one; of more, only the first and the last ones are shown."""
 
 
 def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
@@ -190,11 +188,11 @@ def _pieces(part: LocatedArray) -> str:
         )
         for at in part.coordinates()
     ]
-    left_out = len(rows) - MOST_PIECES
+    left_out = len(rows) - 2 * MOST
     if left_out > 0:
         more = ["…"] * len(rows[0])
         more[len(part.mesh.axis_names) + placed] = f"… {left_out + 1} more"
-        rows = [*rows[: MOST_PIECES // 2], tuple(more), *rows[-(MOST_PIECES // 2 - 1) :]]
+        rows = [*rows[:MOST], tuple(more), *rows[1 - MOST :]]
     title = _head(part)
     if part.placement.partial_axes:
         over = ", ".join(part.placement.partial_axes)

@@ -8,8 +8,8 @@ from typing import Final
 
 from shardc.pipeline.schedule.schedule import Schedule
 
-_LONGEST_CHAIN: Final = 5
-_MOST_STEMS: Final = 3
+FEW: Final = 4
+"""The most names or numbers in one cell of a table. Of more, some are left out."""
 _LAST_NUMBER: Final = re.compile(r"(.*?)(\d+)(\D*)")
 
 
@@ -44,7 +44,7 @@ def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
 
 def _chain_text(chain: Sequence[int]) -> str:
     shown = [str(n) for n in chain]
-    if len(chain) > _LONGEST_CHAIN:
+    if len(chain) > FEW:
         shown = [*shown[:2], "...", shown[-1]]
     return " -> ".join(shown)
 
@@ -84,8 +84,8 @@ def stems_text(names: Sequence[str]) -> str:
         key = (numbered[1], numbered[3]) if numbered else (name, "")
         groups.setdefault(key, []).extend([int(numbered[2])] if numbered else [])
     texts = [f"{before}{ranges_text(ns) if ns else ''}{behind}" for (before, behind), ns in groups.items()]
-    if len(texts) > _MOST_STEMS:
-        texts = [*texts[: _MOST_STEMS - 1], f"and {len(texts) - _MOST_STEMS + 1} more"]
+    if len(texts) > FEW:
+        texts = [*texts[: FEW - 1], f"and {len(texts) - FEW + 1} more"]
     return ", ".join(texts)
 
 

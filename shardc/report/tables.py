@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from shardc.machine.mesh import AnyMesh, stages_text
+from shardc.machine.topology import Topology
 from shardc.sbp.placement import Placement
 
 T = TypeVar("T")
 
+WIDTH: Final = 120
+"""Characters of a line of text that is drawn, where nothing says how many there is room for."""
 MOST: Final = 8
 """The most lines, or names, of a list in a text; of a longer one, the first of them and the number of the others."""
 
@@ -64,6 +67,12 @@ def percent_text(fraction: float) -> str:
     if 0 < fraction < 1e-3:
         return "less than 0.1%"
     return f"{100 * fraction:.1f}%" if fraction < 0.1 else f"{100 * fraction:.0f}%"
+
+
+def devices_text(topology: Topology, count: int) -> str:
+    """`32 v5p devices (4x4x2)`."""
+    shape = f" ({'x'.join(map(str, topology.shape))})" if topology.shape else ""
+    return number_text(count, f"{topology.kind} device") + shape
 
 
 def mesh_text(mesh: AnyMesh) -> str:

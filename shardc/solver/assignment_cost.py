@@ -40,7 +40,7 @@ def relative_gap(cost: float, bound: float) -> float:
     """An upper bound on (cost - minimum) / minimum, where costs are positive.
 
     It is (cost - bound) / bound, and not / cost as in MIP solvers, which is less. It is infinite where nothing is
-     found, and where a bound of zero or below says nothing about a positive cost.
+    found, and where a bound of zero or below says nothing about a positive cost.
     """
     excess = cost - bound
     if not math.isfinite(cost):

@@ -32,10 +32,6 @@ LARGE: Final = 20_000_000
 half of the time; otherwise its work is missing from the work on the whole problem."""
 WIDE: Final = 10_000
 """Entries of a table, on average, from which on most of its values differ in the order of axes alone."""
-COARSE: Final = SETTLED / 2
-"""Relative distance of cost and bound at which the coarse problem is solved."""
-PAIR_WORK: Final = 1 << 22
-"""Entries that may be touched there in making one table of two neighbours, four times as many as elsewhere."""
 NEARLY: Final = 1e-4
 """Relative distance of cost and bound among the values of its best assignment, which need no proof."""
 ENOUGH: Final = 5e-3
@@ -133,10 +129,10 @@ def solve_coarse(small: Coarse, search: Search) -> bool:
     bound, the best assignment, and the work that is left. Returns whether they are close enough."""
     options = search.options
     problem = Reduction.of(small.unary, small.pairwise, small.ops)
-    problem.pair_work = PAIR_WORK
+    problem.pair_work *= 4  # its tables are smaller
     first = Search(
         problem, AssignmentCost(small.unary, small.pairwise),
-        replace(options, work=search.limit, close=max(COARSE, options.close)), small.labels,
+        replace(options, work=search.limit, close=max(SETTLED / 2, options.close)), small.labels,
     )  # fmt: skip
     if search.values is not None:
         first.offer(small.values_of(search.values))

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 A = TypeVar("A", bound=NDArray[Any])
 Table: TypeAlias = NDArray[np.float64]
-Single: TypeAlias = NDArray[np.float32]
 Index: TypeAlias = NDArray[np.intp]
 Pair: TypeAlias = tuple[int, int]
 
@@ -23,8 +22,6 @@ CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
 LARGE: Final = 4096
 """Tables with more entries are looked up by sums of their bits, not by all bytes."""
-MOST: Final = 1 << 31
-"""Bytes of arrays that a memo keeps, roughly, before it forgets all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +126,8 @@ class Memo:
             self.held += array.nbytes
         return made
 
-    def forget(self, most: int = MOST) -> None:
-        """Forgets everything if it holds more than `most` bytes."""
+    def forget(self, most: int = 1 << 31) -> None:
+        """Forgets everything if it holds more than `most` bytes, roughly."""
         if self.held > most:
             self._small.clear()
             self._large.clear()

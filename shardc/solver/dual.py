@@ -2,8 +2,8 @@
 
 These are sequential tree-reweighted messages (Kolmogorov 2006, "Convergent tree-reweighted message passing"). The
 variables are visited in an order and back; each gives an equal share of its costs to the edges ahead. Every state of
- the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
- it.
+the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
+it.
 Messages change slowly in one direction for a long time, so each sweep begins at an extrapolation (Anderson 1965,
 "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls.
 
@@ -17,32 +17,25 @@ from typing import Final
 
 import numpy as np
 
-from shardc.solver.cost_tables import Index, Pair, Single, Table, double
-from shardc.solver.graph import MessagePass, graph_of, outwards
+from shardc.solver.cost_tables import Index, Pair, Table, double
+from shardc.solver.graph import graph_of, outwards
 from shardc.solver.kernels import Kernels, numpy_kernels
 from shardc.solver.kernels.numpy_kernels import block
+from shardc.solver.kernels.numpy_messages import in_order
 
 CALL: Final = 1 << 18
 STEP: Final = 1 << 8
 """Entries that could be touched in the time that it takes to begin a pass, and to go on to the next edge."""
 SWEEPS: Final = 4
 """Sweeps from one reading of assignments to the next."""
-CACHED: Final = 1 << 20
-"""Entries of different tables up to which single precision saves no time: they stay in the processor's cache."""
 
 
-def _singles(tables: Sequence[Table], cached: int) -> list[Single]:
-    """The tables in single precision, one after the other in memory; none if they are small."""
-    different = {id(t): t for t in tables}
-    size = sum(t.size for t in different.values())
-    if size <= cached:
-        return []
-    entries, found, at = np.empty(size, np.float32), dict[int, Single](), 0
-    for name, table in different.items():
-        found[name] = part = entries[at : at + table.size].reshape(table.shape)
-        part[:] = table
-        at += table.size
-    return [found[id(t)] for t in tables]
+def extrapolated(after: Table, change: Table, before: Table, last: Table) -> Table:
+    """The combination of two states of the messages whose change is least: `before`, reached by the change `last`, and
+    `after`, reached by `change`."""
+    turn = change - last
+    along, square = in_order(change * turn), in_order(turn * turn)
+    return after - (along / square if square > 0 else 0.0) * (after - before)
 
 
 class Dual:
@@ -57,15 +50,13 @@ class Dual:
     """
 
     def __init__(
-        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels = numpy_kernels,
-        cached: int = CACHED,
-    ) -> None:  # fmt: skip
+        self, own: Sequence[Table], near: Sequence[Mapping[int, Table]], kernels: Kernels = numpy_kernels
+    ) -> None:
         """Messages of zero. Each variable and each row of a table has an allowed entry.
 
         Args:
           own: for each variable the costs of its values.
           near: for each variable its neighbours and the tables, whose rows are its values.
-          cached: entries of different tables up to which all messages are exact.
         """
         self.near = [{j: np.ascontiguousarray(double(t)) for j, t in some.items()} for some in near]
         self.bound = -np.inf
@@ -73,9 +64,7 @@ class Dual:
         self.readings: list[Index] = []
         order = outwards(near)
         self.graph, tables = graph_of([u.size for u in own], self.near, order)
-        singles = _singles(tables, cached)
-        self._rough = bool(singles)
-        self._kernels, self._passes = kernels, kernels.passes(self.graph, tables, singles)
+        self._passes = kernels.passes(self.graph, tables)
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
@@ -84,7 +73,7 @@ class Dual:
         self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
 
     def raise_bound(self) -> float:
-        """Runs a few sweeps. An assignment is read from the last one, whose way back is exact."""
+        """Runs a few sweeps. An assignment is read from the last one."""
         for k in range(SWEEPS):
             self._sweep(last=k == SWEEPS - 1)
         return self.bound
@@ -95,23 +84,18 @@ class Dual:
         self.messages = begin.copy()
         self.readings = []
         for forward in (True, False):
-            bound = self._send(MessagePass(forward, not self._rough or (last and not forward), last))
+            bound = self._passes.send(self.own, self.messages, forward, last, self.values)
             if last:
                 self.readings.append(self.values.copy())
         if bound < self.bound:
             self.messages = self._begin = known
             self._last = None
-            if last and self._rough:
-                self.bound = self._send(MessagePass(forward=False, exact=True, read=False))
             return
         self.bound, after = bound, self.messages
         change, self._begin = after - begin, after
         if self._last is not None:
-            self._begin = self._kernels.further(after, change, *self._last)
+            self._begin = extrapolated(after, change, *self._last)
         self._last = after, change
-
-    def _send(self, how: MessagePass) -> float:
-        return self._passes.send(self.own, self.messages, how, self.values)
 
     def cost(self, values: Index) -> float:
         return self._passes.improve(self.own, values, 0)

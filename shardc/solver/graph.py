@@ -1,4 +1,4 @@
-"""The variables and edges of a problem in arrays, in the order in which messages visit them."""
+"""The factor graph of a problem in arrays, in the order in which messages visit it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shardc.solver.cost_tables import Index, Table
 
 
 class Graph(NamedTuple):
-    """Variables, and edges once from either end. All costs lie in one array, and all messages.
+    """Factor graph in CSR form: each edge is stored in both directions; the costs of all variables are concatenated in
+    one array, and so are all messages.
 
     Attributes:
       order: the variables in the order of the visits.
@@ -34,20 +35,6 @@ class Graph(NamedTuple):
     at: Index
     share: Table
     left: Table
-
-
-class MessagePass(NamedTuple):
-    """How messages are sent along all edges.
-
-    Attributes:
-      forward: in the order of the visits; otherwise back.
-      exact: with tables in double precision; otherwise in single precision, in half the time.
-      read: whether an assignment is read on the way.
-    """
-
-    forward: bool
-    exact: bool
-    read: bool
 
 
 class Members(NamedTuple):

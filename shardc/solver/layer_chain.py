@@ -41,8 +41,6 @@ LESS: Final = 1e-3
 LOOSE of it, and values at the ends that a cell has too cost LESS of it less."""
 HUB: Final = 32
 """A variable with this many neighbours belongs to no layer. It is fixed if one of its values is as good as any."""
-RAISINGS: Final = 80
-"""The most often that the bound of a ring is raised."""
 LOOK: Final = 2
 """How often the bound is raised before its gain is looked at."""
 
@@ -208,13 +206,14 @@ class LayerChain:
         step = 1 if self.cell[self.across[int(self.cells[k, end[0]]), end]] == k + 1 else -1
         return c * size + end[0], (c + step) % copies * size + end[2]
 
-    def shares(self, ring: Part, tight: float) -> dict[End, Table] | None:
+    def shares(self, ring: Part, tight: float, most: int = 80) -> dict[End, Table] | None:
         """For each end the costs to add to its variable, so that every link costs at least nothing; None: no assignment
         is allowed.
 
         Args:
           ring: the ring of this chain.
           tight: the bound of the ring is raised as long as it gains this part of itself in LOOK steps.
+          most: the most often that it is raised.
         """
         ops, size = self.problem.ops, len(self.cells[0])
         copies = len(ring.variables) // size
@@ -228,7 +227,7 @@ class LayerChain:
         near = [{number[j]: t for j, t in small.near[v].items()} for v in inside]
         dual = Dual([small.own[v] for v in inside], near, ops.kernels)
         last = -np.inf
-        for turn in range(1, RAISINGS + 1):
+        for turn in range(1, most + 1):
             dual.raise_bound()
             ops.work += dual.work
             if turn % LOOK == 0:

@@ -313,7 +313,7 @@ class Reduction:
 
     # --- joining ---------------------------------------------------------------------------------------------------
 
-    def join_small(self, values: int, entries: int) -> None:
+    def join_small(self, values: int, entries: int = 1 << 23) -> None:
         """Joins neighbours with at most `values` pairs of values, those first whose tables grow least, and reduces the
         result, until the different tables together have `entries` entries."""
         while self.feasible:

@@ -32,14 +32,13 @@ BALL: Final = 24
 """Layers around the middle in which the first cell is looked for."""
 MOST: Final = 0.6
 """A place counts if this part of these layers have a variable there."""
-ANCHORS: Final = 16
-"""Variables from which a cell is grown."""
-SHAPES: Final = 4
-"""Shapes of a cell that are tried, each cut at the tables that the one before had not in all layers."""
 
 
-def find_chain(problem: Numbered) -> LayerChain | None:
-    """The chain of cells around the middle of the program; None if it has too few."""
+def find_chain(problem: Numbered, shapes: int = 4) -> LayerChain | None:
+    """The chain of cells around the middle of the program; None if it has too few.
+
+    So many shapes of a cell are tried, each cut at the tables that the one before had not in all layers.
+    """
     near = problem.near
     kind = next(itertools.islice(near.kinds(problem.costs), NEAR, None))
     _, which, size = np.unique(kind, return_inverse=True, return_counts=True)
@@ -52,7 +51,7 @@ def find_chain(problem: Numbered) -> LayerChain | None:
     if first is None:
         return None
     best, free = first, set[Pair]()
-    for _ in range(SHAPES):
+    for _ in range(shapes):
         cell = _cut_well(first, free)
         alike = None if cell is None else _Alike(cell, kind, problem)
         chain = None if alike is None else alike.chain()
@@ -78,8 +77,9 @@ def _middle(near: Adjacency, rare: NDArray[np.bool_], count: int) -> Index:
     return near.outwards(last, count)
 
 
-def _first_cell(near: Adjacency, costs: Index, layers: int) -> Index | None:
-    """The variables of one layer, each a neighbour of an earlier one, with as few neighbours outside as possible."""
+def _first_cell(near: Adjacency, costs: Index, layers: int, anchors: int = 16) -> Index | None:
+    """The variables of one layer, each a neighbour of an earlier one: of those grown from some anchors the one with the
+    fewest neighbours outside."""
     kind, size, places = np.zeros_like(costs), np.zeros(1, np.intp), 0
     for rounds, finer in enumerate(itertools.islice(near.kinds(costs), PLACE[-1] + 1)):
         if rounds in PLACE:
@@ -91,7 +91,7 @@ def _first_cell(near: Adjacency, costs: Index, layers: int) -> Index | None:
     usual = _usual(size)
     each = np.rint(size / usual).astype(np.intp) if usual else size * 0
     best: tuple[int, Index] | None = None
-    for anchor in np.flatnonzero(each[kind] == 1)[:ANCHORS, None]:
+    for anchor in np.flatnonzero(each[kind] == 1)[:anchors, None]:
         cell = near.grown(anchor, kind, each)
         inside = np.zeros(kind.size, np.bool_)
         inside[cell] = True
@@ -114,7 +114,7 @@ class _Steps(NamedTuple):
       place, table, to: (edges,) the places at the ends of each edge, and the number of its table.
       kind: (edges,) the kind of the variable that it leads to.
       first, last: (edges,) the range of the edges with the same place and table. Those to one kind follow each other,
-         in the order of the variables.
+        in the order of the variables.
       start, out: the edges out of place p are out[start[p] : start[p + 1]].
     """
 

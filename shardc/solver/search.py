@@ -26,11 +26,9 @@ from shardc.solver.reduce import Reduction
 
 log = logging.getLogger("shardc")
 
-WORK: Final = 8e9
-"""Table entries that one call may touch: five to ten seconds."""
 LOOK: Final = 6, 16
 """The least and the largest number of times the bound is raised between two looks for better assignments. In between,
- it is raised until that took as long as the last look did, or as the first is expected to."""
+it is raised until that took as long as the last look did, or as the first is expected to."""
 FASTER: Final = 10
 """Entries that raising the bound reads in the time in which a look touches one, its overhead included."""
 WINDOW: Final = 4
@@ -42,26 +40,18 @@ NEAR: Final = (1e-4, 3e-3, 0.1)
 FEW: Final = 0.8
 """Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
 more than the gap, they are dropped only once half as few are left."""
-ENTRIES: Final = 1 << 23
-"""Entries of different tables up to which variables are joined."""
 FIRST_PAIRS: Final = 256
 """Pairs of values of two neighbours that are joined the first time; four times as many the next time."""
 LITTLE: Final = 1 << 14
 MUCH: Final = 1 << 24
 """Entries that may be touched in comparing the values of one variable after the first turn, when layers no longer share
 tables: LITTLE, or MUCH if few values could be dropped: joined values beat many others."""
-EXACT: Final = 1 << 24
-"""Entries of all tables of an elimination that is done at once."""
-WORTH: Final = 0.25
-"""Work of a larger elimination that is done all the same, as part of the search's work so far."""
 LARGE: Final = 1 << 28
 """Entries of a table of an elimination, at most."""
 FAR: Final = 1e-2
 """Relative gap from which on cost and bound are far from each other."""
 SETTLED: Final = 1e-3
 """Moves along a column of labels that gain no more than this part of the cost count as no gain."""
-MOVES: Final = 4
-"""Moves along each column, at most."""
 MOVE_WORK: Final = 4e9
 """Entries that one move may touch."""
 TIED: Final = 3
@@ -75,7 +65,8 @@ class SolverOptions:
     """How far the search goes, and which of its mechanisms it uses.
 
     Attributes:
-      work: table entries that may be touched, roughly. A chain of layers may take as much for each of its parts.
+      work: table entries that may be touched, roughly: by default five to ten seconds. A chain of layers may take as
+        much for each of its parts.
       close: relative distance of cost and bound at which the search ends.
       patience: factor of `work` while cost and bound are more than FAR from each other.
       together: classes of variables (`alike`) that are to take one value; the bound is then one of such assignments.
@@ -86,14 +77,14 @@ class SolverOptions:
       kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
     """
 
-    work: float = WORK
+    work: float = 8e9
     close: float = ROUNDING
     patience: float = 1.0
     together: Sequence[Sequence[int]] | None = None
     chain: bool | None = None
     coarse: bool | None = None
-    at_once: float = EXACT
-    worth: float = WORTH
+    at_once: float = 1 << 24
+    worth: float = 0.25
     kernels: Kernels | None = None
 
 
@@ -152,7 +143,7 @@ class Search:
             part.beaten_work = MUCH if stuck else LITTLE
             part.run()
             if stuck:
-                part.join_small(pairs, ENTRIES)
+                part.join_small(pairs)
                 pairs *= 4
                 part.pair_work *= 8
             log.debug("%d of %d values are left, work %.1e", after, before, r.ops.work)
@@ -225,9 +216,9 @@ class Search:
     def _columns(self) -> int:
         return self.labels[0].shape[1] if self.labels else 0
 
-    def move(self, values: list[int], sweeps: int = MOVES, wide: int = 1) -> None:
-        """Moves from these values along `wide` columns of the labels at once. The work comes on top of the limit: moves
-        do not raise the bound."""
+    def move(self, values: list[int], sweeps: int = 4, wide: int = 1) -> None:
+        """Moves from these values along `wide` columns of the labels at once, `sweeps` times along each at most. The
+        work comes on top of the limit: moves do not raise the bound."""
         self.moved_from, begin = self.full.cost(values), self.problem.ops.work
 
         def best_among(values: list[int], columns: Sequence[int]) -> tuple[list[int], float, float]:

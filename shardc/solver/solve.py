@@ -53,9 +53,8 @@ def minimize(
       start: an assignment; the result costs no more.
       labels: for each variable (values, columns) labels of its values. Better assignments are also searched by changes
         of many variables in one column at a time. In a large problem without a `start`, values of equal labels are
-         first taken as one; if that gives an assignment and a bound that are close enough, or takes all the work, it is
-         the
-        result.
+        first taken as one. If that gives an assignment and a bound that are close enough, or takes all the work, it is
+        the result.
       memo: shares work with other problems of the same tables.
       options: how far the search goes.
 

@@ -78,11 +78,6 @@ class MeshChoice:
     after: tuple[Sizes, Pipeline] | None = None
 
     @property
-    def text(self) -> str:
-        mesh = ", ".join(f"{a}={n}" for a, n in self.sizes if n > 1)
-        return mesh if self.pipeline is None else f"{mesh}, {self.pipeline.schedule}"
-
-    @property
     def level(self) -> int:
         """Number of axes longer than 1, without the pipeline's."""
         return sum(n > 1 for a, n in self.sizes if a != PIPE)

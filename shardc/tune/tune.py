@@ -27,14 +27,15 @@ from shardc.errors import (
     TracingError,
     did_you_mean,
 )
-from shardc.machine.mesh import AnyMesh, MeshView, make_mesh, view
+from shardc.machine.mesh import AnyMesh, make_mesh, view
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.plans import MemoryLimitError
+from shardc.report.tables import devices_text, seconds_text
 from shardc.sbp.placement import AUTO
 from shardc.tune.meshes import NAMES, Sizes, slice_of
 from shardc.tune.search import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
-from shardc.tune.tuning import Candidate, Tuning
+from shardc.tune.tuning import Candidate, Tuning, mesh_text
 
 log = logging.getLogger("shardc")
 
@@ -140,14 +141,14 @@ def tune(  # noqa: PLR0913  # a public face
     candidates: list[Candidate] = []
 
     def plan(choice: MeshChoice) -> float:
-        candidates.append(_planned(choice, mesh_of))
-        log.info("tune: %s: %s", choice.text, candidates[-1].problem or f"{candidates[-1].seconds:.3e} s")
-        return candidates[-1].seconds
+        candidates.append(made := _planned(choice, mesh_of))
+        log.info("tune: %s: %s", mesh_text(made, schedule=True), made.problem or seconds_text(made.seconds))
+        return made.seconds
 
     search.run(tries, plan)
     first = steps[0]
     return Tuning(
-        first.function.__name__, _where(view(whole)), tuple(sorted(candidates, key=_rank)),
+        first.function.__name__, devices_text(view(whole).topology, devices), tuple(sorted(candidates, key=_rank)),
         len(search.distinct) - len(candidates), min(s.ideal for s in steps), notes,
     )  # fmt: skip
 
@@ -206,11 +207,6 @@ def _step_of(fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
         f"of microbatches, here {microbatches}, and returns the step: "
         "lambda m: make_step(shardc.accumulate(grad, microbatches=m))."
     )
-
-
-def _where(mesh: MeshView) -> str:
-    shape = f" ({'x'.join(map(str, mesh.topology.shape))})" if mesh.topology.shape else ""
-    return f"{mesh.size} {mesh.topology.kind} device{'s' * (mesh.size > 1)}{shape}"
 
 
 def _rank(c: Candidate) -> tuple[float, ...]:

@@ -141,9 +141,10 @@ def _table(tuning: Tuning, count: int) -> Section | None:
     return Section(title, columns, rows)
 
 
-def mesh_text(c: Candidate) -> str:
-    """The axes that a candidate uses: `data=64, model=8`."""
-    return ", ".join(f"{a}={n}" for a, n in c.axes.items() if n > 1) or "one device"
+def mesh_text(c: Candidate, *, schedule: bool = False) -> str:
+    """The axes that a candidate uses: `data=64, model=8`; with its schedule `pipe=4, data=8 under 1f1b`."""
+    under = f" under {c.pipeline.schedule}" if schedule and c.pipeline is not None else ""
+    return (", ".join(f"{a}={n}" for a, n in c.axes.items() if n > 1) or "one device") + under
 
 
 def pipeline_text(c: Candidate) -> str:
@@ -161,7 +162,7 @@ def _proved(gap: float | None) -> str:
 
 def _without_plan(tuning: Tuning) -> Section | None:
     rows = [
-        (("\n".join(c.problem.splitlines()[:2]),), f"{mesh_text(c)}{_schedule_text(c.pipeline)}", None)
+        (("\n".join(c.problem.splitlines()[:2]),), mesh_text(c, schedule=True), None)
         for c in tuning.candidates
         if c.plan is None
     ]
@@ -169,10 +170,6 @@ def _without_plan(tuning: Tuning) -> Section | None:
         return None
     lines = [f"{'; '.join(names)}\n{indented(str(why))}" for (why,), names, _ in fold_rows(rows)]
     return Section("Without a plan", lines=lines)
-
-
-def _schedule_text(pipeline: Pipeline | None) -> str:
-    return "" if pipeline is None else f" under {pipeline.schedule}"
 
 
 def _use(tuning: Tuning) -> Section:

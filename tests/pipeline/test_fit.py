@@ -72,10 +72,10 @@ def registers(plan):
 
 def test_registers_are_given_up_where_memory_has_no_room_for_them():
     free = wide_plan("64GB", recompute="none")
-    assert free.short_of_registers == ()
+    assert free.squeezed == ()
     room = int(0.9 * free.memory.peak)
     tight = wide_plan(room, recompute="none")
-    assert tight.memory.peak <= room and tight.short_of_registers == (0, 1)
+    assert tight.memory.peak <= room and tight.squeezed == (0, 1)
     assert registers(tight) < registers(free) and tight.seconds > free.seconds
     assert "because ranks 0-1 have too little memory for more" in tight.explain()
     assert "too little memory" not in free.explain()
@@ -84,10 +84,10 @@ def test_registers_are_given_up_where_memory_has_no_room_for_them():
 def test_recompute_or_fewer_registers_whatever_is_faster():
     free = wide_plan("64GB", recompute="none")
     room = int(0.99 * free.memory.peak)  # so little is missing that the recompute of one stage gives it
-    assert wide_plan(room).short_of_registers == ()
+    assert wide_plan(room).squeezed == ()
     assert wide_plan(room).seconds < wide_plan(room, recompute="none").seconds
     both = wide_plan(int(0.8 * free.memory.peak))
-    assert both.short_of_registers and "full" in both.pipeline.recompute
+    assert both.squeezed and "full" in both.pipeline.recompute
 
 
 def test_what_does_not_fit_is_named():

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import S
 from shardc.plan.plan import Unlimited
-from shardc.report.tables import bytes_text
+from shardc.report.explain import sections_of
+from shardc.report.tables import bytes_text, report_text
 from tests.report import programs
 
 
@@ -99,3 +100,13 @@ def test_the_table_of_arguments_adds_up_to_the_memory_of_arguments(topology):
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((24, 8), (7,), ())]
     plan = shardc.function(lambda x, y, z: x.sum() + y.sum() + z, mesh=mesh).plan(*shapes)
     assert f"Arguments: 3 arrays, {bytes_text(plan.memory.arguments)} per device" in plan.explain()
+
+
+def test_the_text_is_one_printer_of_the_sections(mesh):
+    plan = shardc.function(lambda x: (x * 2).sum(), mesh=mesh, in_placements={"x": {"data": S(0)}}).plan(f32(8, 4))
+    sections = sections_of(plan)
+    assert report_text(sections) == plan.explain()
+    tables = {s.title.partition(":")[0]: s for s in sections if s.rows}
+    assert all(len(row) == len(s.columns) for s in tables.values() for row in s.rows)
+    path, aval, placement, why, size = tables["Arguments"].rows[0]
+    assert (path, aval, placement, why, size) == ("x", "f32[8,4]", "{data: S(0)}", "pinned", "32 bytes")

@@ -10,6 +10,7 @@ import pytest
 import shardc
 from shardc import S
 from shardc.pipeline.plan import HOST_SECONDS
+from shardc.report.explain import sections_of
 from tests.report import pipelines
 
 
@@ -71,6 +72,13 @@ def deep():
 
 def test_tied_embedding(plan, golden):
     golden("pipeline_tied", plan.explain())
+
+
+def test_sections_of_a_pipeline_are_data_too(plan):
+    tables = {s.title.partition(":")[0]: s for s in sections_of(plan) if s.rows}
+    assert {"Stages", "Arguments", "Results"} <= tables.keys()
+    assert all(len(row) == len(s.columns) for s in tables.values() for row in s.rows)
+    assert tables["Results"].columns[-2:] == ("stages", ">bytes per device")
 
 
 def test_sixteen_stages_on_eight_ranks_stay_readable(deep, golden):

@@ -30,7 +30,7 @@ def test_stems_tell_what_lives_where():
     found = stems({"l/0/w": 0, "l/0/b": 0, "l/1/w": 0, "l/2/w": 1, "head": 1})
     assert found == {0: ["l/0", "l/1"], 1: ["l/2", "head"]}
     assert stems_text(found[0]) == "l/0-1"
-    assert stems_text(["l/2", "head", "a", "b", "c"]) == "l/2, head, and 3 more"
+    assert stems_text(["l/2", "head", "a", "b", "c"]) == "l/2, head, a, and 2 more"
 
 
 def test_a_wide_grid_is_cut_in_its_middle():

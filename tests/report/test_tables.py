@@ -1,8 +1,8 @@
-"""How numbers are written, and which rows of a table are folded."""
+"""How numbers are written, which rows of a table are folded, and sections as text."""
 
 import pytest
 
-from shardc.report.tables import bytes_text, fold_leaves, fold_paths, seconds_text
+from shardc.report.tables import Section, bytes_text, fold_leaves, fold_paths, report_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,14 @@ def test_words_that_differ_are_put_in_braces():
     assert folded("a/a_very_long_word", "a/another_long_word") == ["a/a_very_long_word", "a/another_long_word"]
     unlike = [(("f32[4]",), "a/x", 1), (("f32[8]",), "a/y", 2), (("f32[4]",), "a/z", 3)]
     assert fold_leaves(unlike) == [(("f32[4]",), "a/{x,z}  x2", [1, 3]), (("f32[8]",), "a/y", [2])]
+
+
+def test_a_section_is_its_title_with_lines_or_a_table_below():
+    table = Section("Moves", ("kind", ">bytes"), [("permute", "8"), ("all_reduce", "128")])
+    assert str(table) == (
+        "Moves\n  kind         bytes\n  ──────────────────\n  permute          8\n  all_reduce     128"
+    )
+    assert str(Section("Moves: none", table.columns)) == "Moves: none"
+    assert str(Section("", table.columns, table.rows)) == str(table).partition("\n")[2]
+    assert str(Section("Part", lines=["one", "two"], depth=1)) == "  Part\n    one\n    two"
+    assert report_text([Section("a"), None, Section("b")]) == "a\n\nb"

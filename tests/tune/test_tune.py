@@ -15,7 +15,7 @@ from shardc import S
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, ShardcError
 from shardc.machine.mesh import view
 from shardc.pipeline.plan import HOST_SECONDS
-from shardc.plans import PipelinePlan
+from shardc.pipelines import PipelinePlan
 from tests.pipeline.pipelines import batch, dense, error, layers, training
 
 HALVES = {"x": {"data": S(0)}, "y": {"data": S(0)}}

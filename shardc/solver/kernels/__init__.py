@@ -8,39 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
-from shardc.solver.cost_tables import Given, Single, Table
+from shardc.solver.cost_tables import Given, Table
 from shardc.solver.graph import Graph, Members
 from shardc.solver.kernels import numpy_kernels
 from shardc.solver.kernels.numpy_messages import NumpyPasses
 
 log = logging.getLogger("shardc")
 
-COMPILED: Final = 50_000_000
-"""Table entries of a problem from which on compiled loops are used.
-
-On a new machine numba takes seconds to compile them, and 0.5 s in each process to load them. GPT-3, scanned, on three
-axes has 4.2e7 entries and is planned in 3.3 s of processor time by NumPy, in 2.9 s by compiled loops: too little to
-compile for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid for compiling. (`benchmarks.large_step`)
-"""
-
 
 class Kernels(Protocol):
     """One implementation: a module with these functions."""
 
-    def passes(self, graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> NumpyPasses:
+    def passes(self, graph: Graph, tables: Sequence[Table]) -> NumpyPasses:
         """Passes over a graph.
 
         Args:
           tables: of each edge, the values of its variable in rows; C-contiguous.
-          singles: the same in single precision, or nothing: then every pass has to be exact.
         """
-        ...
-
-    def further(self, after: Table, change: Table, before: Table, last: Table) -> Table:
-        """Extrapolates messages that changed by `last` to `before`, and by `change` to `after`: the combination of the
-        two whose change is least."""
         ...
 
     def least_product(self, left: Table, right: Table) -> Table:
@@ -53,8 +39,14 @@ class Kernels(Protocol):
         ...
 
 
-def kernels_for(tables: Iterable[Given], compiled: float = COMPILED) -> Kernels:
-    """The implementation for a problem of these tables: compiled from `compiled` entries on, never by time."""
+def kernels_for(tables: Iterable[Given], compiled: float = 5e7) -> Kernels:
+    """The implementation for a problem of these tables: compiled from `compiled` entries on, never by time.
+
+    On a new machine numba takes seconds to compile the loops, and 0.5 s in each process to load them. GPT-3, scanned,
+    on three axes has 4.2e7 entries and is planned in 3.3 s of processor time by NumPy, in 2.9 s by compiled loops: too
+    little to compile for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid for compiling.
+    (`benchmarks.large_step`)
+    """
     if sum(t.size for t in tables) < compiled:
         return numpy_kernels
     try:

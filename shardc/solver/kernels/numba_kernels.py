@@ -15,11 +15,10 @@ import numpy as np
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
-from shardc.solver.cost_tables import Index, Single, Table
-from shardc.solver.graph import Graph, Members, MessagePass
-from shardc.solver.kernels.numpy_messages import NumpyPasses, Real
+from shardc.solver.cost_tables import Index, Table
+from shardc.solver.graph import Graph, Members
+from shardc.solver.kernels.numpy_messages import NumpyPasses
 
 F = TypeVar("F", bound=Callable[..., Any])
 Int: TypeAlias = Any
@@ -42,27 +41,24 @@ def compiled(function: F) -> F:
     return cast(F, made)
 
 
-def _pointer_to(kind: Any) -> Any:
-    """An intrinsic that makes a pointer to numbers of one type from an address."""
+def _pointer(typingctx: Any, address: Any) -> Any:
+    """Makes a pointer to numbers in double precision from an address."""
 
-    def pointer(typingctx: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(kind)(address), generate
-
-    return intrinsic(cast(Any, pointer))
+    return types.CPointer(types.float64)(address), generate
 
 
-_at, _at_single = _pointer_to(types.float64), _pointer_to(types.float32)
+_at = intrinsic(cast(Any, _pointer))
 
 
 class _Graph(NamedTuple):
     """`shardc.solver.graph.Graph`, with the tables.
 
     Attributes:
-      table: (edges,) the address of the table of each edge, whose rows are the values here; single: of its copy in
-        single precision. The caller keeps the arrays alive.
+      table: (edges,) the address of the table of each edge, whose rows are the values here. The caller keeps the arrays
+        alive.
     """
 
     order: Index
@@ -75,25 +71,23 @@ class _Graph(NamedTuple):
     share: Table
     left: Table
     table: Index
-    single: Index
 
 
 class CompiledPasses(NumpyPasses):
     """Passes whose messages are compiled."""
 
-    def __init__(self, graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> None:
-        super().__init__(graph, tables, singles)
-        self._compiled = _Graph(*graph, _addresses(tables), _addresses(singles or tables))
+    def __init__(self, graph: Graph, tables: Sequence[Table]) -> None:
+        super().__init__(graph, tables)
+        self._compiled = _Graph(*graph, _addresses(tables))
 
-    def send(self, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
-        return _send(self._compiled, own, messages, how, values)
-
-
-def passes(graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> CompiledPasses:
-    return CompiledPasses(graph, tables, singles)
+    def send(self, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
+        return _send(self._compiled, own, messages, forward, read, values)
 
 
-def _addresses(tables: Sequence[NDArray[Any]]) -> Index:
+passes = CompiledPasses
+
+
+def _addresses(tables: Sequence[Table]) -> Index:
     """The address of the first entry of each table."""
     known = {id(t): t.ctypes.data for t in {id(t): t for t in tables}.values()}
     return np.fromiter((known[id(t)] for t in tables), np.intp, len(tables))
@@ -106,18 +100,12 @@ def _table(g: _Graph, e: Int) -> Table:
 
 
 @compiled
-def _single(g: _Graph, e: Int) -> Single:
-    """The entries of the table of an edge in single precision, row by row."""
-    return carray(_at_single(g.single[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
-
-
-@compiled
 def _size(g: _Graph, v: Int) -> Int:
     return g.first[v + 1] - g.first[v]
 
 
 @compiled
-def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real]) -> None:
+def least_sums(table: Table, here: Table, out: Table) -> None:
     """out[b] = min over a of here[a] + entry (a, b) of a table, given row by row."""
     rows, columns = here.size, out.size
     out[:] = np.inf
@@ -175,34 +163,18 @@ def _best_value(g: _Graph, messages: Table, edges: tuple[Int, Int], costs: Table
 
 
 @compiled
-def _least(g: _Graph, e: Int, given: Table, message: Table, exact: bool, rough: tuple[Single, Single]) -> None:
-    """message[b] = min over a of given[a] + entry (a, b) of the table of an edge, in double or in single precision."""
-    if exact:
-        least_sums(_table(g, e), given, message)
-    else:
-        here, there = rough[0][: given.size], rough[1][: message.size]
-        offset = given.min()  # the rest is small where it matters, and small numbers are precise
-        for a in range(given.size):
-            here[a] = given[a] - offset
-        least_sums(_single(g, e), here, there)
-        for b in range(message.size):
-            message[b] = there[b] + offset
-
-
-@compiled
-def _send(g: _Graph, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
+def _send(g: _Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
     """A pass, as `Passes.send`."""
     all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
-    rough = np.empty(own.size, np.float32), np.empty(own.size, np.float32)
     for place in range(g.order.size):
-        v = g.order[place] if how.forward else g.order[g.order.size - 1 - place]
+        v = g.order[place] if forward else g.order[g.order.size - 1 - place]
         costs, given = all_costs[: _size(g, v)], all_given[: _size(g, v)]
         _costs(g, own, messages, v, costs)
         behind, ahead = (g.start[v], g.split[v]), (g.split[v], g.start[v + 1])
-        if not how.forward:
+        if not forward:
             behind, ahead = ahead, behind
             bound += float(g.left[v] * costs.min())
-        if how.read:
+        if read:
             given[:] = costs
             values[v] = _best_value(g, messages, behind, given, values)
         costs *= g.share[v]
@@ -211,26 +183,12 @@ def _send(g: _Graph, own: Table, messages: Table, how: MessagePass, values: Inde
             for a in range(costs.size):
                 given[a] = costs[a] - messages[k + a]
             message = messages[g.at[e] : g.at[e] + _size(g, g.other[e])]
-            _least(g, e, given, message, how.exact, rough)
+            least_sums(_table(g, e), given, message)
             least = message.min()
-            if not how.forward:
+            if not forward:
                 bound += least
             message -= least
     return bound
-
-
-@compiled
-def further(after: Table, change: Table, before: Table, last: Table) -> Table:
-    """The extrapolated messages, as `Kernels.further`."""
-    along, square = 0.0, 0.0
-    for k in range(after.size):
-        turn = change[k] - last[k]
-        along += change[k] * turn
-        square += turn * turn
-    found, part = np.empty(after.size), along / square if square > 0 else 0.0
-    for k in range(after.size):
-        found[k] = after[k] - part * (after[k] - before[k])
-    return found
 
 
 @compiled

@@ -8,19 +8,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph, Members
-from shardc.solver.kernels.numpy_messages import NumpyPasses, in_order
+from shardc.solver.cost_tables import CHUNK, Index, Table
+from shardc.solver.graph import Members
+from shardc.solver.kernels.numpy_messages import NumpyPasses
 
-
-def passes(graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> NumpyPasses:
-    return NumpyPasses(graph, tables, singles)
-
-
-def further(after: Table, change: Table, before: Table, last: Table) -> Table:
-    turn = change - last
-    along, square = in_order(change * turn), in_order(turn * turn)
-    return after - (along / square if square > 0 else 0.0) * (after - before)
+passes = NumpyPasses
 
 
 def least_product(left: Table, right: Table) -> Table:
@@ -140,7 +132,7 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
     Args:
       entries: those of all arrays; begins: (arrays,) where each begins.
       strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in
-         the last.
+        the last.
       sizes: (dimensions,) of the sum, two at least.
     """
     shape: list[int] = sizes.tolist()

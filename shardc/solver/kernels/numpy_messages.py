@@ -5,20 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardc.solver.cost_tables import CHUNK, Index, Single, Table
-from shardc.solver.graph import Graph, MessagePass
-
-Real = TypeVar("Real", np.float32, np.float64)
-FAR: Final = 1e30
-"""Stands for infinity in differences of costs."""
+from shardc.solver.cost_tables import CHUNK, FORBIDDEN, Index, Table
+from shardc.solver.graph import Graph
 
 
-def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real], space: NDArray[Real]) -> None:
+def least_sums(table: Table, here: Table, out: Table, space: Table) -> None:
     """out[b] = min over a of here[a] + table[a, b]. `space` for the sums has at least one row."""
     rows, columns = table.shape
     if table.size <= space.size:
@@ -34,10 +29,10 @@ def least_sums(table: NDArray[Real], here: NDArray[Real], out: NDArray[Real], sp
         np.minimum(out, np.minimum.reduce(sums, 0), out=out)
 
 
-def _space(tables: Sequence[NDArray[Real]], kind: type[Real]) -> NDArray[Real]:
+def _space(tables: Sequence[Table]) -> Table:
     """Space for the sums of a whole table, or of as many of its rows as stay in a core's cache."""
     most = max((t.size for t in tables), default=0)
-    return np.empty(max(min(most, CHUNK), max((t.shape[1] for t in tables), default=0)), kind)
+    return np.empty(max(min(most, CHUNK), max((t.shape[1] for t in tables), default=0)))
 
 
 class _Side(NamedTuple):
@@ -92,24 +87,21 @@ class _Call(NamedTuple):
       message: the output, one entry for each column.
     """
 
-    table: NDArray[Any]
-    costs: NDArray[Any]
-    sums: NDArray[Any]
-    message: NDArray[Any]
+    table: Table
+    costs: Table
+    sums: Table
+    message: Table
 
 
 class _Sums:
-    """Tables in one precision, and the arrays for the sums of tables and costs.
+    """Tables, and the arrays for the sums of tables and costs.
 
     Attributes:
       messages: all messages, before their least entry is subtracted.
     """
 
-    def __init__(
-        self, tables: Sequence[NDArray[Any]], levels: Sequence[_Level], along: Sequence[slice], size: int,
-        kind: type[Any],
-    ) -> None:  # fmt: skip
-        self.messages, self._given, self._space = np.empty(size, kind), np.empty(size, kind), _space(tables, kind)
+    def __init__(self, tables: Sequence[Table], levels: Sequence[_Level], along: Sequence[slice], size: int) -> None:
+        self.messages, self._given, self._space = np.empty(size), np.empty(size), _space(tables)
 
         def call(e: int, part: slice) -> _Call:
             table = tables[e]
@@ -179,7 +171,7 @@ class NumpyPasses:
     edges of a level at once: the least entry of a message is subtracted when its variable is visited.
     """
 
-    def __init__(self, graph: Graph, tables: Sequence[Table], singles: Sequence[Single]) -> None:
+    def __init__(self, graph: Graph, tables: Sequence[Table]) -> None:
         self._tables, self._left = tables, graph.left
         self._order: list[int] = graph.order.tolist()
         self._start: list[int] = graph.start.tolist()
@@ -195,19 +187,15 @@ class NumpyPasses:
         self._shape = [(b - a, n) for (a, b), n in zip(itertools.pairwise(self._start), sizes, strict=True)]
         ends = list(itertools.accumulate((degree * n for degree, n in self._shape), initial=0))
         self._to = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        self._graph, self._singles, self._size = graph, singles, ends[-1]
+        self._graph, self._size = graph, ends[-1]
 
     @cached_property
     def _levels(self) -> list[_Level]:
         return _levels(self._graph)
 
     @cached_property
-    def _exact(self) -> _Sums:
-        return _Sums(self._tables, self._levels, self._along, self._size, np.float64)
-
-    @cached_property
-    def _rough(self) -> _Sums:
-        return _Sums(self._singles, self._levels, self._along, self._size, np.float32)
+    def _sums(self) -> _Sums:
+        return _Sums(self._tables, self._levels, self._along, self._size)
 
     @cached_property
     def _bound(self) -> Index:
@@ -217,39 +205,31 @@ class NumpyPasses:
             bound += [v, *(len(self._order) + r for r in self._twin[self._start[v] : self._split[v]])]
         return np.asarray(bound, np.intp)
 
-    def _by_variable(self, messages: NDArray[Any]) -> list[NDArray[Any]]:
+    def _by_variable(self, messages: Table) -> list[Table]:
         """For each variable (edges, values) the messages to it, in the order of its edges."""
         return [messages[to].reshape(shape) for to, shape in zip(self._to, self._shape, strict=True)]
 
-    def send(self, own: Table, messages: Table, how: MessagePass, values: Index) -> float:
-        """Sends messages along all edges in one direction, and may read an assignment into `values`. Returns a lower
-        bound after an exact pass back."""
-        forward, exact, _ = how
-        sums = self._exact if exact else self._rough
-        offsets, leasts, rest = np.zeros(len(self._other)), np.zeros(len(self._other)), np.zeros(len(self._order))
+    def send(self, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
+        """Sends messages along all edges, forward in the order of the visits or back, and may read an assignment into
+        `values`. Returns a lower bound after a pass back."""
+        leasts, rest = np.zeros(len(self._other)), np.zeros(len(self._order))
         for level in self._levels if forward else reversed(self._levels):
             behind, ahead = (level.earlier, level.later) if forward else (level.later, level.earlier)
             if behind.edges.size:
-                there = sums.messages[behind.to]
-                if not exact:
-                    there = there + np.repeat(offsets[behind.edges], behind.counts)
+                there = self._sums.messages[behind.to]
                 leasts[behind.edges] = least = np.minimum.reduceat(there, behind.begins)
                 messages[behind.to] = there - np.repeat(least, behind.counts)
             costs = own[level.values]
             for of, to in level.ranks:
                 costs[of] += messages[to]
-            if how.read:
+            if read:
                 self._read(level, behind, costs.copy(), messages, values)
             if not forward:
                 rest[level.variables] = np.minimum.reduceat(costs, level.begins)
             if not ahead.edges.size:
                 continue
             costs *= level.share
-            given = costs[ahead.of] - messages[ahead.to]
-            if not exact:  # less an offset the rest is small where it matters, and small numbers are precise
-                offsets[ahead.twins] = least = np.minimum.reduceat(given, ahead.begins)
-                given -= np.repeat(least, ahead.counts)
-            sums.send(ahead, given)
+            self._sums.send(ahead, costs[ahead.of] - messages[ahead.to])
         return 0.0 if forward else in_order(np.concatenate((self._left * rest, leasts))[self._bound])
 
     def _read(self, level: _Level, behind: _Side, given: Table, messages: Table, values: Index) -> None:
@@ -275,7 +255,7 @@ class NumpyPasses:
     def excess(self, own: Table, messages: Table) -> Table:
         """For each value, after a pass back, a lower bound of the cost of assignments that have it, less the bound."""
         left, given = self.handed(own, messages)
-        found, space = np.empty(left.size), _space(self._tables, np.float64)
+        found, space = np.empty(left.size), _space(self._tables)
         for mine in self._values:
             found[mine] = left[mine] - left[mine].min()
         for v, split in enumerate(self._split):
@@ -327,7 +307,7 @@ class NumpyPasses:
                 table = self._tables[e]
                 new, old = float(table[after[v], after[j]]), float(table[before[v], before[j]])
                 # where but one end differs, the other one stays at a value that both have
-                change[v if here else j] += min(new, FAR) - min(old, FAR)
+                change[v if here else j] += min(new, FORBIDDEN) - min(old, FORBIDDEN)
                 if here and differ[j]:
                     leader[_root(leader, v)] = _root(leader, j)
         gain = [0.0] * len(before)
