@@ -6,8 +6,8 @@ Two processes on this machine. Three ways take turns in each round, all in the s
 
 - plain: a socket of the same kind with the same buffers; a header of 8 bytes and the value in one `sendmsg`, received
   with `recv_into` into a fresh aligned `np.empty`;
-- link: a letter, `Link.post` to `Link.collect`;
-- edge: a message of a network, from the task that gives it to the task that takes it, `Executor` over `SpreadNetwork`.
+- link: a tagged value, `Link.send_tagged` to `Link.receive_tagged`;
+- edge: a message of a network, from the task that gives it to the task that takes it (`DistributedNetwork`).
 
 `numpy`: from an array on the host to one on the host. `jax`: from an array on a device to one on a device, which each
 way reads with `np.asarray` and puts with `jax.device_put` of the buffer that it received into.
@@ -39,9 +39,9 @@ from rich.table import Table
 
 from shardc.runtime import wire
 from shardc.runtime.actor import Channel, Network, Step
+from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
 from shardc.runtime.link import Link, Packed
-from shardc.runtime.spread import SpreadNetwork
 
 SECRET = b"edges"
 HEAD = struct.Struct("!q")
@@ -105,23 +105,23 @@ class Plain:
         return buffer
 
 
-class Letters:
-    """Messages over a link, as letters."""
+class Tagged:
+    """Messages over a link, under a tag."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
 
     def send(self, data: memoryview) -> None:
-        self.link.post("edge", (b"", [data]))
+        self.link.send_tagged("edge", (b"", [data]))
 
     def receive(self) -> memoryview:
-        return self.link.collect("edge", 60.0)[1][0]
+        return self.link.receive_tagged("edge", 60.0)[1][0]
 
 
 Seconds = list[float]
 
 
-def by_calls(way: Plain | Letters, first: bool, values: Values, x: Any, count: int) -> tuple[Seconds, Seconds]:
+def by_calls(way: Plain | Tagged, first: bool, values: Values, x: Any, count: int) -> tuple[Seconds, Seconds]:
     """Seconds one way and of ping-pongs, measured in the first process; the other one does its part."""
     one_way: Seconds = []
     for _ in range(count):
@@ -186,9 +186,9 @@ class Edge:
 
             return Task(run)
 
-        self.networks: list[tuple[Executor, SpreadNetwork]] = []
+        self.networks: list[tuple[Executor, DistributedNetwork]] = []
         for i, net in enumerate((one_way, turns)):
-            spread = SpreadNetwork(net, 2 * number + i, [[0], [1]], {link.peer: link}, values)
+            spread = DistributedNetwork(net, 2 * number + i, [[0], [1]], {link.peer: link}, values)
             executor = Executor(net, task, share=ProcessShare(spread.mine, spread.ports))
             spread.open(executor.mailboxes, 60.0)
             self.networks.append((executor, spread))
@@ -201,10 +201,10 @@ class Edge:
         (one_way, _), (turns, _) = self.networks
         mine = self._run(one_way)
         if not self.first:
-            self.link.post("times", (b"".join(map(TIME.pack, mine)), ()))
+            self.link.send_tagged("times", (b"".join(map(TIME.pack, mine)), ()))
             self._run(turns)
             return [], []
-        took = [t for (t,) in TIME.iter_unpack(self.link.collect("times", 60.0)[0])]
+        took = [t for (t,) in TIME.iter_unpack(self.link.receive_tagged("times", 60.0)[0])]
         pings = self._run(turns)
         return (
             [end - begin for begin, end in zip(mine, took, strict=True)],
@@ -228,12 +228,12 @@ def measure(args: argparse.Namespace, address: str, first: bool) -> list[dict[st
         count = 100 if size < 1 << 16 else 10 if size < 1 << 23 else 2
         edge = Edge(link, first, values, x, count, number)
 
-        def calls(way: Plain | Letters, values: Values = values, x: Any = x, count: int = count):
+        def calls(way: Plain | Tagged, values: Values = values, x: Any = x, count: int = count):
             return lambda: by_calls(way, first, values, x, count)
 
         ways: dict[str, Callable[[], tuple[Seconds, Seconds]]] = {
             "plain": calls(plain),
-            "link": calls(Letters(link)),
+            "link": calls(Tagged(link)),
             "edge": edge.measure,
         }
         found: dict[str, tuple[Seconds, Seconds]] = {way: ([], []) for way in WAYS}

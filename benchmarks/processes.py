@@ -93,10 +93,10 @@ def psum(devices: list[Any], floats: int) -> Callable[[], Any]:
 
 def agreements(floats: int) -> Callable[[], Any] | None:
     """What all processes of a run exchange in a call with a whole value; None in one process."""
-    from shardc.execute.peers import peers_of_run, value_facts  # noqa: PLC0415 not in one process
+    from shardc.execute.process_group import group_of_run, value_facts  # noqa: PLC0415 not in one process
 
-    peers, x = peers_of_run(), np.ones(floats, np.float32)
-    return None if peers is None else lambda: peers.compare("a call", value_facts(["x"], [x]))
+    group, x = group_of_run(), np.ones(floats, np.float32)
+    return None if group is None else lambda: group.compare("a call", value_facts(["x"], [x]))
 
 
 def seconds_of(fn: Callable[[], Any], calls: int) -> float:

@@ -103,14 +103,14 @@ def on_host(
     return whole
 
 
-def letter_of(x: np.ndarray[Any, Any]) -> Packed:
-    """A whole array of the host as a letter, which says its type itself."""
+def pack_array(x: np.ndarray[Any, Any]) -> Packed:
+    """Pack a whole array of the host, with its type."""
     x = np.asarray(x, order="C")
     return json.dumps([x.dtype.name, x.shape]).encode(), [as_bytes(x)]
 
 
-def array_of(packed: Packed) -> np.ndarray[Any, Any]:
-    """The array of a letter."""
+def unpack_array(packed: Packed) -> np.ndarray[Any, Any]:
+    """The array that `pack_array` has packed."""
     about, (buffer,) = packed
     name, shape = json.loads(about)
     return from_bytes(buffer, shape, jax.numpy.dtype(name))

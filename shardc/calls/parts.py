@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from shardc.arrays.own_part import OwnPart, own_part, whole_shape
 from shardc.arrays.placed import PlacedArray, narrow, put_leaf
 from shardc.errors import ArgumentError, DisagreementError, all_offenders
-from shardc.execute.peers import Peers, given_whole, value_text
+from shardc.execute.process_group import ProcessGroup, given_whole, value_text
 from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Placement
 
@@ -64,21 +64,21 @@ class GivenPart:
         return PlacedArray(physical, shape, part.placement, mesh)
 
 
-def put_parts(parts: Sequence[GivenPart], mesh: Mesh, peers: Peers) -> list[jax.Array]:
+def put_parts(parts: Sequence[GivenPart], mesh: Mesh, group: ProcessGroup) -> list[jax.Array]:
     """The arrays that the parts of all processes make up.
 
     Raises:
       ArgumentError: they do not make up arrays.
       DisagreementError: processes that hold the same part of an array have other values.
     """
-    said = peers.gather("shardc.put(here=True)", {p.path: p.said() for p in parts})
+    said = group.gather("shardc.put(here=True)", {p.path: p.said() for p in parts})
     wrong, unlike = list[str](), list[str]()
     shapes: list[tuple[int, ...]] = []
     own: list[OwnPart] = []
     for part in parts:
         told = {
             k: json.loads(each.get(part.path, '"has no such leaf"'))
-            for k, each in zip(peers.members, said, strict=True)
+            for k, each in zip(group.members, said, strict=True)
         }
         lines = [f"process {k} {fault}" for k, fault in told.items() if isinstance(fault, str)]
         if not lines:

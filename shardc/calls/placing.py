@@ -19,7 +19,7 @@ from shardc.calls.leaves import leaf_of
 from shardc.calls.parts import GivenPart, put_parts
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.execute.far_values import bring
-from shardc.execute.peers import peers_of, settle_all, value_facts
+from shardc.execute.process_group import group_of_mesh, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
 from shardc.machine.devices import is_far
 from shardc.machine.mesh import AnyMesh, view
@@ -61,15 +61,15 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
     if isinstance(mesh, Mesh) and is_far(mesh.devices.flat):
         return jax.tree.unflatten(structure, [put_far(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
-    peers = peers_of(mesh) if isinstance(mesh, Mesh) else None
-    if peers is None or not isinstance(mesh, Mesh):
+    group = group_of_mesh(mesh) if isinstance(mesh, Mesh) else None
+    if group is None or not isinstance(mesh, Mesh):
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
     chosen = [i for i, p in enumerate(placed) if p is not None and is_array(leaves[i])]
     if not here:
-        peers.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
+        group.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
     parts = [GivenPart(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
-    made = put_parts(parts, mesh, peers)
+    made = put_parts(parts, mesh, group)
     whole = dict(zip(chosen, made, strict=True))
     leaves = [whole.get(i, x) for i, x in enumerate(leaves)]
     if placed != _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh):

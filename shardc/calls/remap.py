@@ -117,10 +117,10 @@ class Move:
                 if peer == me():
                     found |= dict(zip(numbers, buffers, strict=True))
                 else:
-                    cluster.link(peer).post(tag, (" ".join(map(str, numbers)).encode(), buffers))
+                    cluster.link(peer).send_tagged(tag, (" ".join(map(str, numbers)).encode(), buffers))
         if me() in takers:
             for peer in givers:
                 if peer != me():
-                    about, buffers = cluster.link(peer).collect(tag, cluster.seat.deadline)
+                    about, buffers = cluster.link(peer).receive_tagged(tag, cluster.config.deadline)
                     found |= dict(zip(map(int, about.split()), buffers, strict=True))
         return found

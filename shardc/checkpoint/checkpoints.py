@@ -38,7 +38,7 @@ from shardc.checkpoint.steps import (
 )
 from shardc.checkpoint.targets import placed_like
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
-from shardc.execute.peers import settle_all
+from shardc.execute.process_group import settle_all
 from shardc.runtime import cluster
 from shardc.versions import VERSION
 

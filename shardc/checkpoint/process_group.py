@@ -9,13 +9,13 @@ from typing import Protocol, TypeVar
 import jax
 
 from shardc.errors import CheckpointError, ShardcError
-from shardc.execute.peers import gathered
+from shardc.execute.process_group import gather_by_jax
 
 T = TypeVar("T")
 
 
 class Islands(Protocol):
-    """The part of a `Seat` that checkpoints read."""
+    """The part of a `RunConfig` that checkpoints read."""
 
     @property
     def islands(self) -> int: ...
@@ -29,7 +29,7 @@ class ClusterPeers(Protocol):
     @property
     def processes(self) -> int: ...
     @property
-    def seat(self) -> Islands: ...
+    def config(self) -> Islands: ...
     def gather(self, name: str, text: str) -> list[str]: ...
     def rejoin(self) -> None: ...
 
@@ -101,7 +101,7 @@ class Group:
 def group_of(peers: ClusterPeers | None) -> Group:
     """The group of a cluster; without one, of the processes that share this JAX runtime."""
     if peers is not None:
-        return Group(peers.me, peers.processes, peers.seat.islands, peers.gather)
+        return Group(peers.me, peers.processes, peers.config.islands, peers.gather)
     if jax.process_count() > 1:
-        return Group(jax.process_index(), jax.process_count(), 1, lambda name, text: gathered(text))
+        return Group(jax.process_index(), jax.process_count(), 1, lambda name, text: gather_by_jax(text))
     return Group(0, 1, 1, lambda name, text: [text])

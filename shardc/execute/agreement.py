@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from shardc.arrays.placed import is_placed
-from shardc.execute.peers import Peers, environment, given_whole, type_text, value_facts
+from shardc.execute.process_group import ProcessGroup, environment, given_whole, type_text, value_facts
 from shardc.machine.devices import processes_of
 from shardc.pipeline.options import PipelineRequest
 from shardc.plan.plan import PlacedProgram
@@ -28,7 +28,7 @@ class Agreement:
 
     Args:
       plan: the plan.
-      peers: gives the processes.
+      group: gives the processes.
       digest: gives the plan's digest.
       placed: whether placements of arguments are compared: not if each lives in one of the processes.
     """
@@ -36,12 +36,12 @@ class Agreement:
     def __init__(
         self,
         plan: PlacedProgram | MpmdPlan,
-        peers: Callable[[], Peers | None],
+        group: Callable[[], ProcessGroup | None],
         digest: Callable[[], str],
         placed: bool = True,
     ) -> None:
-        self.plan, self._peers, self._digest, self._placed = plan, peers, digest, placed
-        self._agreed: Peers | None = None
+        self.plan, self._group, self._digest, self._placed = plan, group, digest, placed
+        self._agreed: ProcessGroup | None = None
         self._calls = 0
 
     def check(self, arrays: Sequence[Any]) -> None:
@@ -53,19 +53,19 @@ class Agreement:
         Raises:
           DisagreementError: the processes differ, in this first call, or in values of the call before this one.
         """
-        peers, program = self._peers(), self.plan.program
+        group, program = self._group(), self.plan.program
         paths, name = program.in_paths, program.name
         wanted = zip(arrays, program.given_avals, strict=False)
-        if peers is None or any(getattr(x, "shape", ()) != aval.shape for x, aval in wanted):
+        if group is None or any(getattr(x, "shape", ()) != aval.shape for x, aval in wanted):
             return  # a cached call that does not fit is not made
         self._calls += 1
-        if self._agreed is not peers:
-            peers.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
-            self._agreed, self._calls = peers, 1
+        if self._agreed is not group:
+            group.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
+            self._agreed, self._calls = group, 1
             return
         facts = _value_facts(paths, arrays)
         if facts or not self._placed:  # a stage that waits for another process learns what that one calls
-            peers.compare(f"{name}, call {self._calls}", facts)
+            group.compare(f"{name}, call {self._calls}", facts)
 
     def agree_on_plan(self) -> None:
         """Agree on the plan alone: before it is compiled, which may be long before the first call.
@@ -73,9 +73,9 @@ class Agreement:
         Raises:
           DisagreementError: the processes have other plans.
         """
-        peers = self._peers()
-        if peers is not None:
-            peers.agree(f"{self.plan.program.name}, compiled", self._plan_facts())
+        group = self._group()
+        if group is not None:
+            group.agree(f"{self.plan.program.name}, compiled", self._plan_facts())
 
     def _facts(self, arrays: Sequence[Any]) -> dict[str, str]:
         paths = self.plan.program.in_paths

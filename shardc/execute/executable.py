@@ -19,7 +19,7 @@ from shardc.arrays.placed import PlacedArray, handed_over, is_placed, put_leaf, 
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.name_nan import name_first
-from shardc.execute.peers import peers_of
+from shardc.execute.process_group import group_of_mesh
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
@@ -136,10 +136,10 @@ class Executable:
     @cached_property
     def agreement(self) -> Agreement | None:
         """The agreement on this plan of the processes that run it; None if it runs in one."""
-        if peers_of(self.mesh) is None:
+        if group_of_mesh(self.mesh) is None:
             return None
         plan, mesh = self.plan, self.mesh
-        return Agreement(plan, lambda: peers_of(mesh), lambda: digest_of([plan]))  # it does not hold this object
+        return Agreement(plan, lambda: group_of_mesh(mesh), lambda: digest_of([plan]))  # it does not hold this object
 
     def _sharded(self) -> Any:
         plan, low = self.plan, self._low
@@ -290,14 +290,14 @@ class Executable:
 
     def _raise_kept(self) -> None:
         """Raise the error of a callback, in all processes that run the program."""
-        peers = peers_of(self.mesh)
-        if peers is None:
+        group = group_of_mesh(self.mesh)
+        if group is None:
             raise_kept(self._low.raised)
             return
         what = f"{self.plan.program.name}, after its callbacks"
-        said = peers.gather(what, {"error": kept_text(self._low.raised)})
+        said = group.gather(what, {"error": kept_text(self._low.raised)})
         raise_kept(self._low.raised)
-        for process, text in zip(peers.members, (each["error"] for each in said), strict=True):
+        for process, text in zip(group.members, (each["error"] for each in said), strict=True):
             if text:
                 raise jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error in process {process}: {text}")
 
@@ -342,8 +342,8 @@ class Executable:
 
     def _run_and_look(self, args: Sequence[Any]) -> tuple[list[Any], str]:
         """The results, and a text if there is a NaN or an infinity in them, in all processes."""
-        peers = peers_of(self.mesh)
-        if peers is None:
+        group = group_of_mesh(self.mesh)
+        if group is None:
             try:
                 return self._keeping(*args), ""
             except FloatingPointError as error:
@@ -353,7 +353,7 @@ class Executable:
             found = self._keeping(*args)
         kinds = [kind for kind, wanted in zip(("nan", "inf"), _looked_for(), strict=True) if wanted]
         here = next((k for k in kinds if any(map(functools.partial(_holds, k), found))), "")
-        said = peers.gather(f"{self.plan.program.name}, looking for NaN", {"kind": here})
+        said = group.gather(f"{self.plan.program.name}, looking for NaN", {"kind": here})
         kind = next((each["kind"] for each in said if each["kind"]), "")
         return found, f"invalid value ({kind}) encountered in {self.plan.program.name}" if kind else ""
 

@@ -1,4 +1,4 @@
-"""The side of one process in a pipeline of several: the network, and values that go besides it.
+"""The part of a pipeline of several processes that runs in this one: its network, and values sent outside of channels.
 
 Besides the messages between stages two kinds of values go from process to process:
 - an argument that several stages read, and that lives with one of them: its home sends it when a call begins;
@@ -19,12 +19,11 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.far import Arrival, FarArray
-from shardc.arrays.pieces import array_of, letter_of, words
+from shardc.arrays.pieces import pack_array, unpack_array, words
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute.far_values import whole
-from shardc.execute.peers import peers_of_run
-from shardc.execute.pull_codec import PullCodec
+from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.stage_codec import StageCodec, StageEdge
@@ -33,9 +32,9 @@ from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
 from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
+from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Packed
-from shardc.runtime.spread import Expected, SpreadNetwork
 from shardc.runtime.stalls import Stall
 from shardc.sbp.signature import is_extended
 
@@ -61,22 +60,21 @@ class FarStages:
                 f"{plan.program.name}: its stages are in processes {who}, which know nothing of each other; start them "
                 "with python -m shardc run --processes n script.py."
             )
-        codec = StageCodec(edges, wide) if cluster.seat.edges == "bytes" else PullCodec(edges, wide, cluster.host)
         self.cluster: Cluster = cluster
         self.places = places
         self.epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = SpreadNetwork(plan.network, number, places.of_rank, links, codec)
+        self.network = DistributedNetwork(plan.network, number, places.of_rank, links, StageCodec(edges, wide))
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.seat.deadline, _look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
 
     def open(self, executor: Executor) -> None:
-        self.network.open(executor.mailboxes, self.cluster.seat.deadline)
+        self.network.open(executor.mailboxes, self.cluster.config.deadline)
         watch, places = executor.watch(), self.places
         self.cluster.waits[self.network.number] = lambda: waits_text(watch.look(), places)
 
@@ -94,19 +92,19 @@ class FarStages:
         value = whole(x)
 
         def packed() -> Packed:
-            return letter_of(np.asarray(words(value)))
+            return pack_array(np.asarray(words(value)))
 
         for peer in to:
             self.network.send_value(run, number, peer, packed)
 
     def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        return _value(_awaited(self.network.expect(run, number, peer), self.cluster.seat.deadline), aval)
+        return _value(_awaited(self.network.expect(run, number, peer), self.cluster.config.deadline), aval)
 
     def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
         """An array of another process whose value is on its way."""
         peer = processes_of(at.mesh.devices.flat)[0]
-        expected, seconds = self.network.expect(run, number, peer), self.cluster.seat.deadline
+        expected, seconds = self.network.expect(run, number, peer), self.cluster.config.deadline
 
         def value() -> np.ndarray[Any, Any]:
             return _value(_awaited(expected, seconds), aval)
@@ -116,29 +114,29 @@ class FarStages:
 
 def _look() -> None:
     """Raise if another process has made another call than this one, which waits for it."""
-    peers = peers_of_run()
-    if peers is not None:
-        peers.look()
+    group = group_of_run()
+    if group is not None:
+        group.look()
 
 
 def _awaited(expected: Expected, seconds: float) -> Packed:
-    """A value that comes from another process. Raises as `Expected.get`, and as soon as it cannot come any more."""
+    """Wait for a value of another process. Raises as `Expected.get`, and as soon as the value will never arrive."""
     until = monotonic() + seconds
     while (left := until - monotonic()) > _LOOK and not expected.is_there:
         with suppress(ClusterError):  # not yet; if it fails, `get` says so again
             return expected.get(_LOOK)
-        if not expected.is_there and (peers := peers_of_run()) is not None:
-            peers.refuse_ended("the last call")
+        if not expected.is_there and (group := group_of_run()) is not None:
+            group.refuse_ended("the last call")
     return expected.get(max(0.0, left))
 
 
-def _close(network: SpreadNetwork, cluster: Cluster) -> None:
+def _close(network: DistributedNetwork, cluster: Cluster) -> None:
     cluster.waits.pop(network.number, None)
     network.close()
 
 
 def waits_text(stalls: Sequence[Stall], places: RankProcesses) -> str:
-    """For whom this process has waited longest: `process 1 (rank 0 before 2B3, 4 s)`. Empty if for none."""
+    """The process that this one has waited for longest: `process 1 (rank 0 before 2B3, 4 s)`. Else empty."""
     far = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
     if not far:
         return ""
@@ -154,5 +152,5 @@ def lives_on(x: Any, stage: StageArray) -> bool:
 
 
 def _value(packed: Packed, aval: Any) -> Any:
-    value = array_of(packed)
+    value = unpack_array(packed)
     return compat.keys_of_words(jax.numpy.asarray(value), aval.dtype) if is_extended(aval.dtype) else value

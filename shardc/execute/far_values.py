@@ -10,10 +10,10 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.far import FarArray, is_far
-from shardc.arrays.pieces import array_of, letter_of, words
+from shardc.arrays.pieces import pack_array, unpack_array, words
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.errors import ClusterError
-from shardc.execute.peers import peers_of_run
+from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.sbp.signature import is_extended
@@ -29,7 +29,7 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
     if cluster is None or cluster.processes == 1:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
-    if cluster.seat.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
+    if cluster.config.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
         return list(leaves)  # one program gathers them
     brought = iter(_bring([p for ps in parts for p in ps], cluster))
     return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
@@ -52,10 +52,10 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
 
 
 def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
-    peers = peers_of_run()
-    assert peers is not None
+    group = group_of_run()
+    assert group is not None
     marks = "".join("-" if is_far(x) else "+" for x in parts)
-    said = [facts["has"] for facts in peers.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
+    said = [facts["has"] for facts in group.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
         without = [p for p, has in enumerate(said) if has[i] == "-"]
@@ -65,20 +65,20 @@ def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
 
 
 def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
-    """One value. The first process that has it, with those of its runtime, sends it to those that have it not."""
+    """Bring one value: the first process that has it sends it to those that do not."""
     givers = [p for p in range(cluster.processes) if p not in without]
     if not givers:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        value = array_of(cluster.link(givers[0]).collect(tag, cluster.seat.deadline))
+        value = unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline))
         return compat.keys_of_words(jax.numpy.asarray(value), x.dtype) if is_extended(x.dtype) else value
-    if cluster.me in cluster.seat.island(givers[0]) and isinstance(x, jax.Array):
+    if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
-            letter = letter_of(np.asarray(words(value)))
+            letter = pack_array(np.asarray(words(value)))
             for peer in without:
-                cluster.link(peer).post(tag, letter)
+                cluster.link(peer).send_tagged(tag, letter)
     return x
 
 

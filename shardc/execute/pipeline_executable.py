@@ -21,7 +21,7 @@ from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskE
 from shardc.execute.agreement import Agreement
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, lives_on
-from shardc.execute.peers import peers_of_run
+from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.stage_edges import StageEdges
@@ -165,7 +165,7 @@ class PipelineExecutable:
         if not self.places.are_several:
             return None
         plan = self.plan
-        return Agreement(plan, peers_of_run, lambda: plan.digest, placed=False)  # it does not hold this object
+        return Agreement(plan, group_of_run, lambda: plan.digest, placed=False)  # it does not hold this object
 
     # -- compiled programs
 

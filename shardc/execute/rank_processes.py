@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from shardc.errors import MeshError, all_offenders
 from shardc.execute.executable import other_runtimes_text
 from shardc.machine.devices import me, processes_of, runtimes_of
+from shardc.runtime.cluster import processes_text
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class RankProcesses:
 
     def text(self, rank: int) -> str:
         """The processes of a rank: `process 1` or `processes 2, 3`."""
-        return f"process{'es' if len(self.of_rank[rank]) > 1 else ''} {_text(self.of_rank[rank])}"
+        return processes_text(self.of_rank[rank])
 
 
 def _text(processes: Sequence[int]) -> str:

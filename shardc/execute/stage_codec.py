@@ -85,7 +85,7 @@ class StageEdge:
 
 
 class StageCodec:
-    """The codec of a pipeline's network (`shardc.runtime.spread.Codec`).
+    """The codec of a pipeline's network (`shardc.runtime.distributed_network.Codec`).
 
     Args:
       edges: the values of each channel between processes; empty for other channels.

@@ -1,14 +1,14 @@
 """Agents: launchers on other hosts, which start and kill processes for the supervisor of the run.
 
 An agent is a client of the run's store, with the number -1 - i for process i. It reports `here`, `ended` and `output`;
-the supervisor tells it to `start`, `kill` and `interrupt` its process, and to `end`.
+the supervisor asks it to `start`, `kill` and `interrupt` its process, and to `end`.
 """
 
 from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +18,18 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.local_process import LocalProcess
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
-from shardc.runtime.store import Store
+from shardc.runtime.cluster import processes_text
+from shardc.runtime.store import Store, StoreServer
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """A name of this host that no other host or container has."""
+    """A unique name of this host or container."""
     return f"{platform.node()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
@@ -35,11 +37,11 @@ def host_id() -> str:
 
 
 class RemoteProcess:
-    """A process that an agent starts. Until the agent reports, it is not `here`.
+    """A process that an agent starts. It is `here` once the agent has connected.
 
     Args:
       number: of the process.
-      tell: tells the agent of an event.
+      notify: sends an event to the agent.
       events: of the supervisor.
       screen: shows output that the agent forwards.
     """
@@ -47,14 +49,14 @@ class RemoteProcess:
     def __init__(
         self,
         number: int,
-        tell: Callable[[Mapping[str, Any]], object],
+        notify: Callable[[Mapping[str, Any]], object],
         events: SimpleQueue[Event],
         screen: Screen | None = None,
     ) -> None:
         self.number = number
         self.host = ""
         """The name of the agent's host."""
-        self._tell, self._events, self._screen = tell, events, screen
+        self._notify, self._events, self._screen = notify, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
         self._start = 0
@@ -67,7 +69,7 @@ class RemoteProcess:
         return self._here.is_set()
 
     def reported(self, said: Mapping[str, Any]) -> None:
-        """Take a report of the agent, in a thread of the store."""
+        """Handle a report of the agent. Runs in a thread of the store."""
         match said["what"]:
             case "here":
                 self.host = said["host"]
@@ -83,34 +85,34 @@ class RemoteProcess:
                 self._events.put(("ended", self.number, said["start"], said["code"]))
 
     def lost(self) -> None:
-        """Take notice that the connection of the agent has ended."""
+        """Handle the end of the agent's connection."""
         with self._changing:
             self._here.clear()
             self._ended.set()
             self._events.put(("host lost", self.number, self._start))
 
     def wait_until_here(self, seconds: float) -> bool:
-        """Wait for the agent to report. False: it has not in time."""
+        """Wait for the agent to connect. Returns whether it has in time."""
         return self._here.wait(seconds)
 
     def start(self, job: Job) -> None:
-        self._here.wait(0 if job.start > 1 else job.seat.deadline)
+        self._here.wait(0 if job.start > 1 else job.config.deadline)
         with self._changing:
             if not self.is_here:
                 raise ClusterError("the launcher of its host is lost")
             self._ended.clear()
             self._start, self._tail = job.start, []
-        self._tell({"event": "start", "job": job.to_json(secret=False)})
+        self._notify({"event": "start", "job": job.to_json(secret=False)})
 
     def kill(self) -> None:
-        self._tell({"event": "kill"})
+        self._notify({"event": "kill"})
 
     def interrupt(self) -> None:
-        self._tell({"event": "interrupt"})
+        self._notify({"event": "interrupt"})
 
     def end(self, code: int) -> None:
         """End the agent with this exit code."""
-        self._tell({"event": "end", "code": code})
+        self._notify({"event": "end", "code": code})
 
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
@@ -119,27 +121,66 @@ class RemoteProcess:
         return self._tail
 
 
-def meet(remotes: Sequence[RemoteProcess], seconds: float, address: str, events: SimpleQueue[Event]) -> bool:
-    """Wait for the agents of a run. False: the user has interrupted it.
+class Agents:
+    """The agents of a run, and its store, which they connect to.
 
-    Raises:
-      ClusterError: some did not come in time; it names them.
+    Args:
+      address: where the store listens.
+      secret: of the run.
+
+    Attributes:
+      remotes: the processes that agents start, by number.
+      server: of the store.
+      events: of the supervisor.
     """
-    until = monotonic() + seconds
-    while missing := [r.number for r in remotes if not r.is_here]:
-        if monotonic() > until:
-            who = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise ClusterError(
-                f"{who} did not come within {seconds:g} s. Process 0 waits at {address}: if that is no address that "
-                "other hosts reach, give --bind an address or a network interface; if hosts only start late, give "
-                "--deadline more seconds."
-            )
-        try:
-            if events.get(timeout=0.1)[0] == "interrupt":
-                return False
-        except Empty:
-            continue
-    return True
+
+    def __init__(self, address: str, secret: bytes, events: SimpleQueue[Event]) -> None:
+        self.remotes: dict[int, RemoteProcess] = {}
+        self.events = events
+        self.server = StoreServer(address, secret, self._on_end, self._on_report)
+
+    def add(self, remote: RemoteProcess) -> None:
+        self.remotes[remote.number] = remote
+
+    def notifier(self, process: int) -> Callable[[Mapping[str, Any]], object]:
+        """A function that sends an event to the agent of a process."""
+        return lambda event: self.server.notify(-1 - process, event)
+
+    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
+        if process >= 0:
+            self.events.put(("report", process, said))
+        elif (remote := self.remotes.get(-1 - process)) is not None:
+            remote.reported(said)
+
+    def _on_end(self, process: int) -> None:
+        if process < 0 and (remote := self.remotes.get(-1 - process)) is not None:
+            remote.lost()
+
+    def meet(self, seconds: float) -> bool:
+        """Wait for all agents. False: the user has interrupted the run.
+
+        Raises:
+          ClusterError: some did not come in time; it names them.
+        """
+        until = monotonic() + seconds
+        while missing := [r.number for r in self.remotes.values() if not r.is_here]:
+            if monotonic() > until:
+                raise ClusterError(
+                    f"{processes_text(missing)} did not come within {seconds:g} s. Process 0 waits at "
+                    f"{self.server.address}: if that is no address that other hosts reach, give --bind an address or a "
+                    "network interface; if hosts only start late, give --deadline more seconds."
+                )
+            try:
+                if self.events.get(timeout=0.1)[0] == "interrupt":
+                    return False
+            except Empty:
+                continue
+        return True
+
+    def end(self, code: int) -> None:
+        """End all agents with this exit code."""
+        for remote in self.remotes.values():
+            remote.end(code)
 
 
 # -- on the other hosts
@@ -147,25 +188,23 @@ def meet(remotes: Sequence[RemoteProcess], seconds: float, address: str, events:
 
 @dataclass(frozen=True)
 class Post:
-    """The place of an agent.
+    """The configuration of an agent.
 
     Attributes:
       address: of the run's store.
       secret: of the run.
       process: number of the process that it starts.
       bind: the address of this host for other processes; empty for that by which it reaches the store.
-      deadline: seconds to wait for the store.
     """
 
     address: str
     secret: bytes
     process: int
     bind: str = ""
-    deadline: float = 600.0
 
 
 class _Forward:
-    """Shows output on the screen of the supervisor."""
+    """Forwards output to the screen of the supervisor."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
@@ -186,7 +225,7 @@ class _Forward:
 
 def serve(
     post: Post,
-    handle: Callable[[Shows | None, Callable[[int, int, int], None]], LocalProcess],
+    options: RunOptions,
     events: SimpleQueue[Event],
     prepare: Callable[[Job], Job] = lambda job: job,
     forwards: bool = False,
@@ -194,15 +233,15 @@ def serve(
     """Serve as an agent until the run ends. Returns the exit code of the run.
 
     Args:
-      handle: makes the process, from what shows its output and what is called at its end.
+      options: of the run.
       events: `("interrupt",)` when this agent is asked to end.
       prepare: completes a job on this host.
       forwards: whether the supervisor shows the process's output.
     """
     forward = _Forward() if forwards else None
-    process = handle(forward, lambda *end: events.put(("ended", *end)))
+    process = LocalProcess(post.process, options, forward, events)
     store = Store(
-        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), post.deadline
+        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), options.deadline
     )
     if forward is not None:
         forward.store = store
@@ -217,8 +256,8 @@ def serve(
 
 
 def _with_links(job: Job, host: str) -> Job:
-    """The job with an address for links, if the supervisor leaves that to the agent."""
-    return job if job.seat.links else replace(job, seat=replace(job.seat, links=f"{host}:0"))
+    """The job with an address for links on this host, if the supervisor has not chosen one."""
+    return job if job.config.links else replace(job, config=replace(job.config, links=f"{host}:0"))
 
 
 def _obey(

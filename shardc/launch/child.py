@@ -1,8 +1,8 @@
-"""One process of a run: it joins the run, prepares JAX, runs the script and leaves with the others.
+"""The main program of a process of a run: joins the run, prepares JAX, runs the script and leaves with the others.
 
     python -m shardc.launch.child DESCRIPTOR [-m] script arguments...
 
-The descriptor is a pipe from whoever starts it: one line, the job; its end means that the starter is gone.
+The descriptor is a pipe from the launcher: it carries one line, the job, and is closed when the launcher ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn
 
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
-from shardc.execute.peers import settle_all
+from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
@@ -37,7 +37,7 @@ _log: Final = logging.getLogger("shardc")
 
 
 def main() -> None:
-    """Run as the process that the job describes."""
+    """Run the process that the job describes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     pipe = int(sys.argv[1])
     os.set_inheritable(pipe, False)
@@ -46,9 +46,9 @@ def main() -> None:
     with suppress(AttributeError):  # a script may be started without them
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        cluster = runs.join(job.seat, allocate)
+        cluster = runs.join(job.config, allocate)
     except ClusterError as error:
-        sys.exit(f"process {job.seat.me} cannot join the run: {error}")
+        sys.exit(f"process {job.config.me} cannot join the run: {error}")
     cluster.on_orphaned = lambda: _orphaned(job)
     atexit.register(runs.leave)
     try:
@@ -57,7 +57,7 @@ def main() -> None:
         prepare_jax(cluster, job)
         run_script(sys.argv[2:])
         settle_all()  # the values of the last call
-    except BaseException as error:  # noqa: BLE001 - told to the launcher; Python's own end would wait in a barrier
+    except BaseException as error:  # noqa: BLE001 - reported to the launcher; Python's own end would wait in a barrier
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             fail(cluster, job, error)
     _end(cluster, job)
@@ -80,7 +80,7 @@ def _watch(pipe: int, job: Job) -> None:
 
 
 def _orphaned(job: Job) -> None:
-    """End this process at once, and all that it has started: nobody watches it."""
+    """Kill this process and its children: its launcher has ended."""
     if job.private:
         shutil.rmtree(job.private, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
@@ -90,7 +90,7 @@ def _orphaned(job: Job) -> None:
 
 
 def run_script(words: list[str]) -> None:
-    """Run a script, or with `-m` a module, as Python does with these words on its command line."""
+    """Run a script, or with `-m` a module, as `python` does with these arguments."""
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
@@ -103,7 +103,7 @@ def run_script(words: list[str]) -> None:
 
 
 def _end(cluster: Cluster, job: Job) -> None:
-    """Leave when all scripts have ended: an exit waits in the barrier of `jax.distributed`."""
+    """Wait until all scripts have ended, then return: an exit waits in the barrier of `jax.distributed`."""
     _flush()
     cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
     if not cluster.wait_to_leave():
@@ -114,7 +114,7 @@ def _end(cluster: Cluster, job: Job) -> None:
 
 
 def fail(cluster: Cluster, job: Job, error: BaseException) -> NoReturn:
-    """Tell the launcher of an error, and end at once."""
+    """Report an error to the launcher, and end at once."""
     text, code = error_text(error)
     _flush()
     if job.log and text:
@@ -152,7 +152,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def error_text(error: BaseException) -> tuple[str, int]:
-    """An error as Python prints it at the end of a script, and the exit code that Python gives."""
+    """The text that Python prints for an uncaught error, and its exit code."""
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
             return "", error.code & 0xFF
@@ -168,7 +168,7 @@ def error_text(error: BaseException) -> tuple[str, int]:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script on."""
+    """The traceback without the frames of the launcher."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file not in (__file__, runpy.__file__) and file != "<frozen runpy>":

@@ -1,4 +1,4 @@
-"""Failures of processes: which came first, and how they are told."""
+"""Failures of processes: their order, and how they are printed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _FATE: Final = "JAX distributed service detected fatal errors"
-"""jaxlib writes this when it ends a process because another one died."""
+"""Text that jaxlib prints when it ends a process because another one died."""
 _HEAD_START: Final = 0.5
-"""Seconds by which a death counts as earlier: others see its closed connections before the launcher sees its end."""
+"""Seconds subtracted from the time of a death: other processes see its closed connections before the launcher sees
+its end."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The bad end of a process.
+    """How a process failed: exit code or signal, error text, last lines of output.
 
     Attributes:
       process: its number.
@@ -39,19 +40,19 @@ class Failure:
 
     @property
     def is_fate(self) -> bool:
-        """Whether JAX has ended it because another process of its island has ended."""
+        """Whether JAX ended this process because another one of its island had ended."""
         return any(_FATE in line for line in self.tail)
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sorts failures by their part in the end of a run: the first one is its cause."""
+        """Sort key of failures: the smallest is the cause of the end of the run."""
         return self.follows or self.is_fate, self.when - _HEAD_START * (
             self.why.startswith("killed") and self.code != 128 + signal.SIGABRT
         )
 
 
 def shell_code(returned: int) -> int:
-    """The exit code that a shell gives for what `Popen.returncode` says: 128 + n for signal n."""
+    """The exit code of a shell for a `Popen.returncode`: 128 + n for signal n."""
     return 128 - returned if returned < 0 else returned
 
 
@@ -65,7 +66,7 @@ def why_ended(returned: int) -> str:
 
 
 def failure_of(process: int, returned: int, reported: dict[str, Any] | None, when: float) -> Failure:
-    """The failure of a process that ended with a code other than 0, or so reported."""
+    """The failure of a process that ended with a code other than 0, or reported an error."""
     if reported is None:
         return Failure(process, shell_code(returned), why_ended(returned), when=when)
     return Failure(process, int(reported["code"]), reported["why"], reported["text"], when,
@@ -76,8 +77,8 @@ def prefixed(process: int, lines: Sequence[str]) -> str:
     return "\n".join(f"process {process}| {line}".rstrip() for line in lines)
 
 
-def told(failure: Failure, processes: int) -> str:
-    """A failure in full. The standard error of process 0 has been shown already."""
+def failure_text(failure: Failure, processes: int) -> str:
+    """The full text of a failure. The standard error of process 0 has been shown already."""
     lines = [*failure.tail, *failure.text.splitlines()]
     shown = prefixed(failure.process, lines) if failure.process else failure.text.rstrip()
     if failure.text or processes == 1:
@@ -90,6 +91,6 @@ def _sentence(failure: Failure) -> str:
     return f"process {failure.process} {lost}{failure.why}."
 
 
-def told_briefly(failure: Failure) -> str:
+def failure_line(failure: Failure) -> str:
     why = "ended by JAX, as a process of its island had ended" if failure.is_fate else failure.why
     return f"process {failure.process}| {why}"

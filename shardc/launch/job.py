@@ -1,4 +1,5 @@
-"""The description of a process that is started: its seat and what it sets up before the script, as text."""
+"""The description of a process to start, which can be written as text: its configuration and its setup before the
+script."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 
 _COUNT: Final = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 _THREADS: Final = 32
@@ -21,7 +22,7 @@ class Job:
     """A process to start.
 
     Attributes:
-      seat: its place in the run.
+      config: its configuration in the run.
       start: how often the process has been started so far, this start included.
       cache: directory of compiled programs; empty if there is none.
       visible: numbers of the accelerators that it uses, `0,1`; empty for all.
@@ -29,7 +30,7 @@ class Job:
       log: the file of its output, to which it appends its failure; empty if there is none.
     """
 
-    seat: Seat
+    config: RunConfig
     start: int = 1
     cache: str = ""
     visible: str = ""
@@ -37,16 +38,16 @@ class Job:
     log: str = ""
 
     def to_json(self, secret: bool = True) -> str:
-        """The job as one line; without the run's secret if its reader has that already."""
-        seat = replace(self.seat, secret=self.seat.secret if secret else b"")
-        return json.dumps({**asdict(self), "seat": {**asdict(seat), "secret": seat.secret.hex()}})
+        """The job as one line of JSON; without the secret for a reader that has it already."""
+        config = replace(self.config, secret=self.config.secret if secret else b"")
+        return json.dumps({**asdict(self), "config": {**asdict(config), "secret": config.secret.hex()}})
 
     @classmethod
     def from_json(cls, text: str, secret: bytes = b"") -> Job:
         data = json.loads(text)
-        seat = data.pop("seat")
-        seat["secret"] = bytes.fromhex(seat["secret"]) or secret
-        return cls(Seat(**seat), **data)
+        config = data.pop("config")
+        config["secret"] = bytes.fromhex(config["secret"]) or secret
+        return cls(RunConfig(**config), **data)
 
 
 @dataclass(frozen=True)

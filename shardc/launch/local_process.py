@@ -1,4 +1,4 @@
-"""A process of a run that this process has started."""
+"""A process of a run that is a child of this one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import sys
 import termios
 import threading
 import tty
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Final, Protocol
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
 
 from shardc.errors import ClusterError
-from shardc.launch.job import Job, Script
+from shardc.launch.job import Job
+from shardc.launch.options import RunOptions
 from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
 
 _PIPE_BYTES: Final = 1 << 20
-"""A process that prints less than this goes on while its launcher is stopped."""
+"""Size of the output pipe. A process that prints less goes on while its launcher is stopped."""
 _F_SETPIPE_SZ: Final = 1031
 LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
 _END_SECONDS: Final = 10.0
-"""So long a process that is killed may take to end."""
+"""Seconds that a killed process may take to end."""
 
 
 class Shows(Protocol):
@@ -42,7 +43,7 @@ class ProcessHandle(Protocol):
     number: int
 
     def start(self, job: Job) -> None:
-        """Start it. Whoever made this handle is told its number, start and return code when it ends.
+        """Start the process. Its end is reported to the maker of this handle: number, start, return code.
 
         Raises:
           ClusterError: it cannot be started again.
@@ -51,7 +52,7 @@ class ProcessHandle(Protocol):
 
     def kill(self) -> None: ...
     def interrupt(self) -> None:
-        """Do as Ctrl-C does."""
+        """Interrupt it, as Ctrl-C does."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -68,22 +69,17 @@ class LocalProcess:
 
     Args:
       number: of the process.
-      script: it runs this.
+      options: of the run: its script, and the file that the output is appended to.
       screen: shows its output; None keeps only the tail of its standard error.
-      log: the file that its output is appended to.
-      on_end: called with the number, the start and the return code of each process that ends, in a thread.
+      events: gets `("ended", number, start, return code)` at each end.
     """
 
     def __init__(
-        self,
-        number: int,
-        script: Script,
-        screen: Shows | None,
-        log: Path | None,
-        on_end: Callable[[int, int, int], None],
+        self, number: int, options: RunOptions, screen: Shows | None, events: SimpleQueue[tuple[Any, ...]]
     ) -> None:
         self.number = number
-        self._script, self._screen, self._log, self._on_end = script, screen, log, on_end
+        self._script, self._screen, self._events = options.script, screen, events
+        self._log = options.log_of(number)
         self._ended = threading.Event()
         self._ended.set()
         self._tail = Tail()
@@ -93,7 +89,7 @@ class LocalProcess:
         self._file = -1
 
     def start(self, job: Job) -> None:
-        self.kill()  # an agent may be told of a start before it has noticed that another one is over
+        self.kill()  # an agent may get a start before it has noticed that another one is over
         if not self.wait(_END_SECONDS):
             raise ClusterError(f"its last start was killed, and has not ended within {_END_SECONDS:g} s")
         for pump in self._pumps:
@@ -101,20 +97,21 @@ class LocalProcess:
         self._ended.clear()
         self._tail = Tail()
         self._open_log(job.start)
-        seat_end, lifeline = os.pipe()
+        job = replace(job, log=str(self._log.absolute()) if self._log else "")
+        job_end, lifeline = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "shardc.launch.child", str(seat_end), *self._script.command()],
+                [sys.executable, "-m", "shardc.launch.child", str(job_end), *self._script.command()],
                 env=self._script.environment(),
                 stdin=None if self.number == 0 else subprocess.DEVNULL,
                 stdout=out[1],
                 stderr=err[1],
-                pass_fds=[seat_end],
+                pass_fds=[job_end],
                 start_new_session=True,
             )
         finally:
-            for descriptor in (seat_end, out[1], err[1]):
+            for descriptor in (job_end, out[1], err[1]):
                 os.close(descriptor)
         self._pumps = [
             Pump(out[0], self._takes(1), f"shardc output of process {self.number}"),
@@ -134,7 +131,7 @@ class LocalProcess:
             write_all(self._file, f"== process {self.number}, start {start}\n".encode())
 
     def _channel(self, descriptor: int) -> tuple[int, int]:
-        """The two ends of a pipe; of a terminal, if the user sees the output in one."""
+        """The two ends of a pipe, or of a pseudo-terminal if the output is shown in a terminal."""
         if self._screen is None or not self._screen.is_terminal(descriptor):
             ends = os.pipe()
             with suppress(OSError):  # a limit of the system: then a pipe holds 64 KiB
@@ -163,7 +160,7 @@ class LocalProcess:
             code = popen.wait()
         os.close(lifeline)
         self._ended.set()
-        self._on_end(self.number, start, code)
+        self._events.put(("ended", self.number, start, code))
 
     def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -192,7 +189,7 @@ class LocalProcess:
         return self._tail.lines(LINES)
 
     def close(self) -> None:
-        """Wait until its output is shown. It has ended."""
+        """Wait until all output of the ended process is shown."""
         self._drain()
         if self._file >= 0:
             os.close(self._file)

@@ -10,26 +10,22 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Final
 
 from shardc.errors import ClusterError
-from shardc.launch.agent import Post, RemoteProcess, meet, serve
+from shardc.launch.agent import Agents, Post, RemoteProcess, serve
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
 from shardc.launch.under_a_cluster import interface_address
-from shardc.runtime.cluster import Seat
-from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret
 
 _LOOPBACK: Final = "127.0.0.1"
 _START_SECONDS: Final = 120.0
-"""So long a new actor may take to report."""
+"""Seconds that a new actor may take to connect."""
 
 
 def run_on_ray(options: RunOptions, processes: int) -> int:
@@ -57,9 +53,9 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
 class _RayProcess(RemoteProcess):
     """A process that an actor starts. A new actor takes the place of one that has died."""
 
-    def __init__(self, number: int, tell: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
+    def __init__(self, number: int, notify: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
                  screen: Screen | None, make_actor: Callable[[int], Any]) -> None:  # fmt: skip
-        super().__init__(number, tell, events, screen)
+        super().__init__(number, notify, events, screen)
         self._make_actor = make_actor
         self.actor: Any = make_actor(number)
 
@@ -80,29 +76,18 @@ class _RayRun:
         self._nodes = [n for n in ray.nodes() if n["Alive"]]
         self._gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
         self._host = self._reached()
-        self._remotes: list[_RayProcess] = []
-        self._server = StoreServer(f"{self._host}:0", self._secret, self._on_end, self._on_report)
+        self._agents = Agents(f"{self._host}:0", self._secret, events)
 
     def _reached(self) -> str:
-        """The address of this host for the actors."""
+        """The address by which actors reach this host."""
         if self._options.bind:
             return interface_address(self._options.bind)
         if len(self._nodes) == 1:
             return _LOOPBACK
         return self._ray.util.get_node_ip_address()
 
-    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
-        if process >= 0:
-            self._events.put(("report", process, said))
-        elif -1 - process < len(self._remotes):
-            self._remotes[-1 - process].reported(said)
-
-    def _on_end(self, process: int, left: bool) -> None:
-        if process < 0 and -1 - process < len(self._remotes):
-            self._remotes[-1 - process].lost()
-
     def run(self) -> int:
-        """Place the actors, run, and take them away."""
+        """Place the actors, run, and remove them."""
         group = self._place()
         code = INTERRUPTED
         try:
@@ -118,21 +103,17 @@ class _RayRun:
 
             for p in range(self._processes):
                 shown = self._screen if p == 0 else None
-                self._remotes.append(_RayProcess(p, self._teller(p), self._events, shown, make_actor))
-            if meet(self._remotes, self._options.deadline, self._server.address, self._events):
+                self._agents.add(_RayProcess(p, self._agents.notifier(p), self._events, shown, make_actor))
+            if self._agents.meet(self._options.deadline):
                 code = self._supervise()
         finally:
-            for remote in self._remotes:
-                remote.end(code)
-            self._server.close()
+            self._agents.end(code)
+            self._agents.server.close()
             self._ray.util.remove_placement_group(group)
         return code
 
-    def _teller(self, process: int) -> Callable[[Mapping[str, Any]], object]:
-        return lambda event: self._server.tell(-1 - process, event)
-
     def _post(self, process: int) -> Post:
-        return Post(self._server.address, self._secret, process, deadline=self._options.deadline)
+        return Post(self._agents.server.address, self._secret, process)
 
     def _place(self) -> Any:
         bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
@@ -147,12 +128,10 @@ class _RayRun:
         return group
 
     def _supervise(self) -> int:
-        options = self._options
-        seat = Seat(
-            0, self._processes, options.islands, self._server.address, self._secret, "", 0,
-            options.restarts, options.silence, options.deadline, options.edges,
-        )  # fmt: skip
-        return Supervisor(Job(seat), self._remotes, self._screen, lambda job: job, self._server, self._events).run()
+        server = self._agents.server
+        job = self._options.job(self._processes, server.address, self._secret)
+        remotes = list(self._agents.remotes.values())
+        return Supervisor(job, remotes, self._screen, lambda job: job, server, self._events).run()
 
 
 class _Actor:
@@ -163,11 +142,4 @@ class _Actor:
         with suppress(OSError):
             os.chdir(directory)
 
-        def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
-            return LocalProcess(post.process, options.script, shows, options.log_of(post.process), on_end)
-
-        def prepare(job: Job) -> Job:
-            log = options.log_of(post.process)
-            return replace(job, log=str(log.absolute()) if log else "")
-
-        return serve(post, handle, SimpleQueue(), prepare, forwards=post.process == 0)
+        return serve(post, options, SimpleQueue(), forwards=post.process == 0)

@@ -17,7 +17,6 @@ from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Event, Supervisor
-from shardc.runtime.cluster import Seat
 from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret
 
@@ -34,30 +33,16 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
             f"unix:{private}/store", secret, on_report=lambda process, said: events.put(("report", process, said))
         )
         try:
-            seat = Seat(
-                0, processes, options.islands, server.address, secret, "", 0,
-                options.restarts, options.silence, options.deadline, options.edges,
-            )  # fmt: skip
-            job = Job(seat, private=str(private))
-            handles = [
-                LocalProcess(
-                    p,
-                    options.script,
-                    screen if p == 0 else None,
-                    options.log_of(p),
-                    lambda *end: events.put(("ended", *end)),
-                )
-                for p in range(processes)
-            ]
+            job = options.job(processes, server.address, secret, str(private))
+            handles = [LocalProcess(p, options, screen if p == 0 else None, events) for p in range(processes)]
 
             def job_of(job: Job) -> Job:
-                me, log = job.seat.me, options.log_of(job.seat.me)
-                island = seat.island(me).start
+                me = job.config.me
+                island = job.config.island(me).start
                 return replace(
                     job,
-                    seat=replace(job.seat, links=f"unix:{private}/{me}.{job.start}"),
+                    config=replace(job.config, links=f"unix:{private}/{me}.{job.start}"),
                     cache=str(private / f"programs-{island}") if options.restarts else "",
-                    log=str(log.absolute()) if log else "",
                 )
 
             code = Supervisor(job, handles, screen, job_of, server, events).run()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from shardc.errors import ClusterError
-from shardc.launch.job import Script
+from shardc.launch.job import Job, Script
+from shardc.runtime.cluster import RunConfig
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is asked to do. `python -m shardc run --help` explains each."""
+    """The options of a run. `python -m shardc run --help` explains each."""
 
     script: Script
     processes: int | None = None
@@ -25,10 +26,17 @@ class RunOptions:
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
-    edges: Literal["bytes", "pull"] = "bytes"
 
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
+
+    def job(self, processes: int, store: str, secret: bytes, private: str = "") -> Job:
+        """The job of process 0 at its first start; the supervisor makes those of the others of it."""
+        config = RunConfig(
+            me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
+            restarts=self.restarts, silence=self.silence, deadline=self.deadline,
+        )  # fmt: skip
+        return Job(config, private=private)
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""
@@ -71,8 +79,6 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     secret = "a file that all hosts can read, whose content lets processes in; without it one in ~/.shardc"
     add("--secret", type=Path, metavar="FILE", help=secret)
     add("--bind", metavar="HOST", help="address of this host that others reach")
-    edges = "values between stages: bytes over links, or pulled through JAX's transfer server (default: bytes)"
-    add("--edges", choices=("bytes", "pull"), default="bytes", help=edges)
     add("--ray", action="store_true", help="start the processes as actors of Ray")
     add("-m", dest="module", action="store_true", help="the script is the name of a module")
     add("script")
@@ -98,7 +104,7 @@ def read_options(args: argparse.Namespace) -> RunOptions:
     script = Script(args.script, tuple(args.arguments), args.module, args.devices)
     return RunOptions(
         script, args.processes, args.islands, args.restarts, args.log, args.silence, args.deadline,
-        args.secret, args.bind, args.ray, args.edges,
+        args.secret, args.bind, args.ray,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Output of processes: what the user sees, and what is kept of the rest."""
+"""Output of processes: what is shown, and what is kept for error messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import Final, TypeAlias
 
 Take: TypeAlias = Callable[[bytes], None]
-"""Takes a piece of output. An OSError means that nobody reads it any more."""
+"""Consumer of a piece of output. Raises OSError if nobody reads it any more."""
 
 _NOISE: Final = b"[Gloo] Rank"
 _REST: Final = re.compile(
     rb"\d*( is connected to )?\d*( peer ranks\. )?(Expected number of connected peer ranks is : )?\d*"
 )
 _HELD_SECONDS: Final = 0.05
-"""So long the beginning of a line is held back: it may become a line of noise, or its end may come."""
+"""Seconds that an incomplete line is held back, until its end comes or it turns out not to be noise."""
 _TAIL: Final = 1 << 16
 
 
@@ -34,7 +34,7 @@ class WithoutNoise:
         self._take = take
         self._at_start, self._in_noise = True, False
         self._ends = 0
-        """Ends of lines of noise that are still to come."""
+        """Remainders of noise lines that have not arrived yet."""
         self.held = b""
         """The beginning of a line that may become noise."""
 
@@ -105,7 +105,7 @@ class Tail:
 
 
 class Pump:
-    """A thread that takes what comes out of a file descriptor, until its end.
+    """A thread that reads a file descriptor to its end and passes on the output.
 
     Args:
       source: the descriptor, closed at the end.
@@ -172,14 +172,14 @@ class Screen:
         self._write(2, data)
 
     def say(self, text: str) -> None:
-        """A line, or several, of the launcher itself."""
+        """Print lines of the launcher itself."""
         with self._lock:
             lead = b"" if self._at_start or not self.is_terminal(2) else b"\n"
             with suppress(OSError):
                 self._write(2, lead + text.encode(errors="replace") + b"\n")
 
     def live(self, line: str) -> None:
-        """Show this text in the live line; empty takes the line away."""
+        """Replace the live line; an empty text removes it."""
         with self._lock:
             if self.is_terminal(2):
                 self._hide()

@@ -14,7 +14,7 @@ from shardc.runtime.wire import is_unix
 
 _LOOPBACK: Final = "127.0.0.1"
 _DIRECT: Final = "no_grpc_proxy"
-"""The variable that names hosts which gRPC reaches without a proxy."""
+"""The environment variable of gRPC that lists hosts to reach without a proxy."""
 
 
 def prepare_jax(cluster: Cluster, job: Job) -> None:
@@ -23,7 +23,7 @@ def prepare_jax(cluster: Cluster, job: Job) -> None:
         jax.config.update("jax_compilation_cache_dir", job.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if job.seat.per_island > 1:
+    if job.config.per_island > 1:
         _form_island(cluster, job)
     elif job.visible:
         for platform in ("cuda", "rocm"):
@@ -32,28 +32,28 @@ def prepare_jax(cluster: Cluster, job: Job) -> None:
 
 def _form_island(cluster: Cluster, job: Job) -> None:
     """Join the processes of an island to one JAX runtime. Its first process chooses a free port."""
-    seat = job.seat  # of this start: the epoch of the cluster may have risen since
-    island = seat.island(seat.me)
-    if seat.me == island.start:
-        host = host_of(seat.links)
+    config = job.config  # of this start: the epoch of the cluster may have risen since
+    island = config.island(config.me)
+    if config.me == island.start:
+        host = host_of(config.links)
         address = f"{host}:{free_port(host)}"
-        cluster.store.set(f"{seat.epoch}/coordinator/{island.start}", address)
+        cluster.store.set(f"{config.epoch}/coordinator/{island.start}", address)
     else:
-        address = cluster.wait_for_text(f"{seat.epoch}/coordinator/{island.start}", island.start, "to start JAX")
+        address = cluster.wait_for_text(f"{config.epoch}/coordinator/{island.start}", island.start, "to start JAX")
     go_around_proxies(address.rpartition(":")[0].strip("[]"))
     jax.distributed.initialize(
         address,
         num_processes=len(island),
-        process_id=seat.me - island.start,
+        process_id=config.me - island.start,
         local_device_ids=[int(n) for n in job.visible.split(",")] if job.visible else None,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(1, int(seat.deadline)),
+        initialization_timeout=max(1, int(config.deadline)),
         coordinator_bind_address=address,
     )
 
 
 def go_around_proxies(host: str) -> None:
-    """Let gRPC, by which the processes of an island meet, reach a host directly: through a proxy it waits for ever."""
+    """Make gRPC connect to a host without a proxy: `jax.distributed` hangs with one."""
     jax.config.update("jax_check_proxy_envs", False)  # a warning of what is mended here
     known = os.environ.get(_DIRECT) or os.environ.get("no_proxy", "")
     os.environ[_DIRECT] = ",".join(filter(None, [known, host]))
@@ -65,7 +65,7 @@ def host_of(address: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port of this host that nobody uses now."""
+    """A free port of this host."""
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as sock:
         sock.bind((host.strip("[]"), 0))

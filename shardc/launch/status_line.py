@@ -1,4 +1,4 @@
-"""The live line of a run: how far it is, and who waits for whom."""
+"""The status line of a run: its progress, and which process waits for which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def status_text(statuses: Mapping[int, str]) -> str:
-    """One line from what the processes say: `step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for process 1`."""
+    """The reports of the processes in one line: `step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for ...`."""
     said = {p: _facts(text) for p, text in sorted(statuses.items()) if text}
     parts = [_first(said, "step", "step {}"), _first(said, "loss", "loss {:.2f}"),
              _first(said, "tokens", "{:,.0f} tokens/s")]  # fmt: skip
@@ -18,7 +18,7 @@ def status_text(statuses: Mapping[int, str]) -> str:
 
 
 def _facts(text: str) -> dict[str, Any]:
-    """What a process says; if it failed to say it, its error as the fact `fault`."""
+    """The facts that a process reports; if that failed, its error as the fact `fault`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -26,7 +26,7 @@ def _facts(text: str) -> dict[str, Any]:
 
 
 def _first(said: Mapping[int, Mapping[str, Any]], name: str, text: str) -> str:
-    """The fact of the lowest process that says it."""
+    """The fact as reported by the lowest process that has it."""
     for facts in said.values():
         if name in facts:
             return text.format(facts[name])

@@ -1,6 +1,6 @@
 r"""The supervisor of a run: starts its processes, and again those that are lost, and ends all if one fails for good.
 
-started -> joined -> done -> told to leave -> ended          all well
+started -> joined -> done -> asked to leave -> ended         all well
              \-> lost -> its island is killed and started again, in a new epoch
                     \-> no restart is left: "over", 3 s later all are killed
 """
@@ -15,21 +15,23 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError
-from shardc.launch.failure import Failure, failure_of, told, told_briefly
+from shardc.launch.failure import Failure, failure_line, failure_of, failure_text
 from shardc.launch.job import Job
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
-from shardc.runtime.store import BEAT, StoreServer
+from shardc.runtime.connection import BEAT
+from shardc.runtime.store import StoreServer
 
 GRACE: Final = 3.0
 """Seconds that processes have to end by themselves after one has failed."""
 _INTERRUPT_GRACE: Final = 2.0
 _CAUSE_SECONDS: Final = 3.0
-"""So long a failure that says it follows from another one waits for that one."""
+"""Seconds that a failure which follows from another one waits for that one."""
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
-"""So long before the deadline a process that does not join is lost: else those that wait for it would fail as well."""
+"""Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
+for it would fail as well."""
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]
@@ -49,9 +51,9 @@ class _State:
     ended: Mapping[str, Any] | None = None
     """The event that its script has ended."""
     killed: bool = False
-    """Whether the supervisor has killed it, for the sake of others."""
+    """Whether the supervisor has killed it because another process failed."""
     why: str = ""
-    """The reason why the supervisor has killed it for its own fault."""
+    """The reason if the supervisor has killed it for a fault of its own."""
     report: dict[str, Any] | None = None
 
 
@@ -61,7 +63,7 @@ class Supervisor:
     Args:
       job: of process 0 in epoch 0; the others' differ in number, links and log.
       handles: of the processes, in order.
-      screen: where failures and restarts are told.
+      screen: where failures and restarts are printed.
       job_of: completes the job of a process at a start: links and log.
       server: the store; its reports come as events.
       events: what has happened.
@@ -78,10 +80,10 @@ class Supervisor:
     ) -> None:
         self._job, self._screen, self._job_of, self._server, self._events = job, screen, job_of, server, events
         self._states = [_State(handle) for handle in handles]
-        self._epoch, self._restarts = 0, job.seat.restarts
+        self._epoch, self._restarts = 0, job.config.restarts
         self._leaving = False
         self._over_at: float | None = None
-        """When all that still run are killed."""
+        """The time at which the remaining processes are killed."""
         self._interrupted = False
         self._failures: list[Failure] = []
         self._followers: list[Failure] = []
@@ -128,14 +130,14 @@ class Supervisor:
             case "joined":
                 state.joined = True
                 for ended in (s.ended for s in self._states if s.ended is not None):
-                    self._server.tell(p, ended)  # else only those hear of it that were there
+                    self._server.notify(p, ended)  # else only those hear of it that were there
             case "done":
                 self._ended_well(p, said["calls"])
             case _:
                 state.report = dict(said)
 
     def _ended_well(self, p: int, calls: Mapping[str, Any]) -> None:
-        """Take notice that the script of a process has ended. The last thing that the run does is to leave."""
+        """Handle the end of a script. When all scripts have ended, all processes leave."""
         state = self._states[p]
         if state.ended is not None or self._leaving or self._over_at is not None:
             return
@@ -143,10 +145,10 @@ class Supervisor:
             self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
             return
         state.ended = {"event": "done", "process": p, "epoch": self._epoch, "calls": calls}
-        self._server.tell_all(state.ended)  # nobody waits for it any more
+        self._server.notify_all(state.ended)  # nobody waits for it any more
         if all(s.ended is not None for s in self._states):
             self._leaving = True
-            self._server.tell_all({"event": "leave"})
+            self._server.notify_all({"event": "leave"})
 
     # -- starts
 
@@ -157,10 +159,10 @@ class Supervisor:
             state.epoch, state.began, state.running = self._epoch, monotonic(), True
             state.joined = state.killed = False
             state.why, state.report, state.ended = "", None, None
-            self._server.drop(p)  # the connection of its last start, if it stays open, tells nothing about this one
-            seat = replace(self._job.seat, me=p, epoch=self._epoch, restarts=self._restarts)
+            self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
+            config = replace(self._job.config, me=p, epoch=self._epoch, restarts=self._restarts)
             try:
-                state.handle.start(self._job_of(replace(self._job, seat=seat, start=state.start)))
+                state.handle.start(self._job_of(replace(self._job, config=config, start=state.start)))
             except (ClusterError, OSError) as error:
                 state.running = False
                 self._give_up(Failure(p, 1, f"it cannot be started: {error}", when=monotonic()))
@@ -191,7 +193,7 @@ class Supervisor:
     def _lose(self, failure: Failure) -> None:
         """Decide about the failure of a process."""
         if self._leaving and self._restarts:
-            self._tell_late(failure)
+            self._report_late_loss(failure)
         elif self._over_at is not None:
             self._failures.append(failure)
         elif self._is_stale(failure):
@@ -199,23 +201,23 @@ class Supervisor:
         elif failure.follows and monotonic() < failure.when + _CAUSE_SECONDS:
             self._followers.append(failure)
         elif self._leaving or failure.final or not self._restarts:
-            self._tell_lost(failure)
+            self._report_loss(failure)
             self._give_up(failure)
         else:
-            self._tell_lost(failure)
+            self._report_loss(failure)
             self._restart(failure, counts=True)
 
-    def _tell_lost(self, failure: Failure) -> None:
-        self._server.tell_all({"event": "lost", "process": failure.process, "why": failure.why})
+    def _report_loss(self, failure: Failure) -> None:
+        self._server.notify_all({"event": "lost", "process": failure.process, "why": failure.why})
 
-    def _tell_late(self, failure: Failure) -> None:
-        """A loss when all scripts have ended: nothing is left to mend. The others do not wait for it."""
+    def _report_late_loss(self, failure: Failure) -> None:
+        """Report a loss after all scripts have ended: there is nothing to restart."""
         self._screen.say(f"process {failure.process} is lost ({failure.why}); all scripts had ended")
         if self._over_at is None:
             self._over_at = monotonic() + GRACE
 
     def _is_stale(self, failure: Failure) -> bool:
-        """Whether a process failed because of a loss that a restart has mended since."""
+        """Whether a process failed because of a loss after which its cause has been restarted already."""
         return failure.follows and self._is_behind(failure.process)
 
     def _is_behind(self, p: int) -> bool:
@@ -227,15 +229,15 @@ class Supervisor:
         return self._server.text(f"{self._epoch}/address/{p}") is not None
 
     def _restart(self, failure: Failure, counts: bool) -> None:
-        """Start the island of a lost process again, and all that cannot go on with it."""
-        again = set(self._job.seat.island(failure.process))
+        """Restart the island of a lost process, and all processes that cannot continue with it."""
+        again = set(self._job.config.island(failure.process))
         if counts:
             self._epoch += 1
             for p in (
                 *(f.process for f in self._followers),
                 *(p for p, s in enumerate(self._states) if s.ended is not None),
             ):
-                again |= set(self._job.seat.island(p))
+                again |= set(self._job.config.island(p))
         elif any(self._is_in(p) for p in again):
             self._epoch += 1  # all, or the islands would take turns in failing for each other
             again = set(range(len(self._states)))
@@ -246,29 +248,29 @@ class Supervisor:
         if stuck:
             self._give_up(replace(failure, why=f"{failure.why}; process {stuck[0]} cannot be killed"))
             return
-        self._server.tell_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
+        self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
         if counts:
-            self._tell_restart(failure)
+            self._report_restart(failure)
         self._start(sorted(again))
 
-    def _tell_restart(self, failure: Failure) -> None:
+    def _report_restart(self, failure: Failure) -> None:
         if failure.text:
-            self._screen.say(told(self._with_tail(failure), len(self._states)))
+            self._screen.say(failure_text(self._with_tail(failure), len(self._states)))
         left = f"{self._restarts} restarts are" if self._restarts != 1 else "1 restart is"
         self._screen.say(f"process {failure.process} is lost ({failure.why}); started again, {left} left")
 
     def _give_up(self, failure: Failure) -> None:
-        """End the run: its processes have a moment to end by themselves."""
+        """End the run. Its processes have GRACE seconds to end by themselves."""
         self._failures += [failure, *self._followers]
         self._followers.clear()
         if self._over_at is None:
             self._over_at = monotonic() + GRACE
             why = f"process {failure.process} failed: {failure.why}"
-            self._server.tell_all({"event": "over", "why": why}, newcomers=True)
+            self._server.notify_all({"event": "over", "why": why}, newcomers=True)
             self._kill(p for p, s in enumerate(self._states) if s.running and not s.joined)
 
     def _interrupt(self) -> None:
-        """What Ctrl-C does: interrupt all; the second one kills them."""
+        """Handle Ctrl-C: interrupt all processes; the second time kill them."""
         self._over_at = monotonic() + (0 if self._interrupted else _INTERRUPT_GRACE)
         self._interrupted = True
         self._kill(p for p, s in enumerate(self._states) if s.running and not s.joined)
@@ -279,7 +281,7 @@ class Supervisor:
     # -- time
 
     def _look(self) -> None:
-        """Do what is due by now."""
+        """Do what is due at this time."""
         now = monotonic()
         if self._over_at is not None and now > self._over_at:
             self._kill(p for p, s in enumerate(self._states) if s.running)
@@ -294,13 +296,13 @@ class Supervisor:
             self._screen.live(status_text(self._server.statuses()))
 
     def _look_for_silence(self, now: float) -> None:
-        seat = self._job.seat
-        for p in self._server.silent(seat.silence):
+        config = self._job.config
+        for p in self._server.silent(config.silence):
             if p >= 0:
-                self._condemn(p, f"no sign of life for {seat.silence:g} s")
+                self._condemn(p, f"no sign of life for {config.silence:g} s")
             else:
                 self._server.drop(p)  # its end comes as an event
-        joining = max(seat.deadline / 2, seat.deadline - _EARLIER)
+        joining = max(config.deadline / 2, config.deadline - _EARLIER)
         for p, state in enumerate(self._states):
             if state.running and not state.joined and now - state.began > joining:
                 self._condemn(p, f"it did not join the run within {joining:g} s")
@@ -317,17 +319,17 @@ class Supervisor:
         return replace(failure, tail=self._states[failure.process].handle.tail())
 
     def _result(self) -> int:
-        """Tell the failures, the first one in full. Returns the exit code of the run."""
+        """Print the failures, the first one in full. Returns the exit code of the run."""
         failures = sorted((self._with_tail(f) for f in self._failures), key=lambda f: f.order)
         if self._interrupted:
             for failure in failures:
                 if failure.process == 0:
-                    self._screen.say(told(failure, 1))
+                    self._screen.say(failure_text(failure, 1))
             return INTERRUPTED
         if not failures:
             return 0
-        if text := told(failures[0], len(self._states)):
+        if text := failure_text(failures[0], len(self._states)):
             self._screen.say(text)
         for failure in failures[1:]:
-            self._screen.say(told_briefly(failure))
+            self._screen.say(failure_line(failure))
         return failures[0].code

@@ -13,24 +13,22 @@ import shutil
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Final
 
 from shardc.compat import DetectedProcess
 from shardc.errors import ClusterError
-from shardc.launch.agent import Post, RemoteProcess, host_id, meet, serve
+from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess, Shows
+from shardc.launch.local_process import LocalProcess
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
-from shardc.runtime.cluster import Seat
-from shardc.runtime.store import StoreServer
 from shardc.runtime.wire import new_secret, write_secret
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -47,9 +45,9 @@ def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
 
     def prepare(job: Job) -> Job:
-        island, log = job.seat.island(job.seat.me).start, options.log_of(job.seat.me)
+        island = job.config.island(job.config.me).start
         cache = str(folder / str(island)) if options.restarts else ""
-        return replace(job, cache=cache, log=str(log.absolute()) if log else "", visible=visible)
+        return replace(job, cache=cache, visible=visible)
 
     events: SimpleQueue[Event] = SimpleQueue()
     try:
@@ -67,77 +65,45 @@ def _lead(
     """Supervise the run, as the launcher of process 0."""
     host, port = found.coordinator.rpartition(":")[::2]
     bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
-    with Lead(bind, options, found, events) as lead:
-        screen = Screen()
-        first = LocalProcess(0, options.script, screen, options.log_of(0), lambda *end: events.put(("ended", *end)))
-        code = lead.supervise(first, screen, prepare)
-        first.close()
-        return code
-
-
-class Lead:
-    """The store of a run under a cluster, its secret, and its agents."""
-
-    def __init__(self, bind: str, options: RunOptions, found: DetectedProcess, events: SimpleQueue[Event]) -> None:
-        self._options, self._events = options, events
-        self._file = None if options.secret else default_secret(found)
-        self._secret = read_secret(options.secret) if options.secret else _make_secret(self._file)
-        self._remotes = {p: self._remote(p) for p in range(1, found.processes)}
+    file = None if options.secret else default_secret(found)
+    secret = read_secret(options.secret) if options.secret else _make_secret(file)
+    with ExitStack() as stack:
+        if file is not None:
+            stack.callback(file.unlink, missing_ok=True)
         try:
-            self.server = StoreServer(bind, self._secret, self._on_end, self._on_report)
+            agents = Agents(bind, secret, events)
         except ClusterError as error:
-            self._remove_secret()
             raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
-
-    def _remote(self, process: int) -> RemoteProcess:
-        return RemoteProcess(process, lambda event: self.server.tell(-1 - process, event), self._events)
-
-    def __enter__(self) -> Lead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.close()
-        self._remove_secret()
-
-    def _remove_secret(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-
-    def _on_report(self, process: int, said: Mapping[str, Any]) -> None:
-        if process >= 0:
-            self._events.put(("report", process, said))
-        elif -1 - process in self._remotes:
-            self._remotes[-1 - process].reported(said)
-
-    def _on_end(self, process: int, left: bool) -> None:
-        if -1 - process in self._remotes:
-            self._remotes[-1 - process].lost()
-
-    def supervise(self, first: LocalProcess, screen: Screen, prepare: Callable[[Job], Job]) -> int:
-        """Run the script in all processes, and end the agents."""
-        options, remotes = self._options, list(self._remotes.values())
+        stack.callback(agents.server.close)
+        for p in range(1, found.processes):
+            agents.add(RemoteProcess(p, agents.notifier(p), events))
         code = INTERRUPTED
         try:
-            if meet(remotes, options.deadline, self.server.address, self._events):
-                self._remove_secret()
-                host = self.server.address.rpartition(":")[0]
-                alone = all(r.host == host_id() for r in remotes)
-
-                def job_of(job: Job) -> Job:
-                    mine = job.seat.me == 0
-                    links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
-                    job = replace(job, seat=replace(job.seat, links=links))
-                    return prepare(job) if mine else job
-
-                seat = Seat(
-                    0, 1 + len(remotes), options.islands, self.server.address, self._secret, "", 0,
-                    options.restarts, options.silence, options.deadline, options.edges,
-                )  # fmt: skip
-                code = Supervisor(Job(seat), [first, *remotes], screen, job_of, self.server, self._events).run()
+            if agents.meet(options.deadline):
+                if file is not None:
+                    file.unlink(missing_ok=True)
+                code = _supervise(options, options.job(found.processes, agents.server.address, secret), agents, prepare)
         finally:
-            for remote in remotes:
-                remote.end(code)
+            agents.end(code)
         return code
+
+
+def _supervise(options: RunOptions, job: Job, agents: Agents, prepare: Callable[[Job], Job]) -> int:
+    """Run the script in all processes: process 0 here, the others by their agents."""
+    remotes, screen = list(agents.remotes.values()), Screen()
+    host = agents.server.address.rpartition(":")[0]
+    alone = all(r.host == host_id() for r in remotes)
+
+    def job_of(job: Job) -> Job:
+        mine = job.config.me == 0
+        links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
+        job = replace(job, config=replace(job.config, links=links))
+        return prepare(job) if mine else job
+
+    first = LocalProcess(0, options, screen, agents.events)
+    code = Supervisor(job, [first, *remotes], screen, job_of, agents.server, agents.events).run()
+    first.close()
+    return code
 
 
 def _follow(
@@ -146,12 +112,7 @@ def _follow(
     """Serve as the agent of another process than 0."""
     secret = read_secret(options.secret) if options.secret else wait_for_secret(found, options.deadline)
     bind = interface_address(options.bind) if options.bind else ""
-    post = Post(found.coordinator, secret, found.me, bind, options.deadline)
-
-    def handle(shows: Shows | None, on_end: Callable[[int, int, int], None]) -> LocalProcess:
-        return LocalProcess(found.me, options.script, shows, options.log_of(found.me), on_end)
-
-    return serve(post, handle, events, prepare)
+    return serve(Post(found.coordinator, secret, found.me, bind), options, events, prepare)
 
 
 # -- addresses

@@ -58,7 +58,7 @@ def devices() -> list[Any]:
     Devices of processes with another JAX runtime can stand in the mesh of a pipeline's rank.
     """
     here, cluster = jax.devices(), current()
-    if cluster is None or cluster.seat.islands == 1:
+    if cluster is None or cluster.config.islands == 1:
         return here
     mine = jax.local_devices()
     cluster.publish("devices", json.dumps([(d.platform, d.device_kind, getattr(d, "coords", None)) for d in mine]))
@@ -66,7 +66,7 @@ def devices() -> list[Any]:
 
 
 def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any]:
-    if process in cluster.seat.island(cluster.me):
+    if process in cluster.config.island(cluster.me):
         return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
     told = json.loads(cluster.published("devices", process))
     return [
@@ -78,16 +78,16 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
 def process_of(device: Any) -> int:
     """The process of the run that has a device."""
     cluster = current()
-    if isinstance(device, FarDevice) or cluster is None or cluster.seat.islands == 1:
+    if isinstance(device, FarDevice) or cluster is None or cluster.config.islands == 1:
         return device.process_index
-    return cluster.seat.island(cluster.me)[0] + device.process_index
+    return cluster.config.island(cluster.me)[0] + device.process_index
 
 
 def domain_of(device: Any) -> int | None:
     """The domain of fast links that a device is in; None if it does not report it: CPU devices say 0 in every process.
     Runtimes that know nothing of each other number their domains alike, so there each process counts as one."""
     cluster = current()
-    if cluster is None or cluster.seat.islands == 1:
+    if cluster is None or cluster.config.islands == 1:
         return None if getattr(device, "platform", "") == "cpu" else getattr(device, "slice_index", None)
     return process_of(device)
 
@@ -106,7 +106,7 @@ def processes_of(devices: Iterable[Any]) -> list[int]:
 def runtimes_of(devices: Iterable[Any]) -> list[int]:
     """The JAX runtimes that have these devices, each by its first process."""
     cluster, processes = current(), processes_of(devices)
-    return processes[:1] if cluster is None else sorted({cluster.seat.island(p)[0] for p in processes})
+    return processes[:1] if cluster is None else sorted({cluster.config.island(p)[0] for p in processes})
 
 
 def is_here(devices: Iterable[Any]) -> bool:

@@ -1,8 +1,8 @@
-"""The processes of a run as one of them sees it: who they are, links to them, agreements with them.
+"""The processes of a run, as seen by one of them: their numbers, the links to them, agreements with them.
 
 A run has `processes`, numbered from 0. Processes that share one JAX runtime (`jax.distributed`) are an island; each
 island has the same number of processes, which follow one another. The *epoch* counts the starts: it rises each time
-that lost processes are started again, and everything that was agreed or linked before is then void.
+that lost processes are started again. Links and agreements belong to one epoch.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
-from typing import Any, Final, Literal
+from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
-from shardc.runtime.link import Allocate, Link
+from shardc.runtime.connection import Allocate, Frame, FrameKind
+from shardc.runtime.link import Link
 from shardc.runtime.store import Event, Store
-from shardc.runtime.wire import Hello, Listener, dial, is_unix, listen
+from shardc.runtime.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
-"""After `silence` and so many seconds the launcher knows of each loss, also of a process that failed for another's."""
+"""Seconds after `silence` by which the launcher knows of every loss."""
+_GATHERING: Final = 0
+"""The network number of gathered texts on links. Numbers of pipelines are digests, never 0 in practice."""
+_REASON: Final = 1.0
+"""Seconds that a process waits after the loss of a link for the launcher to report the reason."""
 _LOOKS: Final = 3
-"""So often, at signs of life, this process is seen waiting in vain before it says so: an error may come first."""
+"""Number of signs of life at which this process must be found waiting for an ended script before it logs that: an
+error may come first."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The place of a process in a run, as its launcher gives it.
+class RunConfig:
+    """The configuration of a process of a run, as its launcher gives it.
 
     Attributes:
       me: number of this process.
@@ -46,7 +50,6 @@ class Seat:
       restarts: how often lost processes are started again from now on.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
-      edges: how messages between stages travel: `bytes` over the links, or `pull`, through JAX's transfer server.
     """
 
     me: int
@@ -59,7 +62,6 @@ class Seat:
     restarts: int = 0
     silence: float = 10.0
     deadline: float = 600.0
-    edges: Literal["bytes", "pull"] = "bytes"
 
     @property
     def per_island(self) -> int:
@@ -71,11 +73,27 @@ class Seat:
         return range(first, first + self.per_island)
 
 
+class Gathering(NamedTuple):
+    """Texts that processes are sending each other, each its own to all others (`Cluster.begin_gather`).
+
+    Attributes:
+      name: what is gathered; counted by it.
+      key: unique name of this gathering in the run.
+      members: the processes that take part.
+      why: the purpose, for errors: `at step, call 3`.
+    """
+
+    name: str
+    key: str
+    members: Sequence[int]
+    why: str
+
+
 class Cluster:
     """This process among those of a run. One per process: `join` makes it, `current` gives it."""
 
-    def __init__(self, seat: Seat, allocate: Allocate) -> None:
-        self.seat = seat
+    def __init__(self, config: RunConfig, allocate: Allocate) -> None:
+        self.config = config
         self._allocate = allocate
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
@@ -85,26 +103,27 @@ class Cluster:
         self._lost: PeerLostError | None = None
         self._next: int | None = None
         self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
-        """The processes whose scripts have ended: in which epoch, and what they had called by then."""
-        self._expecting: dict[int, Callable[[], None]] = {}
-        """Further questions of `check`, by thread."""
+        """The processes whose scripts have ended: the epoch of that, and the calls that they had made."""
+        self._gathered: dict[str, dict[int, str]] = {}
+        """The texts that have come, by the key of their gathering and their process."""
+        self._gathering: dict[str, Gathering] = {}
+        """Gatherings that were begun here and are not finished, by name. Looked at with each sign of life: a collective
+        of JAX that waits for others raises no error."""
         self._over = ""
         self._closed = False
         self._leaving = False
         self._facts: dict[str, Any] = {}
         self.waits: dict[int, Callable[[], str]] = {}
-        """What tells for whom this process waits, asked before each sign of life: of each pipeline, by its number."""
-        self.open_calls: dict[str, tuple[Sequence[int], str]] = {}
-        """Calls begun here that others have to make too: by the name that they count them by, their numbers, and where
-        they wait. Looked at with each sign of life: a collective of JAX that waits for others raises no error."""
-        self._in_vain = 0
-        """How often it was seen that this process waits in vain."""
+        """For each pipeline, by its number, a function that returns which process it waits for. Called before each sign
+        of life."""
+        self._stuck = 0
+        """How often in a row this process was found waiting for a call that will never be made."""
         self.on_orphaned: Callable[[], None] = self.end
-        """Called when the launcher has ended. A process of a run that nobody watches ends too."""
-        self.store = Store(seat.store, seat.secret, seat.me, self._hear)
+        """Called when the launcher has ended: by default this process ends too."""
+        self.store = Store(config.store, config.secret, config.me, self._hear)
         self.store.status = self._status
         try:
-            self._listener = Listener(listen(seat.links), seat.secret, self._welcome)
+            self._listener = Listener(listen(config.links), config.secret, self._welcome)
         except ClusterError:
             self.store.close()
             raise
@@ -112,20 +131,15 @@ class Cluster:
 
     @property
     def me(self) -> int:
-        return self.seat.me
+        return self.config.me
 
     @property
     def processes(self) -> int:
-        return self.seat.processes
+        return self.config.processes
 
     @property
     def epoch(self) -> int:
-        return self.seat.epoch
-
-    @property
-    def host(self) -> str:
-        """The host that others reach this process at."""
-        return "127.0.0.1" if is_unix(self._listener.address) else self._listener.address.rpartition(":")[0]
+        return self.config.epoch
 
     # -- what the launcher says
 
@@ -139,13 +153,15 @@ class Cluster:
                 case "epoch":
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
-                    self.seat = replace(self.seat, restarts=int(event["restarts"]))
+                    self.config = replace(self.config, restarts=int(event["restarts"]))
                 case "done":
                     self._ended[int(event["process"])] = int(event["epoch"]), event["calls"]
                 case "leave":
                     self._leaving = True
                 case "over":
                     self._over = str(event["why"])
+                case "text":
+                    pass  # wakes who waits for it
                 case _:
                     self._over = self._over or "the launcher has ended"
             self._changed.notify_all()
@@ -153,31 +169,31 @@ class Cluster:
             self.on_orphaned()
 
     def end(self) -> None:
-        """End this process at once, and all that it has started."""
+        """Kill this process and its children."""
         _log.error("the launcher of this run has ended; so does process %d", self.me)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     def say(self, **facts: Any) -> None:
-        """Say how far this process is: facts go with its next sign of life to the launcher, which shows `step`, `loss`,
-        `tokens` (a second) and `waits` (for whom). None takes a fact back. Facts are numbers and texts."""
+        """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
+        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact."""
         known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
         json.dumps(known)  # what cannot be sent is an error of the caller
         self._facts = known
 
-    def _say_if_in_vain(self) -> None:
+    def _log_if_stuck(self) -> None:
         try:
-            for name, (processes, why) in list(self.open_calls.items()):
-                self.refuse_ended(processes, name, why)
+            for call in list(self._gathering.values()):
+                self.refuse_ended(call.members, call.name, call.why)
         except ClusterError as error:
-            self._in_vain += 1
-            if self._in_vain == _LOOKS:
+            self._stuck += 1
+            if self._stuck == _LOOKS:
                 _log.error("%s", error)
 
     def _status(self) -> str:
-        self._say_if_in_vain()
-        waits = next(filter(None, (tell() for tell in list(self.waits.values()))), "")
+        self._log_if_stuck()
+        waits = next(filter(None, (text() for text in list(self.waits.values()))), "")
         return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
 
     def wait_to_leave(self) -> bool:
@@ -196,11 +212,19 @@ class Cluster:
                 _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
-            self._links[peer] = Link(sock, self.me, peer, self.seat.silence, self._allocate)
-            self._changed.notify_all()
+            self._add_link(sock, peer)
 
-    def link(self, peer: int) -> Link:
+    def _add_link(self, sock: socket.socket, peer: int) -> Link:
+        made = self._links[peer] = Link(sock, self.me, peer, self.config.silence, self._allocate)
+        made.add(_GATHERING, self)
+        self._changed.notify_all()
+        return made
+
+    def link(self, peer: int, why: str = "to open a link") -> Link:
         """The link to another process. The process with the lower number listens; the other one dials, at once.
+
+        Args:
+          why: what the other process is waited for, for errors.
 
         Raises:
           PeerLostError: the process died.
@@ -211,33 +235,32 @@ class Cluster:
             if peer in self._links:
                 return self._links[peer]
             if self.me < peer:
-                return self._wait_for_link(peer)
+                return self._wait_for_link(peer, why)
             self._dialing.add(peer)
         try:
-            return self._dial(peer)
+            return self._dial(peer, why)
         finally:
             with self._changed:
                 self._dialing.discard(peer)
                 self._changed.notify_all()
 
-    def _wait_for_link(self, peer: int) -> Link:
+    def _wait_for_link(self, peer: int, why: str) -> Link:
         def never() -> bool:
             return self.has_ended(peer) and self.me not in self._ended[peer][1].get("links", [])
 
-        self._changed.wait_for(lambda: peer in self._links or self._stopped() or never(), self.seat.deadline)
+        self._changed.wait_for(lambda: peer in self._links or self._stopped() or never(), self.config.deadline)
         if peer in self._links:
             return self._links[peer]
         self._raise_if_stopped()
-        raise ClusterError((self._waits_in_vain if never() else self.never_came)([peer], "to open a link"))
+        raise ClusterError((self._ended_text if never() else self._late_text)([peer], why))
 
-    def _dial(self, peer: int) -> Link:
-        seat = self.seat
-        address = self.published("address", peer)
-        sock = dial(address, seat.secret, {"process": self.me, "epoch": seat.epoch}, seat.deadline, self.check)
+    def _dial(self, peer: int, why: str) -> Link:
+        config = self.config
+        address = self.published("address", peer, why)
+        sock = dial(address, config.secret, {"process": self.me, "epoch": config.epoch}, config.deadline, self.check)
         with self._changed:
-            if seat.epoch == self.epoch and not self._closed:
-                made = self._links[peer] = Link(sock, self.me, peer, seat.silence, self._allocate)
-                return made
+            if config.epoch == self.epoch and not self._closed:
+                return self._add_link(sock, peer)
         sock.close()
         raise PeerLostError("other processes of this run were started again.", -1)
 
@@ -247,46 +270,41 @@ class Cluster:
         return f"{self.epoch}/{name}"
 
     def publish(self, name: str, text: str) -> None:
-        """Tell all processes a text about this one, in this epoch and in all later ones."""
+        """Set a value of this process that the others can read, in this epoch and in all later ones."""
         self._published[name] = text
         self.store.set(self._key(f"{name}/{self.me}"), text)
 
-    def published(self, name: str, process: int) -> str:
-        """The text that a process tells, or has still to tell, about itself."""
-        return self._text(f"{name}/{process}", process, f"to tell its {name}")
-
-    def _text(self, name: str, process: int, why: str) -> str:
-        """A text that a process sets in this epoch."""
-        return self.wait_for_text(self._key(name), process, why)
+    def published(self, name: str, process: int, why: str = "") -> str:
+        """Wait for the value that `process` has published under `name`, and return it."""
+        return self.wait_for_text(self._key(f"{name}/{process}"), process, why or f"to tell its {name}")
 
     def wait_for_text(self, key: str, process: int, why: str) -> str:
-        """A text that a process sets.
+        """Wait for the text that `process` sets in the store under `key`, and return it.
 
         Raises:
           PeerLostError: a process died.
           ClusterError: the text did not come before the deadline, or the script of the process has ended without it.
         """
-        until = monotonic() + self.seat.deadline
-        while (left := until - monotonic()) > 0:
-            with self._changed:
-                self._raise_if_stopped()
-            text = self.store.get(key, min(0.25, left))  # a loss is noticed between two
-            if text is not None:
-                return text
-            # what it told before its end is in the store since
-            if self.has_ended(process) and self.store.has(key, left) is False:
-                raise ClusterError(self._waits_in_vain([process], why))
-        raise ClusterError(self.never_came([process], why))
+        texts = self.store.texts
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in texts or self._stopped() or self.has_ended(process), self.config.deadline
+            )
+            self._raise_if_stopped()
+            if key in texts:
+                return texts[key]
+            ended = self.has_ended(process)
+        raise ClusterError((self._ended_text if ended else self._late_text)([process], why))
 
-    def never_came(self, processes: Sequence[int], why: str) -> str:
-        """The text of the error that processes did not come in time."""
+    def _late_text(self, processes: Sequence[int], why: str) -> str:
+        """The error text for processes that have not arrived before the deadline."""
         return (
-            f"process {self.me} waited {self.seat.deadline:g} s for {processes_text(processes)} {why}. Each process "
+            f"process {self.me} waited {self.config.deadline:g} s for {processes_text(processes)} {why}. Each process "
             "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
-    def _waits_in_vain(self, processes: Sequence[int], why: str) -> str:
-        """The text of the error that processes will not come."""
+    def _ended_text(self, processes: Sequence[int], why: str) -> str:
+        """The error text for processes whose scripts have ended, so that they will never arrive."""
         many = len(processes) > 1
         ended = f"the scripts of {processes_text(processes)} have" if many else f"process {processes[0]}'s script has"
         return (
@@ -295,12 +313,12 @@ class Cluster:
         )
 
     def count(self, name: str) -> int:
-        """How often this was asked in this epoch. Equal in all processes that make the same calls."""
+        """The number of earlier calls with this name in this epoch. Equal in all processes that make the same calls."""
         self._counts[name] = self._counts.get(name, -1) + 1
         return self._counts[name]
 
     def gather(self, name: str, text: str, among: Sequence[int] | None = None) -> list[str]:
-        """The text of each process, in order. All processes call this with the same names in the same order.
+        """Gather a text of each process, in order. All processes call this with the same names in the same order.
 
         Args:
           name: what is gathered, for errors.
@@ -313,15 +331,85 @@ class Cluster:
         """
         members = range(self.processes) if among is None else among
         name = name if among is None else f"{name} of {','.join(map(str, members))}"
-        key = f"gather/{name}/{self.count(f'gather {name}')}"
-        self.store.set(self._key(f"{key}/{self.me}"), text)
-        return [self._text(f"{key}/{p}", p, f"at {name}") for p in members]
+        return self.finish_gather(self.begin_gather(f"gather {name}", text, members, f"at {name}"))
+
+    def begin_gather(self, name: str, text: str, members: Sequence[int], why: str) -> Gathering:
+        """Send the text of this process to the others. Waits for them only until their links are open.
+
+        Args:
+          name: what is gathered, and by whom: each of `members` gathers the same ones in the same order.
+          why: the purpose, for errors.
+
+        Raises:
+          PeerLostError, ClusterError: as `gather`.
+        """
+        call = Gathering(name, self._key(f"{name}/{self.count(name)}"), members, why)
+        self.refuse_ended(members, name, why)
+        for link in [self.link(p, why) for p in members if p != self.me]:
+            link.send(Frame(FrameKind.MESSAGE, _GATHERING, about=f"{call.key}\0{text}".encode()))
+        self._gathering[name] = call
+        with self._changed:
+            self._gathered.setdefault(call.key, {})[self.me] = text
+        return call
+
+    def is_gathered(self, call: Gathering) -> bool:
+        """Whether all texts have come, so that `finish_gather` does not wait."""
+        return not self._missing(call)
+
+    def _missing(self, call: Gathering) -> list[int]:
+        return [p for p in call.members if p not in self._gathered.get(call.key, {})]
+
+    def finish_gather(self, call: Gathering) -> list[str]:
+        """Wait for the texts of a gathering. Returns them in the order of its members; to be called once.
+
+        Raises:
+          PeerLostError, ClusterError: as `gather`.
+        """
+        self._gathering.pop(call.name, None)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_gathered(call) or self._stopped() or self._never_come(call), self.config.deadline
+            )
+            if self.is_gathered(call):
+                texts = self._gathered.pop(call.key)
+                return [texts[p] for p in call.members]
+            never = self._never_come(call)
+            lost = next(filter(None, map(self._loss_of, never)), None)
+            if lost is not None:
+                self._changed.wait_for(self._stopped, _REASON)
+            self._raise_if_stopped()
+        if lost is not None:
+            raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", lost.process)
+        if never:
+            raise ClusterError(self._ended_text(never, call.why))
+        raise ClusterError(self._late_text(self._missing(call), call.why))
+
+    def _never_come(self, call: Gathering) -> list[int]:
+        """The processes whose texts will never arrive: their links are lost, or their scripts have ended before."""
+        ended = self._ended_before(call.members, call.name)
+        return [p for p in self._missing(call) if p in ended or self._loss_of(p) is not None]
+
+    def _loss_of(self, peer: int) -> PeerLostError | None:
+        link = self._links.get(peer)
+        return None if link is None else link.lost
+
+    def receive(self, peer: int, frame: Frame) -> None:
+        """Store a text of a gathering. Runs in the reader thread of the link."""
+        key, _, text = frame.about.partition(b"\0")
+        with self._changed:
+            self._gathered.setdefault(key.decode(), {})[peer] = text.decode()
+            self._changed.notify_all()
+
+    def lose(self, error: PeerLostError) -> None:
+        """Wake the threads that gather texts: a link is lost."""
+        with self._changed:
+            self._changed.notify_all()
 
     # -- scripts that have ended
 
     def calls(self) -> dict[str, Any]:
-        """The calls of this process in this epoch, told when its script has ended: others find out whether they wait
-        for it in vain."""
+        """The calls of this process in this epoch. Reported when its script has ended, so that others know what will
+        never arrive."""
         with self._changed:
             return {"counts": dict(self._counts), "links": list(self._links)}
 
@@ -330,22 +418,16 @@ class Cluster:
         return not self._leaving and self._ended.get(process, (-1, {}))[0] == self.epoch
 
     def refuse_ended(self, processes: Sequence[int], name: str, why: str) -> None:
-        """Raise ClusterError if scripts of processes have ended that have counted `name` less often than this process
-        (`count`): it would wait in vain for what they would do next."""
+        """Raise ClusterError if one of `processes` has exited before making the call that this process waits for (its
+        counter of `name` is lower)."""
+        if ended := self._ended_before(processes, name):
+            raise ClusterError(self._ended_text(ended, why))
+
+    def _ended_before(self, processes: Sequence[int], name: str) -> list[int]:
+        """The processes whose scripts have ended with a lower counter of `name` than this process has."""
         counts = {p: self._ended[p][1].get("counts") for p in processes if self.has_ended(p)}
         mine = self._counts.get(name, -1)
-        if ended := [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]:
-            raise ClusterError(self._waits_in_vain(ended, why))
-
-    @contextmanager
-    def expecting(self, processes: Sequence[int], name: str, why: str) -> Generator[None]:
-        """While this thread is in the block, `check` does as `refuse_ended` too."""
-        thread = threading.get_ident()
-        self._expecting[thread] = lambda: self.refuse_ended(processes, name, why)
-        try:
-            yield
-        finally:
-            del self._expecting[thread]
+        return [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]
 
     # -- losses
 
@@ -361,31 +443,28 @@ class Cluster:
             raise ClusterError(f"the run ends: {self._over}.")
 
     def check(self) -> None:
-        """Raise PeerLostError if a process of the run is known to be lost; in a block of `expecting` ClusterError if
-        the script of an expected one has ended."""
+        """Raise PeerLostError if a process of the run is known to be lost, ClusterError if the run ends."""
         with self._changed:
             self._raise_if_stopped()
-        if (refuse := self._expecting.get(threading.get_ident())) is not None:
-            refuse()
 
     def rejoin(self) -> None:
-        """After a loss: wait until the lost processes are started again, and begin the next epoch.
+        """Wait, after a loss, until the lost processes are started again, and begin the next epoch.
 
         Raises:
           PeerLostError: they are not started again.
         """
         self._drop_links()
         with self._changed:
-            known = self.seat.silence + _UNKNOWN
+            known = self.config.silence + _UNKNOWN
             if not self._changed.wait_for(self._stopped, known):
                 raise PeerLostError(
                     f"process {self.me} has lost the link to a process that is alive: the launcher knows of no loss "
                     f"after {known:g} s.",
                     -1,
                 )
-            self._changed.wait_for(lambda: self._next is not None or bool(self._over), self.seat.deadline)
+            self._changed.wait_for(lambda: self._next is not None or bool(self._over), self.config.deadline)
             if self._next is None:
-                lost, why = self._lost, self._over or f"nobody started it again within {self.seat.deadline:g} s"
+                lost, why = self._lost, self._over or f"nobody started it again within {self.config.deadline:g} s"
                 raise PeerLostError(
                     f"{lost or 'a process is lost.'} It stays lost: {why}.", lost.process if lost else -1
                 )
@@ -398,19 +477,21 @@ class Cluster:
             link.close()
 
     def adopt(self) -> None:
-        """Before the first agreement: begin in the newest epoch, if it has risen since this process was started."""
+        """Begin the newest epoch, if the launcher has begun one since it started this process. Called before the first
+        agreement."""
         if self._next is not None:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the epoch that the launcher has told. Links that others opened since, in the one before, are void."""
+        """Begin the epoch that the launcher has announced. Links of the epoch before, also new ones, are dropped."""
         with self._changed:
             assert self._next is not None
-            self.seat = replace(self.seat, epoch=self._next)
+            self.config = replace(self.config, epoch=self._next)
             self._next = self._lost = None
             self._counts.clear()
-            self.open_calls.clear()
-            self._in_vain = 0
+            self._gathering.clear()
+            self._gathered.clear()
+            self._stuck = 0
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():
@@ -422,7 +503,6 @@ class Cluster:
         """Leave the run."""
         with self._changed:
             self._closed = True
-        self.store.leave()
         self._listener.close()
         self._drop_links()
         self.store.close()
@@ -460,20 +540,20 @@ def refuse_unlike(name: str, processes: Sequence[int], said: Sequence[Mapping[st
 _current: list[Cluster] = []
 
 
-def join(seat: Seat, allocate: Allocate) -> Cluster:
+def join(config: RunConfig, allocate: Allocate) -> Cluster:
     """Make this process one of a run."""
     if _current:
         raise ClusterError(f"this process is process {_current[0].me} of a run already.")
-    _current.append(Cluster(seat, allocate))
+    _current.append(Cluster(config, allocate))
     return _current[0]
 
 
 def leave() -> None:
-    """Make this process one of its own again."""
+    """Leave the run that this process has joined, if any."""
     while _current:
         _current.pop().close()
 
 
 def current() -> Cluster | None:
-    """The cluster that this process has joined; None: it runs alone."""
+    """The cluster that this process has joined, or None."""
     return _current[0] if _current else None

@@ -39,7 +39,7 @@ class ProcessShare:
       mine: numbers of these actors.
       ports: the port of each actor that runs in another process. Its replies go to `Executor.mailboxes`.
       patience: seconds that a run may wait for other processes without running a step.
-      look: called about once a second while a run waits. What it raises ends the run, here and elsewhere.
+      look: called about once a second while a run waits. An error that it raises ends the run in all processes.
     """
 
     mine: Collection[int]
@@ -103,7 +103,7 @@ class Executor:
         found = _resolve(net, here, tasks)
         shares = [_share_of(actors, found, limit) for actors in _split(here, threads.count)]
         self.mailboxes: dict[int, Mailbox] = {a: s.mailbox for s in shares for a in s.tasks}
-        """By actor, the mailbox that other processes post messages and credits to."""
+        """The mailbox of each actor, to which other processes post messages and credits."""
         self._ports: dict[int, Port] = {**share.ports, **self.mailboxes}
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
@@ -141,12 +141,12 @@ class Executor:
             self._running.release()
 
     def abandon(self, run: int, error: BaseException) -> None:
-        """Count a run, also one that did not begin here, as failed, and stop it in all processes. All so have the same
-        number for the next one. Does nothing while a run is going on.
+        """Count a run, also one that did not begin here, as failed, and stop it in all processes: the next run then has
+        the same number in all. Does nothing while a run is going on.
 
         Args:
           run: the next run, or the last one.
-          error: what happened before or after it, which the others are told.
+          error: the cause, which is sent to the others.
         """
         if not self._running.acquire(blocking=False):
             return
@@ -210,7 +210,7 @@ class Executor:
             del interrupt  # this frame and the exception would hold each other
 
     def _wait_patiently(self, run: int) -> None:
-        """Wait until all threads have ended a run. If for too long nothing comes from other processes, stop it."""
+        """Wait until all threads have ended a run. Stop it if nothing has come from other processes for too long."""
         fired, since = -1, monotonic()
         pause = None if self._patience == math.inf and self._look is None else min(1.0, self._patience)
         while any(w.done < run for w in self._workers):
@@ -239,7 +239,7 @@ class Executor:
         return spans, failed, stopped
 
     def watch(self) -> StallWatch:
-        """What finds the actors that wait for long. It does not keep the executor alive."""
+        """A watch that finds stalled actors. It does not keep the executor alive."""
         return StallWatch(self._workers)
 
     def close(self) -> None:

@@ -1,85 +1,25 @@
-"""A link: the connection of two processes of a run, over which messages, credits and letters go in frames.
+"""A link: the connection of two processes of a run, over which messages, credits and tagged values go.
 
-    any thread --frame--> [socket, at once if it takes it; else the writer thread] --> reader thread of the other end
-
-A frame that the socket takes at once costs one system call and no change of threads; a small one costs one at the
-other end too, where the reader thread hands it on. A frame whose buffers are still being computed waits in a thread of
-its own kind, so that credits and signs of life overtake it. Each end says every second that it is alive.
+A frame whose buffers are still being computed waits in a thread of its own kind, so that credits and signs of life
+overtake it.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from enum import IntEnum
 from itertools import count
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from shardc.errors import ClusterError, PeerLostError
-from shardc.runtime.store import BEAT
-
-Allocate: TypeAlias = Callable[[int], memoryview]
-"""Gives a fresh buffer of so many bytes. It is never used again by the link, so its taker may keep it."""
+from shardc.runtime.connection import Allocate, Connection, Frame, FrameKind, join
 
 Packed: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A description of a value, and the buffers that hold it."""
-
-
-class FrameKind(IntEnum):
-    """The kind of a frame."""
-
-    MESSAGE = 0
-    CREDIT = 1
-    STOP = 2
-    OPEN = 3
-    VALUE = 4
-    LETTER = 5
-    ALIVE = 6
-    LEAVE = 7
-    CLOCK = 8
-
-
-_KINDS: Final = tuple(FrameKind)
-_HEAD: Final = struct.Struct("<BxHIQqqq")
-"""Kind, number of buffers, bytes of the description, network, run, channel, key."""
-_AHEAD: Final = 1 << 13
-"""Bytes that the reader thread asks for at once, where it does not know yet how many come."""
-_FAREWELL: Final = 1.0
-"""Seconds that `Link.close` waits for the peer to read the goodbye."""
-
-
-class Frame(NamedTuple):
-    """What goes over a link at once.
-
-    Attributes:
-      network: number of the network that it belongs to.
-      run: of that network.
-      channel, key: of a message; of a credit its channel.
-      about, buffers: the value.
-    """
-
-    kind: FrameKind
-    network: int = 0
-    run: int = 0
-    channel: int = 0
-    key: int = 0
-    about: bytes = b""
-    buffers: Sequence[memoryview] = ()
-
-    def pieces(self) -> list[memoryview]:
-        kind, network, run, channel, key, about, buffers = self
-        head = _HEAD.pack(kind, len(buffers), len(about), network, run, channel, key) + about
-        if not buffers:
-            return [memoryview(head)]
-        sizes = struct.pack(f"<{len(buffers)}Q", *(b.nbytes for b in buffers))
-        return [memoryview(head + sizes), *(b for b in buffers if b.nbytes)]
 
 
 class Receiver(Protocol):
@@ -87,12 +27,12 @@ class Receiver(Protocol):
 
     def receive(self, peer: int, frame: Frame) -> None: ...
     def lose(self, error: PeerLostError) -> None:
-        """Take notice that a peer is lost."""
+        """Handle the loss of a peer."""
         ...
 
 
-class Link:
-    """One end of the connection of two processes.
+class Link(Connection):
+    """One end of the link between two processes.
 
     Args:
       sock: a connection whose other end is known (`wire`).
@@ -102,69 +42,28 @@ class Link:
     """
 
     def __init__(self, sock: socket.socket, me: int, peer: int, silence: float, allocate: Allocate) -> None:
-        self.me, self.peer, self.silence = me, peer, silence
+        super().__init__(sock, f"shardc link {me}-{peer}", silence, silence, allocate)
+        self.me, self.peer = me, peer
         self.lost: PeerLostError | None = None
-        self.left = False
-        """Whether the peer has said that it ends. All that it sent before has come."""
-        self.sent = 0
-        """Bytes of values sent."""
-        self.control = 0
-        """All other bytes sent."""
-        self._sock = sock
-        self._beat = min(BEAT, silence / 4)
-        self._stream = _Stream(sock, silence, self._beat)
-        self._allocate = allocate
         self._changed = threading.RLock()
-        """Guards what is received: letters, receivers, and the loss of the peer. A thread that holds it may collect
-        garbage at any line, and so run the finalizer of a network, which removes the network."""
+        """Guards what is received: tagged values, receivers, and the loss of the peer. A thread that holds it may
+        collect garbage at any line, and so run the finalizer of a network, which removes the network."""
         self._receivers: dict[int, Receiver] = {}
         self._early: dict[int, list[Frame]] = {}
         """Frames of networks that this process has not opened yet."""
         self._over: set[int] = set()
         """Networks that this process has closed. A number never comes again."""
-        self._letters: dict[str, _Letterbox] = {}
+        self._inboxes: dict[str, _Inbox] = {}
         self._clocks = count()
-        self._sending = threading.Condition()
-        """Guards what is sent. Taken last: who holds it takes no other lock."""
-        self._unsent: deque[memoryview] = deque()
-        self._closed = False
-        self._leaving = False
         self._to_pack: SimpleQueue[Callable[[], Frame] | None] | None = None
-        self._reader, self._writer = (
-            threading.Thread(target=body, name=f"shardc link {me}-{peer} {name}", daemon=True)
-            for body, name in ((self._read, "reads"), (self._write, "writes"))
-        )
         self._packer = threading.Thread()
-        self._reader.start()
-        self._writer.start()
+        self.start()
 
     # -- sending
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame. Never waits for the peer. Nothing is sent to a lost peer."""
-        pieces = frame.pieces()
-        values = sum(b.nbytes for b in frame.buffers)
-        with self._sending:
-            if self.lost is not None or self._closed:
-                return
-            self.sent += values
-            self.control += sum(p.nbytes for p in pieces) - values
-            if self._unsent:  # the writer is at work
-                self._unsent.extend(pieces)
-                return
-            try:
-                rest = _send_some(self._sock, pieces, socket.MSG_DONTWAIT)
-            except OSError as error:
-                why = error.strerror or str(error)
-            else:
-                if rest:
-                    self._unsent.extend(rest)
-                    self._sending.notify_all()
-                return
-        self._lose(why)
-
     def send_when_packed(self, make: Callable[[], Frame]) -> None:
-        """Send a frame that takes a while to make: `make` waits for a device, and makes a frame of its errors too."""
+        """Send a frame that is not computed yet. `make` waits for a device, in a thread of the link; if that fails,
+        it returns a frame that says so."""
         with self._sending:
             if self._leaving:
                 return
@@ -184,67 +83,23 @@ class Link:
                     self._lose(f"a value for it cannot be sent: {type(error).__name__}: {error}")
             del make
 
-    def _write(self) -> None:
-        """Sends what the socket did not take at once, and signs of life. Blocks in the socket without the lock: while
-        something is unsent, nobody else writes."""
-        while True:
-            with self._sending:
-                due = self._sending.wait_for(lambda: self._unsent or self._closed or self.lost is not None, self._beat)
-                if self._closed or self.lost is not None:
-                    return
-                pieces = list(self._unsent)
-            if not due:
-                self.send(Frame(FrameKind.ALIVE))
-                continue
-            number = len(pieces)
-            try:
-                _send_some(self._sock, pieces)
-            except OSError as error:
-                self._lose(error.strerror or str(error))
-                return
-            with self._sending:
-                for _ in range(min(number, len(self._unsent))):  # fewer if the peer was lost meanwhile
-                    self._unsent.popleft()
-                self._sending.notify_all()
+    def _finish_sending(self) -> None:
+        if self._to_pack is not None:
+            self._to_pack.put(None)
+        join(self._packer, self.silence)
 
     # -- receiving
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._take(self._read_frame())
-        except TimeoutError:
-            self._lose(f"it gave no sign of life for {self.silence:g} s")
-        except OSError as error:
-            self._lose("it has left the run" if self.left else error.strerror or str(error))
-        except Exception as error:  # noqa: BLE001 - whoever waits for this thread has to know
-            self._lose(f"what it sent cannot be read: {type(error).__name__}: {error}")
-
-    def _read_frame(self) -> Frame:
-        stream = self._stream
-        kind, number, about, network, run, channel, key = _HEAD.unpack(stream.take(_HEAD.size))
-        known = _KINDS[kind]  # first of all: what is no frame has no size either
-        if not number and not about:
-            return Frame(known, network, run, channel, key)
-        said = bytes(stream.take(about))
-        sizes = struct.unpack(f"<{number}Q", stream.take(8 * number))
-        buffers = [self._allocate(size) for size in sizes]
-        for buffer in buffers:
-            stream.fill(buffer)
-        return Frame(known, network, run, channel, key, said, buffers)
 
     def _take(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.ALIVE:
                 pass
-            case FrameKind.LEAVE:
-                self.left = True
             case FrameKind.CLOCK:
-                self.post(f"clock {frame.key}", (repr(perf_counter()).encode(), ()))
-            case FrameKind.LETTER:
+                self.send_tagged(f"clock {frame.key}", (repr(perf_counter()).encode(), ()))
+            case FrameKind.TAGGED:
                 tag, _, about = frame.about.partition(b"\0")
-                with self._changed:
-                    self._box(tag.decode()).letters.put((about, frame.buffers))  # in the lock: empty boxes are dropped
+                with self._changed:  # put inside: empty inboxes are dropped
+                    self._inbox(tag.decode()).values.put((about, frame.buffers))
             case _:
                 with self._changed:
                     receiver = self._receivers.get(frame.network)
@@ -254,30 +109,29 @@ class Link:
                         return
                 receiver.receive(self.peer, frame)
 
-    def _lose(self, why: str) -> None:
+    def _on_lost(self) -> None:
         with self._changed:
-            if self.lost is not None or self._closed:
-                return
-            self.lost = PeerLostError(f"process {self.peer} is lost: {why}.", self.peer)
+            self.lost = PeerLostError(f"process {self.peer} is lost: {self.why_lost}.", self.peer)
             receivers = list(self._receivers.values())
-            self._wake_collectors()
-        with self._sending:
-            self._unsent.clear()
-            self._sending.notify_all()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the other thread, and tells a peer that was only silent
+            self._wake_waiting()
         for receiver in receivers:
             receiver.lose(self.lost)
 
-    def _wake_collectors(self) -> None:
-        for box in self._letters.values():
+    def _on_closed(self) -> None:
+        with self._changed:
+            self._wake_waiting()
+            self._inboxes.clear()
+            self._early.clear()
+
+    def _wake_waiting(self) -> None:
+        for box in self._inboxes.values():
             for _ in range(box.waiting):
-                box.letters.put(None)
+                box.values.put(None)
 
     # -- networks
 
     def add(self, network: int, receiver: Receiver) -> None:
-        """From now on frames of this network go to `receiver`, first those that came early."""
+        """Pass all frames of this network to `receiver`, first those that came early."""
         while True:
             with self._changed:
                 early = self._early.pop(network, None)
@@ -291,44 +145,44 @@ class Link:
             receiver.lose(lost)
 
     def remove(self, network: int) -> None:
-        """Drop what still comes for this network. Its number may not be used again."""
+        """Drop all further frames of this network. Its number may not be used again."""
         with self._changed:
             self._receivers.pop(network, None)
             self._early.pop(network, None)
             self._over.add(network)
 
-    # -- letters: values by name, outside of networks
+    # -- values by tag, outside of networks
 
-    def post(self, tag: str, packed: Packed = (b"", ())) -> None:
-        """Send a letter. Letters of one name arrive in their order."""
+    def send_tagged(self, tag: str, packed: Packed = (b"", ())) -> None:
+        """Send a value under a tag. Values of one tag arrive in their order."""
         about, buffers = packed
-        self.send(Frame(FrameKind.LETTER, about=tag.encode() + b"\0" + about, buffers=buffers))
+        self.send(Frame(FrameKind.TAGGED, about=tag.encode() + b"\0" + about, buffers=buffers))
 
-    def _box(self, tag: str) -> _Letterbox:
-        box = self._letters.get(tag)
+    def _inbox(self, tag: str) -> _Inbox:
+        box = self._inboxes.get(tag)
         if box is None:
-            box = self._letters[tag] = _Letterbox()
+            box = self._inboxes[tag] = _Inbox()
         return box
 
-    def collect(self, tag: str, seconds: float) -> Packed:
-        """Wait for a letter.
+    def receive_tagged(self, tag: str, seconds: float) -> Packed:
+        """Wait for the next value that the peer sends under a tag.
 
         Raises:
           PeerLostError: the peer is lost.
           ClusterError: it did not come in time.
         """
         with self._changed:
-            box = self._box(tag)
+            box = self._inbox(tag)
             box.waiting += 1
             ended = self.lost is not None or self._closed
         try:
-            found = box.letters.get(not ended, None if seconds == math.inf else max(0.0, seconds))
+            found = box.values.get(not ended, None if seconds == math.inf else max(0.0, seconds))
         except Empty:
             found = None
         with self._changed:
             box.waiting -= 1
-            if not box.waiting and box.letters.empty():
-                self._letters.pop(tag, None)
+            if not box.waiting and box.values.empty():
+                self._inboxes.pop(tag, None)
         if found is not None:
             return found
         if self.lost is not None:
@@ -354,116 +208,14 @@ class Link:
         number = next(self._clocks)
         begin = perf_counter()
         self.send(Frame(FrameKind.CLOCK, key=number))
-        there, _ = self.collect(f"clock {number}", self.silence)
+        there, _ = self.receive_tagged(f"clock {number}", self.silence)
         end = perf_counter()
         return end - begin, float(there) - (begin + end) / 2
 
-    # -- the end
 
-    def close(self) -> None:
-        """Say goodbye and end the threads. What was sent before arrives, unless the peer does not read it in `silence`
-        seconds."""
-        with self._sending:
-            if self._leaving:
-                return
-            self._leaving = True
-            if self._to_pack is not None:
-                self._to_pack.put(None)
-        self._join(self._packer, self.silence)
-        self.send(Frame(FrameKind.LEAVE))
-        with self._sending:
-            self._sending.wait_for(lambda: not self._unsent or self.lost is not None, self.silence)
-        with self._changed:
-            self._closed = True
-            self._wake_collectors()
-            self._letters.clear()
-            self._early.clear()
-        with self._sending:
-            self._sending.notify_all()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-        self._join(self._reader, _FAREWELL)  # it ends as soon as the peer has read the goodbye
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        for thread in (self._reader, self._writer):
-            self._join(thread, None)
-        self._sock.close()
-
-    def _join(self, thread: threading.Thread, seconds: float | None) -> None:
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-
-
-class _Letterbox:
-    """The letters of one name that nobody has collected yet; None wakes a collector when nothing comes any more."""
+class _Inbox:
+    """The values of one tag that nobody has received yet; None wakes a waiting thread when nothing more comes."""
 
     def __init__(self) -> None:
-        self.letters: SimpleQueue[Packed | None] = SimpleQueue()
+        self.values: SimpleQueue[Packed | None] = SimpleQueue()
         self.waiting = 0
-
-
-class _Stream:
-    """The receiving end of a connection. It reads ahead, so that a small frame costs one system call.
-
-    Args:
-      silence: seconds without a byte after which it raises TimeoutError.
-      look: seconds of one wait. Waits without a byte are counted, not the time: if this process was stopped itself, the
-        peer is not silent.
-    """
-
-    def __init__(self, sock: socket.socket, silence: float, look: float) -> None:
-        self._sock = sock
-        self._waits = -int(-silence // look)
-        sock.settimeout(None)
-        timeout = struct.pack("@ll", int(look), int(look % 1 * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        self._ahead = memoryview(bytearray(_AHEAD))
-        self._begin = self._end = 0
-
-    def take(self, size: int) -> memoryview:
-        """The next bytes. They are valid until the next call."""
-        if size > _AHEAD:
-            whole = memoryview(bytearray(size))
-            self.fill(whole)
-            return whole
-        if self._end - self._begin < size:
-            rest = bytes(self._ahead[self._begin : self._end])
-            self._ahead[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-            while self._end < size:
-                self._end += self._receive(self._ahead[self._end :])
-        self._begin += size
-        return self._ahead[self._begin - size : self._begin]
-
-    def fill(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes."""
-        known = min(buffer.nbytes, self._end - self._begin)
-        buffer[:known] = self._ahead[self._begin : self._begin + known]
-        self._begin += known
-        while known < buffer.nbytes:
-            known += self._receive(buffer[known:], socket.MSG_WAITALL)
-
-    def _receive(self, buffer: memoryview, flags: int = 0) -> int:
-        for _ in range(self._waits):
-            try:
-                got = self._sock.recv_into(buffer, 0, flags)
-            except BlockingIOError:
-                continue
-            if not got:
-                raise ConnectionResetError("the connection was closed")
-            return got
-        raise TimeoutError
-
-
-def _send_some(sock: socket.socket, pieces: list[memoryview], flags: int = 0) -> list[memoryview]:
-    """Send pieces; with MSG_DONTWAIT only as much as the socket takes at once. Returns the rest."""
-    while pieces:
-        try:
-            sent = sock.sendmsg(pieces[:64], (), flags)
-        except BlockingIOError:
-            return pieces
-        while pieces and sent >= pieces[0].nbytes:
-            sent -= pieces.pop(0).nbytes
-        if sent:
-            pieces[0] = pieces[0].cast("B")[sent:]
-    return pieces

@@ -33,7 +33,7 @@ class Port(Protocol):
         ...
 
     def stop(self, run: int, why: Exception) -> None:
-        """Post that some actor failed: this one abandons the run, or ALL_RUNS, and no other: it may be behind."""
+        """Post that an actor failed: this one abandons `run`, or ALL_RUNS. It may still be at an earlier run."""
         ...
 
 
@@ -69,12 +69,12 @@ class Mailbox:
         self._posted.put([(run, None, None)])
 
     def why_stopped(self, run: int) -> Exception | None:
-        """Why to abandon a run; None: nobody says so."""
+        """The reason to abandon a run; None if there is none."""
         stopped = self._stopped
         return (stopped.get(ALL_RUNS) or stopped.get(run)) if stopped else None
 
     def leave(self, actor: int, why: Exception) -> None:
-        """Post that nothing more comes from an actor. Who waits for it then abandons its run."""
+        """Post that nothing more comes from an actor. Actors that wait for it then abandon the run."""
         self.gone[actor] = why
         self._posted.put([(0, None, None)])
 
@@ -122,7 +122,7 @@ class Mailbox:
 
 
 def stop_all(ports: Iterable[Port], run: int, why: Exception) -> None:
-    """Tell all actors, of this process and of others, to abandon a run."""
+    """Stop a run in all actors, of this process and of others."""
     for port in ports:
         with suppress(Exception):  # a lost connection must not keep the others from stopping
             port.stop(run, why)

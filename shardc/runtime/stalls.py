@@ -1,4 +1,4 @@
-"""Stalls: actors that wait for others for long. They are found by looking now and then, and cost a step nothing."""
+"""Stalls: actors that have waited long for others. They are found by polling, so that a step has no cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stall:
 
 
 class StallWatch:
-    """Looks at the threads of an executor.
+    """Finds stalls among the threads of an executor.
 
     Args:
       workers: the threads.
@@ -39,7 +39,7 @@ class StallWatch:
         self._seen: list[tuple[Any, float]] = [((0, 0), 0.0)] * len(workers)
 
     def look(self) -> list[Stall]:
-        """The actors of threads that were idle at the last look too, and have run no step since."""
+        """The actors of threads that were idle at the last call too, and have run no step since."""
         now, found = monotonic(), list[Stall]()
         for i, worker in enumerate(self._workers):
             state = worker.fired, worker.done, worker.idle

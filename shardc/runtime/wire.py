@@ -1,4 +1,4 @@
-"""Sockets between the processes of a run: only who holds the run's secret gets in.
+"""Sockets between the processes of a run, with a handshake: only processes that hold the run's secret are accepted.
 
     listener                                    dialer
        -- greeting, nonce A -------------------->
@@ -6,8 +6,8 @@
        -- HMAC(B, A) --------------------------->     the dialer knows the listener
        <-- ready ---------------------------------    both hold the connection, or neither does
 
-The hello is JSON and says who dials and why. Who does not hold the secret gets a refusal in place of the last HMAC: so
-a dialer can tell it from a listener that ended meanwhile, and tries again only then. An address is text:
+The hello is JSON and says who dials and why. A dialer without the secret gets a refusal in place of the HMAC: so it can
+tell a refusal from a listener that has just ended, where it tries again. An address is text:
 `127.0.0.1:4711`, `[::1]:4711`, `unix:/tmp/x/0`.
 """
 
@@ -38,7 +38,7 @@ _NONCE: Final = 32
 _HELLO: Final = struct.Struct("!32s32sI")
 _LONGEST_HELLO: Final = 1 << 16
 _HANDSHAKE_SECONDS: Final = 10.0
-"""Longest handshake, for the listener; a dialer begins again after half of it."""
+"""Time limit of a handshake for the listener; a dialer starts again after half of it."""
 _REFUSED: Final = bytes(32)
 _READY: Final = b"!"
 _BUFFER: Final = 4 << 20
@@ -68,7 +68,7 @@ def _socket(address: str) -> socket.socket:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket. Port 0 takes a free port, which `address_of` tells.
+    """Open a listening socket. Port 0 takes a free port; `address_of` gives it.
 
     Raises:
       ClusterError: the address is in use, or not one of this machine.
@@ -94,7 +94,7 @@ def listen(address: str) -> socket.socket:
 
 
 def _remove_if_dead(address: str) -> None:
-    """Remove the file of a UNIX socket whose process was killed: else the one started in its place could not listen."""
+    """Remove the file of a UNIX socket that a killed process has left: its successor could not bind."""
     path = Path(_place(address))
     if not path.is_socket():
         return
@@ -128,7 +128,7 @@ def close_listener(listener: socket.socket) -> None:
 
 
 def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
-    """So many bytes. With `until`, a time of `monotonic`, they must have come by then."""
+    """Read exactly `count` bytes. Raises TimeoutError if they have not arrived at `until`, a time of `monotonic`."""
     buffer = bytearray(count)
     view = memoryview(buffer)
     while view:
@@ -142,7 +142,7 @@ def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
 
 
 def write_all(sock: socket.socket, data: memoryview) -> None:
-    """Send all bytes. The socket's timeout is for each part, not for the whole."""
+    """Send all bytes. The timeout of the socket is for each part, not for the whole."""
     while data:
         data = data[sock.send(data) :]
 
@@ -161,10 +161,10 @@ def _tune(sock: socket.socket) -> None:
 def dial(
     address: str, secret: bytes, hello: Hello, seconds: float, check: Callable[[], None] | None = None
 ) -> socket.socket:
-    """A connection to a listener, which may come up during the wait.
+    """Connect to a listener, which may start to listen during the wait.
 
     Args:
-      check: called between two tries; it raises if there is no use in going on.
+      check: called between two tries; it raises to give up.
 
     Raises:
       ClusterError: nobody listened in time, or the other side does not hold the secret.
@@ -209,7 +209,7 @@ def _introduce(sock: socket.socket, secret: bytes, hello: Hello, until: float) -
 
 
 class Listener:
-    """A thread that welcomes dialers who hold the secret. Others are dropped, with one line in the log.
+    """A thread that accepts connections of processes with the secret. Others are dropped, with one line in the log.
 
     Args:
       listener: a listening socket, which is closed with this object.
@@ -280,7 +280,7 @@ class Listener:
         return json.loads(said)
 
     def close(self) -> None:
-        """Close the listening socket, end the thread and drop who is not yet welcome. Other connections stay."""
+        """Close the listening socket, end the thread and drop unfinished handshakes. Accepted connections stay."""
         with self._lock:
             if self._closed:
                 return
@@ -297,7 +297,7 @@ def new_secret() -> bytes:
 
 
 def write_secret(path: Path, secret: bytes) -> None:
-    """Write a secret for the user's own eyes. Never overwrites."""
+    """Write a secret to a file that only this user can read. Never overwrites a file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(secret)

@@ -200,7 +200,7 @@ class Worker:
             state.rewind()  # a failed run may have left messages
 
     def _wait(self, states: Sequence[_ActorState], run: int, record: bool) -> None:
-        """Wait until one of these actors, which are all stuck, may go on: for a launched step, else for mail."""
+        """Wait until one of these stuck actors may go on: for a launched step, else for a message or credit."""
         full = [p for p in states if p.actor.ready()]
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
@@ -212,7 +212,7 @@ class Worker:
             self.idle = False
 
     def _gone(self, states: Sequence[_ActorState]) -> Exception | None:
-        """The end of an actor elsewhere that one of these, which are all stuck, waits for."""
+        """The error of an actor in another process that has left, if one of these stuck actors waits for it."""
         if not self.mailbox.gone:
             return None
         for state in states:
@@ -238,7 +238,7 @@ class Worker:
     def stuck(self) -> list[tuple[int, Hashable, list[int]]]:
         """For each unfinished actor its number, its next step and the actors that it waits for.
 
-        For another thread, which looks while this one is idle; if it goes on meanwhile, what is told is of no use.
+        For another thread, which calls this while this one is idle. If this one goes on meanwhile, the result is void.
         """
         found = [(p, p.actor.step) for p in self._states]
         return [(p.number, step.label, self._awaited(p)) for p, step in found if step is not None]

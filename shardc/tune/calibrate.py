@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.placed import put_whole
 from shardc.errors import MeshError
-from shardc.execute.peers import peers_of
+from shardc.execute.process_group import group_of_mesh
 from shardc.machine.mesh import view
 from shardc.machine.topology import Fabric, Topology
 from shardc.sbp.cost import COLLECTIVES, CollectiveKind, moved_bytes
@@ -158,7 +158,7 @@ class Watch:
 
     def __init__(self, mesh: Mesh, turns: int) -> None:
         self.turns, self.idle = turns, 0.0
-        self._peers = peers_of(mesh)
+        self._group = group_of_mesh(mesh)
         self.idle = self(jax.jit(jnp.negative), _on(mesh, np.ones(mesh.size, np.float32)))
 
     def __call__(self, call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
@@ -173,9 +173,9 @@ class Watch:
 
     def _of_all(self, seconds: float) -> float:
         """The most seconds of a process of the mesh: all of them then find the same figures."""
-        if self._peers is None:
+        if self._group is None:
             return seconds
-        return max(float(each["seconds"]) for each in self._peers.gather("calibrate", {"seconds": repr(seconds)}))
+        return max(float(each["seconds"]) for each in self._group.gather("calibrate", {"seconds": repr(seconds)}))
 
 
 def _on(mesh: Mesh, x: np.ndarray) -> jax.Array:

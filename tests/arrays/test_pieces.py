@@ -10,14 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import compat
 from shardc.arrays.pieces import (
-    array_of,
     from_bytes,
-    letter_of,
     on_host,
     pack,
+    pack_array,
     piece_numbers,
     pieces_of_process,
     put_together,
+    unpack_array,
     words,
 )
 
@@ -76,7 +76,7 @@ def test_random_keys(mesh):
 
 @pytest.mark.parametrize("x", [np.float32(3), np.arange(6).reshape(2, 3).T, np.zeros((0, 2), ml_dtypes.bfloat16)])
 def test_letters(x):
-    about, buffers = letter_of(x)
-    back = array_of((about, buffers))
+    about, buffers = pack_array(x)
+    back = unpack_array((about, buffers))
     assert back.dtype == x.dtype and back.shape == x.shape
     np.testing.assert_array_equal(back, x)

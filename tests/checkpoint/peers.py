@@ -39,7 +39,7 @@ class Fake:
     def __init__(self, run, me):
         self.run, self.me = run, me
         self.processes = run.processes
-        self.seat = SimpleNamespace(islands=run.islands)
+        self.config = SimpleNamespace(islands=run.islands)
         self.epoch, self.counts, self.names, self.said = run.epoch, {}, [], []
 
     def _check(self):

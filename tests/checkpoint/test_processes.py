@@ -57,7 +57,7 @@ class Launcher:
         self.secret = secrets.token_bytes(32)
         self.epoch, self.workers, self.left = 0, {}, ExitStack()
         self.ended = SimpleQueue()
-        self.store = StoreServer("127.0.0.1:0", self.secret, lambda p, left: self.ended.put((p, left)))
+        self.store = StoreServer("127.0.0.1:0", self.secret, self.ended.put)
 
     def start(self, p):
         arguments = self.directory, self.store.address, self.secret.hex(), p, self.epoch, self.steps
@@ -69,11 +69,11 @@ class Launcher:
             assert time.monotonic() < until
             time.sleep(0.01)
         self.workers[p].kill()
-        assert self.ended.get(timeout=DEADLINE) == (p, False)
-        self.store.tell_all({"event": "lost", "process": p, "why": "killed"})
+        assert self.ended.get(timeout=DEADLINE) == p
+        self.store.notify_all({"event": "lost", "process": p, "why": "killed"})
         self.epoch += 1
         self.start(p)
-        self.store.tell_all({"event": "epoch", "epoch": self.epoch, "restarts": 0})
+        self.store.notify_all({"event": "epoch", "epoch": self.epoch, "restarts": 0})
 
     def close(self):
         self.left.close()

@@ -131,8 +131,8 @@ def island(directory, store, secret, me, epoch, steps):
     from tests.checkpoint.test_leaves import elsewhere, far
 
     me = int(me)
-    seat = cluster.Seat(me, 2, 2, store, bytes.fromhex(secret), "127.0.0.1:0", int(epoch), deadline=60.0)
-    run = cluster.join(seat, bytearray)
+    config = cluster.RunConfig(me, 2, 2, store, bytes.fromhex(secret), "127.0.0.1:0", int(epoch), deadline=60.0)
+    run = cluster.join(config, bytearray)
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",))
 
     def state_of(w, n):

@@ -6,12 +6,15 @@ from queue import SimpleQueue
 import pytest
 
 from shardc.errors import ClusterError
-from shardc.launch.agent import RemoteProcess, host_id, meet
+from shardc.launch.agent import Agents, RemoteProcess, host_id
 from shardc.launch.job import Job
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
+from shardc.runtime.store import Store
+from tests.runtime.peers import until
 from tests.runtime.watchdog import within
 
-JOB = Job(Seat(1, 2, 2, "127.0.0.1:1", b"s" * 32, "", deadline=1.0))
+SECRET = b"s" * 32
+JOB = Job(RunConfig(1, 2, 2, "127.0.0.1:1", SECRET, "", deadline=1.0))
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def test_a_process_is_started_by_its_agent(remote):
     remote.reported({"what": "here", "host": "h"})
     remote.start(JOB)
     (start,) = remote.told
-    assert (start["event"], JOB.seat.secret.hex() in start["job"]) == ("start", False)
+    assert (start["event"], JOB.config.secret.hex() in start["job"]) == ("start", False)
     assert not remote.wait(0)
     remote.kill()
     remote.reported({"what": "ended", "start": 1, "code": -9, "tail": ["last"]})
@@ -41,18 +44,37 @@ def test_a_process_of_a_lost_agent_is_not_started_again(remote):
     remote.lost()
     assert remote.events.get(timeout=1) == ("host lost", 1, 0)
     with pytest.raises(ClusterError, match="the launcher of its host is lost"):
-        remote.start(Job(JOB.seat, 2))
+        remote.start(Job(JOB.config, 2))
 
 
-def test_meeting(remote):
+def test_meeting(tmp_path):
     events = SimpleQueue()
-    with pytest.raises(ClusterError, match=r"process 1 did not come within 0\.2 s\. Process 0 waits at h:1: "):
-        within(5, meet, [remote], 0.2, "h:1", events)
-    threading.Timer(0.1, remote.reported, [{"what": "here", "host": "h"}]).start()
-    assert within(5, meet, [remote], 5.0, "h:1", events) is True
-    remote.lost()
+    agents = Agents(f"unix:{tmp_path / 's'}", SECRET, events)
+    agents.add(RemoteProcess(1, agents.notifier(1), events))
+    with pytest.raises(ClusterError, match=rf"process 1 did not come within 0\.2 s\. .* at unix:{tmp_path}"):
+        within(5, agents.meet, 0.2)
+    told = SimpleQueue()
+    store = Store(agents.server.address, SECRET, -2, told.put)
+    threading.Timer(0.1, store.report, [{"what": "here", "host": "h"}]).start()
+    assert within(5, agents.meet, 5.0) is True and agents.remotes[1].host == "h"
+    agents.end(3)
+    assert told.get(timeout=5) == {"event": "end", "code": 3}
+    store.close()
+    until(lambda: not agents.remotes[1].is_here)
+    assert events.get(timeout=5) == ("host lost", 1, 0)
     events.put(("interrupt",))
-    assert within(5, meet, [remote], 5.0, "h:1", events) is False
+    assert within(5, agents.meet, 5.0) is False
+    agents.server.close()
+
+
+def test_reports_of_processes_are_events_and_strangers_are_ignored(tmp_path):
+    events = SimpleQueue()
+    agents = Agents(f"unix:{tmp_path / 's'}", SECRET, events)
+    process, stranger = (Store(agents.server.address, SECRET, p, lambda event: None) for p in (4, -8))
+    assert stranger.report({"what": "here", "host": "h"}) and process.report({"what": "joined"})
+    assert events.get(timeout=5) == ("report", 4, {"what": "joined"}) and events.empty()
+    for end in (process, stranger, agents.server):
+        end.close()
 
 
 def test_a_host_has_one_name():

@@ -2,7 +2,7 @@
 
 import signal
 
-from shardc.launch.failure import Failure, failure_of, told, told_briefly, why_ended
+from shardc.launch.failure import Failure, failure_line, failure_of, failure_text, why_ended
 
 
 def first(*failures):
@@ -35,8 +35,8 @@ def test_others_see_a_death_before_the_launcher_does():
 def test_texts():
     trace = "Traceback\nValueError: on fire\n"
     failed = Failure(1, 1, "ValueError: on fire", trace, tail=["a warning"])
-    assert told(failed, 2) == "process 1| a warning\nprocess 1| Traceback\nprocess 1| ValueError: on fire"
-    assert told(Failure(0, 1, "ValueError: on fire", trace, tail=["a warning"]), 2) == trace.rstrip()
-    assert told(Failure(0, 7, "ended with exit code 7"), 2) == "process 0 ended with exit code 7."
-    assert told(Failure(0, 7, "ended with exit code 7"), 1) == ""
-    assert told_briefly(failed) == "process 1| ValueError: on fire"
+    assert failure_text(failed, 2) == "process 1| a warning\nprocess 1| Traceback\nprocess 1| ValueError: on fire"
+    assert failure_text(Failure(0, 1, "ValueError: on fire", trace, tail=["a warning"]), 2) == trace.rstrip()
+    assert failure_text(Failure(0, 7, "ended with exit code 7"), 2) == "process 0 ended with exit code 7."
+    assert failure_text(Failure(0, 7, "ended with exit code 7"), 1) == ""
+    assert failure_line(failed) == "process 1| ValueError: on fire"

@@ -1,9 +1,9 @@
 """Jobs as text, and the environment of the processes."""
 
 from shardc.launch.job import Job, Script
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 
-SEAT = Seat(1, 4, 2, "unix:/tmp/x/store", bytes(range(32)), "unix:/tmp/x/1", 3, 2, 5.0, 60.0)
+SEAT = RunConfig(1, 4, 2, "unix:/tmp/x/store", bytes(range(32)), "unix:/tmp/x/1", 3, 2, 5.0, 60.0)
 
 
 def test_a_job_is_one_line_of_text():

@@ -12,10 +12,11 @@ from shardc.errors import ClusterError
 from shardc.launch import local_process
 from shardc.launch.job import Job, Script
 from shardc.launch.local_process import LocalProcess
-from shardc.runtime.cluster import Seat
+from shardc.launch.options import RunOptions
+from shardc.runtime.cluster import RunConfig
 from tests.launch.launching import named, wait_for
 
-JOB = Job(Seat(0, 1, 1, "unix:/nowhere", b"", ""))
+JOB = Job(RunConfig(0, 1, 1, "unix:/nowhere", b"", ""))
 
 
 class Shows:
@@ -44,7 +45,8 @@ def start(tmp_path, monkeypatch):
         (tmp_path / "code.py").write_text(f"import os, signal, subprocess, sys, time\npipe = int(sys.argv[1])\n{code}")
         monkeypatch.setattr(sys, "executable", str(python))
         ends = SimpleQueue()
-        process = LocalProcess(number, Script("script.py"), shows, log, lambda *end: ends.put(end))
+        options = RunOptions(Script("script.py"), log=log)
+        process = LocalProcess(number, options, shows, ends)
         process.start(JOB)
         monkeypatch.undo()
         made.append(process)
@@ -61,26 +63,26 @@ def start(tmp_path, monkeypatch):
 def test_ends(start):
     for code, returned in [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9)]:
         _, ends = start(code)
-        assert ends.get(timeout=10) == (1, 1, returned)
+        assert ends.get(timeout=10) == ("ended", 1, 1, returned)
 
 
 def test_the_job_comes_in_a_pipe_that_ends_with_the_launcher(start):
     shows = Shows()
     process, ends = start("line = os.read(pipe, 10000)\nprint(line.decode(), end='')\n", 0, shows)
-    assert ends.get(timeout=10) == (0, 1, 0)
+    assert ends.get(timeout=10) == ("ended", 0, 1, 0)
     process.close()
     assert Job.from_json(shows.seen[1].decode()) == JOB
-    assert JOB.seat.secret.hex() == ""
+    assert JOB.config.secret.hex() == ""
 
 
 def test_output_is_shown_kept_and_logged(start, tmp_path):
     shows = Shows()
     code = "print('out', flush=True)\nprint('[Gloo] Rank 0 is', flush=True)\nprint('err', file=sys.stderr)"
-    process, ends = start(code, 0, shows, tmp_path / "log")
+    process, ends = start(code, 0, shows, tmp_path)
     ends.get(timeout=10)
     assert process.tail() == ["err"]
     assert shows.seen == {1: b"out\n", 2: b"err\n"}
-    log = (tmp_path / "log").read_text()
+    log = (tmp_path / "process-0.log").read_text()
     assert len(log) == len("out\n[Gloo] Rank 0 is\nerr\n")
     assert all(text in log for text in ("out", "[Gloo] Rank 0 is\n", "err"))
 
@@ -93,13 +95,13 @@ def test_what_it_has_started_ends_with_it(start, tmp_path):
 def test_kill_and_interrupt(start):
     process, ends = start("time.sleep(100)")
     process.kill()
-    assert ends.get(timeout=10)[2] == -9
+    assert ends.get(timeout=10)[3] == -9
     process, ends = start(
         "signal.signal(2, lambda *_: sys.exit(5))\nprint('ready', flush=True)\ntime.sleep(100)", 0, shows := Shows()
     )
     wait_for(lambda: shows.seen[1])
     process.interrupt()
-    assert ends.get(timeout=10)[2] == 5
+    assert ends.get(timeout=10)[3] == 5
     process.kill()  # nothing happens
 
 
@@ -107,7 +109,7 @@ def test_a_stopped_process_is_killed(start):
     process, ends = start("os.kill(os.getpid(), signal.SIGSTOP)")
     time.sleep(0.2)
     process.kill()
-    assert ends.get(timeout=10)[2] == -signal.SIGKILL
+    assert ends.get(timeout=10)[3] == -signal.SIGKILL
 
 
 def test_a_start_ends_the_one_before(start, monkeypatch):
@@ -116,8 +118,8 @@ def test_a_start_ends_the_one_before(start, monkeypatch):
     monkeypatch.setattr(sys, "executable", "true")
     begin = time.monotonic()
     process.start(replace(JOB, start=2))
-    assert ends.get(timeout=10) == (1, 1, -9) and first.returncode == -9
-    assert ends.get(timeout=10) == (1, 2, 0)
+    assert ends.get(timeout=10) == ("ended", 1, 1, -9) and first.returncode == -9
+    assert ends.get(timeout=10) == ("ended", 1, 2, 0)
     assert time.monotonic() - begin < 5
 
 

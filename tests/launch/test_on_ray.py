@@ -22,7 +22,7 @@ except Exception as error:
     c.rejoin()
     c.gather("all", "")
     c.gather("again", "")
-print("end", c.epoch, c.seat.restarts)
+print("end", c.epoch, c.config.restarts)
 """
 
 

@@ -39,7 +39,7 @@ def test_output_appears_once_and_arguments_arrive(tmp_path, run):
         print("out", c.me, sys.argv[1:], sys.path[0], __name__)
         print("err", c.me, file=sys.stderr)
         os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\n[Gloo] other\\n")
-        print(c.gather("names", f"process {c.me}"), c.seat.islands, c.seat.restarts)
+        print(c.gather("names", f"process {c.me}"), c.config.islands, c.config.restarts)
         """,
     )
     done = run(path, "--processes", 2, "--log", tmp_path / "logs", arguments=["--lr", "1", "--", "x"])
@@ -156,7 +156,7 @@ def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(t
         """
         for i in range(100000):
             with open(f"{sys.argv[1]}/{c.me}", "w") as file:
-                file.write(f"{i} {c.seat.store}")
+                file.write(f"{i} {c.config.store}")
             print("step", i, "x" * 100)
             time.sleep(0.01)
         """,
@@ -180,7 +180,7 @@ def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(t
 
 
 RESTARTED = """
-print("start", c.epoch, c.seat.restarts)
+print("start", c.epoch, c.config.restarts)
 if c.epoch == 0 and c.me == 1:
     c.gather("all", "")
     os.kill(os.getpid(), {signal})
@@ -192,7 +192,7 @@ except Exception as error:
     if not {rejoins}:
         raise
     c.rejoin()
-    print("rejoined", c.epoch, c.seat.restarts)
+    print("rejoined", c.epoch, c.config.restarts)
     c.gather("all", "")
     c.gather("again", "")
 print("end")

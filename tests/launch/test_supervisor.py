@@ -18,7 +18,7 @@ from shardc.launch.failure import Failure
 from shardc.launch.job import Job
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Supervisor
-from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.store import Store, StoreServer
 from tests.runtime.peers import others, until
 from tests.runtime.watchdog import within
@@ -48,7 +48,7 @@ class FakeProcess:
         with self.changed:
             if self.alive is not job:
                 return
-            self.cluster = cluster = Cluster(job.seat, allocate)
+            self.cluster = cluster = Cluster(job.config, allocate)
             cluster.on_orphaned = lambda: None
         code = 0
         try:
@@ -88,16 +88,18 @@ class FakeProcess:
 
 
 class Run:
-    def __init__(self, tmp_path, script, processes=2, islands=1, restarts=0, **seat):
+    def __init__(self, tmp_path, script, processes=2, islands=1, restarts=0, **config):
         self.events = SimpleQueue()
         self.server = StoreServer(
             f"unix:{tmp_path}/s", SECRET, on_report=lambda p, said: self.events.put(("report", p, said))
         )
         numbers = itertools.count()
-        first = Seat(0, processes, islands, self.server.address, SECRET, "", 0, restarts, **{"deadline": 20.0, **seat})
+        first = RunConfig(
+            0, processes, islands, self.server.address, SECRET, "", 0, restarts, **{"deadline": 20.0, **config}
+        )
 
         def job_of(job):
-            return replace(job, seat=replace(job.seat, links=f"unix:{tmp_path}/{next(numbers)}"))
+            return replace(job, config=replace(job.config, links=f"unix:{tmp_path}/{next(numbers)}"))
 
         self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
         self.supervisor = Supervisor(Job(first), self.processes, Screen(), job_of, self.server, self.events)
@@ -123,9 +125,9 @@ def work(rejoins, steps=12):
                 for i in range(steps):
                     assert cluster.gather("step", f"{i}") == [f"{i}"] * cluster.processes
                     for p in others(cluster):
-                        cluster.link(p).post(f"{i}")
+                        cluster.link(p).send_tagged(f"{i}")
                     for p in others(cluster):
-                        cluster.link(p).collect(f"{i}", 20.0)
+                        cluster.link(p).receive_tagged(f"{i}", 20.0)
                     time.sleep(0.003)
                 return
             except PeerLostError:
@@ -250,7 +252,7 @@ def test_a_process_that_never_comes_is_named(tmp_path, capfd):
 def test_a_silent_process_is_lost(tmp_path, capfd):
     def script(cluster):
         if cluster.me == 1 and cluster.epoch == 0:
-            cluster.store._ended.set()  # no signs of life from now on
+            cluster.store.send = lambda frame: None  # no signs of life from now on
             cluster.wait_to_leave()
         work(True, 10)(cluster) if cluster.epoch else cluster.gather("never", "")
 
@@ -340,7 +342,7 @@ class Host(RemoteProcess):
 
     def __init__(self, number, events, address):
         super().__init__(number, self._obey, events)
-        self.address, self.agents, self.seats, self.clients = address, [], [], []
+        self.address, self.agents, self.configs, self.clients = address, [], [], []
 
     def come(self):
         self.agents.append(Store(self.address, SECRET, -1 - self.number, lambda event: None))
@@ -350,7 +352,7 @@ class Host(RemoteProcess):
         if not self.is_here:
             self.come()
         super().start(job)
-        self.seats.append(job.seat)
+        self.configs.append(job.config)
         self.clients.append(Store(self.address, SECRET, self.number, lambda event: None))
         self.clients[-1].report({"what": "joined", "start": job.start})
 
@@ -370,7 +372,7 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
         else:
             made[-1 - p].reported(said)
 
-    def on_end(p, left):
+    def on_end(p):
         if p < 0:
             made[-1 - p].lost()
 
@@ -378,8 +380,8 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
     for p in range(processes):
         made.append(Host(p, events, server.address))
         made[p].come()
-    seat = Seat(0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, deadline=60.0)
-    supervisor = Supervisor(Job(seat), made, Screen(), lambda job: job, server, events)
+    config = RunConfig(0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, deadline=60.0)
+    supervisor = Supervisor(Job(config), made, Screen(), lambda job: job, server, events)
     running = threading.Thread(target=supervisor.run, daemon=True)
     running.start()
     try:
@@ -399,38 +401,38 @@ def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
     with hosts(tmp_path, 2, 1) as (_, made, _events):
         for host in made:
             host.lost()
-        until(lambda: all(len(h.seats) == 2 for h in made))
+        until(lambda: all(len(h.configs) == 2 for h in made))
         time.sleep(0.5)
-        assert [[s.epoch for s in h.seats] for h in made] == [[0, 1]] * 2
+        assert [[s.epoch for s in h.configs] for h in made] == [[0, 1]] * 2
     assert capfd.readouterr().err.count("started again") == 1
 
 
 def test_a_silent_agent_is_lost_once(tmp_path, capfd):
     with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
-        made[1].agents[0]._ended.set()  # no sign of life from now on, and its connection stays
-        until(lambda: len(made[1].seats) == 2, 10)
+        made[1].agents[0].send = lambda frame: None  # no sign of life from now on, and its connection stays
+        until(lambda: len(made[1].configs) == 2, 10)
         time.sleep(2.5)
-        assert [[s.epoch for s in h.seats] for h in made] == [[0], [0, 1]]
+        assert [[s.epoch for s in h.configs] for h in made] == [[0], [0, 1]]
     assert capfd.readouterr().err.count("the launcher of its host is lost") == 1
 
 
 def test_the_connection_of_an_earlier_start_condemns_no_new_one(tmp_path, capfd):
     """The host of a silent process is alive, but the connection of the process stays open when it is killed."""
     with hosts(tmp_path, 2, 2, silence=2.0) as (_, made, _events):
-        made[1].clients[0]._ended.set()
+        made[1].clients[0].send = lambda frame: None
         start = made[1].start
 
         def late(job):  # the new process takes a while to come
             made[1].start = start
             RemoteProcess.start(made[1], job)
-            made[1].seats.append(job.seat)
+            made[1].configs.append(job.config)
             coming = threading.Timer(
                 2.5, lambda: made[1].clients.append(Store(made[1].address, SECRET, 1, lambda event: None))
             )
             coming.start()
 
         made[1].start = late
-        until(lambda: len(made[1].seats) == 2, 10)
+        until(lambda: len(made[1].configs) == 2, 10)
         time.sleep(3.5)
-        assert [s.epoch for s in made[1].seats] == [0, 1]
+        assert [s.epoch for s in made[1].configs] == [0, 1]
     assert capfd.readouterr().err.count("no sign of life for 2 s") == 1

@@ -12,11 +12,11 @@ import shardc
 from shardc.machine import devices as module
 from shardc.machine.devices import FarDevice, is_far, is_here, process_of, processes_of
 from shardc.machine.mesh import view
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 
 
-def seat(me, processes=2, islands=2):
-    return Seat(me, processes, islands, "", b"", "")
+def config(me, processes=2, islands=2):
+    return RunConfig(me, processes, islands, "", b"", "")
 
 
 @pytest.fixture
@@ -25,7 +25,11 @@ def second_of_two(monkeypatch):
     told = {0: json.dumps([("cpu", "cpu", None)] * 4)}
     published = {}
     cluster = SimpleNamespace(
-        me=1, processes=2, seat=seat(1), publish=published.__setitem__, published=lambda name, process: told[process]
+        me=1,
+        processes=2,
+        config=config(1),
+        publish=published.__setitem__,
+        published=lambda name, process: told[process],
     )
     monkeypatch.setattr(module, "current", lambda: cluster)
     return published
@@ -63,7 +67,7 @@ def test_far_devices_are_planned_for(second_of_two):
 
 
 def test_processes_of_an_island(monkeypatch):
-    cluster = SimpleNamespace(me=3, processes=4, seat=seat(3, 4))
+    cluster = SimpleNamespace(me=3, processes=4, config=config(3, 4))
     monkeypatch.setattr(module, "current", lambda: cluster)
     assert [process_of(SimpleNamespace(process_index=i)) for i in (0, 1)] == [2, 3]
     assert process_of(FarDevice(1, 0, "cpu", "cpu")) == 1

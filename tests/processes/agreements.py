@@ -11,7 +11,7 @@ import pytest
 
 import shardc
 from shardc import S
-from shardc.execute.peers import peers_of
+from shardc.execute.process_group import group_of_mesh
 from shardc.runtime import cluster
 from shardc.tune.calibrate import calibrate
 from tests.runtime.peers import others
@@ -171,7 +171,9 @@ def test_a_plan_from_a_file(tmp_path):
     f.plan(x).save(tmp_path / "plan.json")
     again = double(plan=tmp_path / "plan.json")
     np.testing.assert_array_equal(shardc.fetch(again(x)), 2 * x)
-    texts = peers_of(MESH).gather("test", {"plan": (tmp_path / "plan.json").read_text(), "text": f.plan(x).explain()})
+    texts = group_of_mesh(MESH).gather(
+        "test", {"plan": (tmp_path / "plan.json").read_text(), "text": f.plan(x).explain()}
+    )
     assert texts[0] == texts[-1]
 
 
@@ -182,7 +184,7 @@ def test_reports_are_equal_everywhere():
     assert exe.audit().ok
     stats = exe.memory_stats()
     facts = {"digest": exe.plan.digest, "explain": exe.plan.explain(), "bytes": str(stats.argument_size_in_bytes)}
-    peers_of(MESH).agree("reports", {**facts, "hlo": str(len(exe.hlo()))})
+    group_of_mesh(MESH).agree("reports", {**facts, "hlo": str(len(exe.hlo()))})
     np.testing.assert_allclose(float(exe(x, w)), np.tanh(x @ w).sum(), rtol=1e-5)
 
 
@@ -210,7 +212,7 @@ def test_what_dies_in_a_collective_is_not_another_call(kind):
 
 def test_a_calibration_is_equal_everywhere():
     found = calibrate(shardc.make_mesh(data=ALL, model=2), sizes=(2**10, 2**12), turns=1, width=8)
-    peers_of(MESH).agree("calibration", {"the file": found.topology.to_json()})
+    group_of_mesh(MESH).agree("calibration", {"the file": found.topology.to_json()})
 
 
 def test_tune_gives_the_same_answer():
@@ -219,6 +221,6 @@ def test_tune_gives_the_same_answer():
 
     args = np.ones((64, 32), np.float32), np.ones((32, 32), np.float32)
     made = shardc.tune(step, *args, pipe=())
-    peers_of(MESH).agree("tune", {"the ranking": made.explain() if hasattr(made, "explain") else str(made)})
+    group_of_mesh(MESH).agree("tune", {"the ranking": made.explain() if hasattr(made, "explain") else str(made)})
     f = made.best.function
     np.testing.assert_allclose(float(f(*args)), step(*args), rtol=1e-5)

@@ -386,7 +386,7 @@ for number, chosen in enumerate(parity.OVER_PROCESSES):
 
 
 def main(names):
-    here = (current().processes, current().seat.islands)
+    here = (current().processes, current().config.islands)
     names = names or [n for n, (p, i, _) in CASES.items() if (p, i) == here]
     for name in names:
         CASES[name][2]()

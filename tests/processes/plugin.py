@@ -24,7 +24,7 @@ from shardc.arrays import placed
 from shardc.arrays.fetch import values
 from shardc.machine import mesh
 from shardc.runtime import cluster
-from shardc.runtime.cluster import Seat
+from shardc.runtime.cluster import RunConfig
 from tests.processes.exclusions import reason
 
 LONGEST = 150.0
@@ -37,12 +37,12 @@ def join() -> cluster.Cluster:
     """Make this process one of the run that `SEAT` in the environment tells of."""
     said = json.loads(os.environ["SEAT"])
     at = said.pop("jax")
-    seat = Seat(**{**said, "secret": bytes.fromhex(said["secret"])}, deadline=BARRIER)
-    made = cluster.join(seat, lambda n: memoryview(np.empty(n, np.uint8)))
+    config = RunConfig(**{**said, "secret": bytes.fromhex(said["secret"])}, deadline=BARRIER)
+    made = cluster.join(config, lambda n: memoryview(np.empty(n, np.uint8)))
     jax.distributed.initialize(
-        at, seat.processes, seat.me, coordinator_bind_address=at, cluster_detection_method="deactivate"
+        at, config.processes, config.me, coordinator_bind_address=at, cluster_detection_method="deactivate"
     )
-    assert len(jax.devices()) % seat.processes == 0  # starts the backend, before conftest changes the environment
+    assert len(jax.devices()) % config.processes == 0  # starts the backend, before conftest changes the environment
     return made
 
 

@@ -89,14 +89,18 @@ def start(
     """Start a command in several processes. `SEAT` in the environment says who each is."""
     port, found = free_port(), []
     for i in range(processes):
-        seat = {
+        config = {
             "me": i, "processes": processes, "islands": 1, "store": server.address, "secret": secret.hex(),
             "links": "127.0.0.1:0", "jax": f"127.0.0.1:{port}",
         }  # fmt: skip
         log = folder / f"log{i}.txt"
         with log.open("ab") as out:
             made = subprocess.Popen(
-                command, env=environment(devices, SEAT=json.dumps(seat)), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+                command,
+                env=environment(devices, SEAT=json.dumps(config)),
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
             )
         found.append(_Started(made, log))
     return found

@@ -18,11 +18,11 @@ SECONDS = 400
 """Longest run."""
 
 
-def run(names, processes=2, islands=None, edges="bytes"):
+def run(names, processes=2, islands=None):
     """Run cases by name in several processes, under a watchdog. All that is started ends with it."""
     command = [
         sys.executable, "-m", "shardc", "run", "--processes", str(processes), "--islands", str(islands or processes),
-        "--devices", "2", "--edges", edges, "--deadline", "90", "-m", "tests.processes.pipelines", *names,
+        "--devices", "2", "--deadline", "90", "-m", "tests.processes.pipelines", *names,
     ]  # fmt: skip
     made = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -65,11 +65,6 @@ IN_TWO = [
 
 def test_two_processes_give_what_one_device_gives():
     run([*IN_TWO[:-1], *cheapest(2), IN_TWO[-1]])
-
-
-@pytest.mark.sampled(0)
-def test_values_that_are_pulled():
-    run(["an_argument_of_two_stages_and_results_elsewhere", "random_keys_cross_and_come_back"], edges="pull")
 
 
 def test_a_rank_moves_to_another_process():

@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
+from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task, Threads
-from shardc.runtime.spread import SpreadNetwork
 from tests.runtime.codec import Codec
 from tests.runtime.networks import random_network
 
@@ -36,7 +36,7 @@ class FuzzSide:
     def __init__(self, case, number, links, delays):
         self.log = []
         net, places = case
-        self.spread = SpreadNetwork(net, number, places, links, Same(ready=delays.random() < 0.5))
+        self.spread = DistributedNetwork(net, number, places, links, Same(ready=delays.random() < 0.5))
         steps = {s.label: (i, s) for steps in net.actors for i, s in enumerate(steps)}
 
         def task(label):

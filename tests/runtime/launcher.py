@@ -5,10 +5,10 @@ import time
 import pytest
 
 from shardc.runtime import wire
-from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.store import StoreServer
 from tests.runtime.codec import allocate
-from tests.runtime.peers import together
+from tests.runtime.peers import together, until
 
 SECRET = wire.new_secret()
 
@@ -24,10 +24,10 @@ class Run:
         self.address = address or self.server.address
         self.clusters = {}
 
-    def seat(self, me, **options):
+    def config(self, me, **options):
         links = f"unix:{self.folder / str(me)}" if self.transport == "unix" else "127.0.0.1:0"
         known = {"islands": self.processes, "silence": 10.0, "deadline": 10.0}
-        return Seat(
+        return RunConfig(
             me=me,
             processes=self.processes,
             store=self.address,
@@ -37,21 +37,23 @@ class Run:
         )
 
     def join(self, me, **options):
-        self.clusters[me] = Cluster(self.seat(me, **options), allocate)
+        self.clusters[me] = Cluster(self.config(me, **options), allocate)
         self.clusters[me].on_orphaned = lambda: None
+        if self.server is not None:
+            until(lambda: me in self.server.statuses())  # from now on it hears all events
         return self.clusters[me]
 
     def all(self, **options):
         return [self.join(p, **options) for p in range(self.processes)]
 
     def lose(self, process, why="it was killed by signal 9"):
-        self.server.tell_all({"event": "lost", "process": process, "why": why})
+        self.server.notify_all({"event": "lost", "process": process, "why": why})
 
     def end(self, process, epoch=0, **calls):
         """Tell all that the script of a process has ended."""
         known = self.clusters[process].calls() if process in self.clusters else {}
         event = {"event": "done", "process": process, "epoch": epoch, "calls": {**known, **calls}}
-        self.server.tell_all(event)
+        self.server.notify_all(event)
 
     def close(self):
         together(*(c.close for c in self.clusters.values()))
@@ -75,8 +77,8 @@ def a_run(tmp_path):
 def member(start, run, me, seed=0, **options):
     """A process of a run that makes steps of a network (`roles.member`)."""
     known = {"seed": seed, "microbatches": 4, "runs": 10_000}
-    seat = {"silence": 2.0, "deadline": 20.0, **options.pop("seat", {})}
-    told = run.seat(me, **seat)
+    config = {"silence": 2.0, "deadline": 20.0, **options.pop("config", {})}
+    told = run.config(me, **config)
     said = {**{f: getattr(told, f) for f in told.__dataclass_fields__}, "secret": SECRET.hex()}
     return start("member", said, {**known, **options})
 

@@ -10,9 +10,9 @@ from itertools import combinations
 import pytest
 
 from shardc.errors import ShardcError
+from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.link import Link
-from shardc.runtime.spread import SpreadNetwork
 from tests.runtime.codec import Codec, allocate
 from tests.runtime.watchdog import actor_threads
 
@@ -81,7 +81,7 @@ class Side:
 
     def __init__(self, net, number, places, links, tasks, **options):
         codec, patience = options.get("codec", Codec()), options.get("patience", 30.0)
-        self.spread = SpreadNetwork(net, number, places, links, codec)
+        self.spread = DistributedNetwork(net, number, places, links, codec)
         self.executor = Executor(net, tasks, share=ProcessShare(self.spread.mine, self.spread.ports, patience))
         self.error = None
 

@@ -14,10 +14,10 @@ import numpy as np
 from shardc.errors import PeerLostError, ShardcError
 from shardc.runtime import executor
 from shardc.runtime.actor import Channel, Network, Step
-from shardc.runtime.cluster import Cluster, Seat
+from shardc.runtime.cluster import Cluster, RunConfig
+from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
 from shardc.runtime.link import Link
-from shardc.runtime.spread import SpreadNetwork
 from shardc.runtime.store import Store, StoreServer
 from shardc.runtime.wire import dial
 from tests.runtime.codec import Codec, allocate
@@ -57,10 +57,10 @@ def peer(address, secret, silence):
         try:
             if what == "post":
                 tag, size = args
-                link.post(tag, (b"", [memoryview(np.full(size, 7, np.uint8))]))
+                link.send_tagged(tag, (b"", [memoryview(np.full(size, 7, np.uint8))]))
                 say(posted=tag)
             elif what == "collect":
-                _, buffers = link.collect(args[0], args[1])
+                _, buffers = link.receive_tagged(args[0], args[1])
                 say(sizes=[b.nbytes for b in buffers], right=all(set(bytes(b[::4096])) <= {7} for b in buffers))
             elif what == "lost":
                 while link.lost is None:
@@ -125,13 +125,13 @@ def chain(processes, microbatches):
     return Network(tuple(rows), tuple(channels))
 
 
-def member(seat, options):
+def member(config, options):
     """A process of a run: makes steps until it is told to end, or until a process is lost."""
-    seat = Seat(**{**seat, "secret": bytes.fromhex(seat["secret"])})
-    cluster = Cluster(seat, allocate)
+    config = RunConfig(**{**config, "secret": bytes.fromhex(config["secret"])})
+    cluster = Cluster(config, allocate)
     cluster.on_orphaned = lambda: os._exit(3)
-    rng = random.Random(options["seed"] * 100 + seat.me)
-    net = chain(seat.processes, options["microbatches"])
+    rng = random.Random(options["seed"] * 100 + config.me)
+    net = chain(config.processes, options["microbatches"])
     while True:
         try:
             say(done=_member_runs(cluster, net, rng, options), epoch=cluster.epoch)
@@ -153,7 +153,7 @@ def _member_runs(cluster, net, rng, options):
     neighbours = [p for p in others(cluster) if not options.get("neighbours") or abs(p - me) == 1]
     links = {p: cluster.link(p) for p in neighbours}
     places = [[p] for p in range(cluster.processes)]
-    spread = SpreadNetwork(net, cluster.epoch + 1, places, links, Codec(ready=rng.random() < 0.5))
+    spread = DistributedNetwork(net, cluster.epoch + 1, places, links, Codec(ready=rng.random() < 0.5))
     run = [0]
 
     def task(label):
@@ -174,7 +174,7 @@ def _member_runs(cluster, net, rng, options):
 
     share = ProcessShare(spread.mine, spread.ports, options.get("patience", 60.0))
     with Executor(net, task, share=share) as steps:
-        spread.open(steps.mailboxes, cluster.seat.deadline)
+        spread.open(steps.mailboxes, cluster.config.deadline)
         say(open=True)
         try:
             while run[0] < options["runs"]:
@@ -198,10 +198,10 @@ def _member_runs(cluster, net, rng, options):
 # ---- random networks
 
 
-def fuzz(seat):
+def fuzz(config):
     """A process of random networks: opens, runs and closes its side of those that it is told."""
-    seat = Seat(**{**seat, "secret": bytes.fromhex(seat["secret"])})
-    cluster = Cluster(seat, allocate)
+    config = RunConfig(**{**config, "secret": bytes.fromhex(config["secret"])})
+    cluster = Cluster(config, allocate)
     links = {p: cluster.link(p) for p in others(cluster)}
     say(ready=True)
     side, running, number = None, None, 0
@@ -214,7 +214,7 @@ def fuzz(seat):
             executor.find_deadlock = real if checked else lambda net: None
             error = None
             try:
-                side = FuzzSide(case_of(seed, seat.processes), number, links, random.Random(seed * 10 + seat.me))
+                side = FuzzSide(case_of(seed, config.processes), number, links, random.Random(seed * 10 + config.me))
                 side.open()
             except ShardcError as refused:
                 error = str(refused)

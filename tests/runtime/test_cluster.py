@@ -10,8 +10,8 @@ import pytest
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
 from shardc.runtime import wire
-from shardc.runtime.cluster import Cluster, Seat, refuse_unlike
-from shardc.runtime.link import Frame, FrameKind
+from shardc.runtime.cluster import Cluster, RunConfig, refuse_unlike
+from shardc.runtime.connection import Frame, FrameKind
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 def test_islands_of_a_seat():
-    seat = Seat(3, 6, 3, "", b"", "")
-    assert seat.per_island == 2 and [list(seat.island(p)) for p in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
+    config = RunConfig(3, 6, 3, "", b"", "")
+    assert config.per_island == 2 and [list(config.island(p)) for p in (0, 3, 5)] == [[0, 1], [2, 3], [4, 5]]
 
 
 # ---- links
@@ -36,10 +36,10 @@ def test_links_between_all(a_run, transport):
     for c in clusters:
         for p in others(c):
             assert c.link(p) is c.link(p) and (c.link(p).me, c.link(p).peer) == (c.me, p)
-            c.link(p).post("hello", (str(c.me).encode(), ()))
+            c.link(p).send_tagged("hello", (str(c.me).encode(), ()))
     for c in clusters:
         for p in others(c):
-            assert c.link(p).collect("hello", 5.0)[0] == str(p).encode()
+            assert c.link(p).receive_tagged("hello", 5.0)[0] == str(p).encode()
 
 
 def test_many_threads_open_one_link(a_run):
@@ -48,8 +48,8 @@ def test_many_threads_open_one_link(a_run):
     found = []
     together(*(lambda c=c: found.append(c.link(1 - c.me)) for c in [a, b] * 8))
     assert len(found) == 16 and len(set(found)) == 2
-    a.link(1).post("x")
-    b.link(0).collect("x", 5.0)
+    a.link(1).send_tagged("x")
+    b.link(0).receive_tagged("x", 5.0)
 
 
 def test_who_comes_first_waits(a_run):
@@ -62,8 +62,8 @@ def test_who_comes_first_waits(a_run):
     second = run.join(0)
     together(lambda: second.link(1))
     dialing.join(5)
-    found[0].post("x")
-    second.link(1).collect("x", 5.0)
+    found[0].send_tagged("x")
+    second.link(1).receive_tagged("x", 5.0)
 
 
 @pytest.mark.parametrize("me", [0, 1])
@@ -113,8 +113,8 @@ def test_a_second_link_of_the_same_process_is_dropped(a_run, log_lines):
     assert sock.recv(1) == b""
     sock.close()
     assert log_lines() == ["process 0: dropped a link of process 1, of epoch 0"]
-    a.link(1).post("x")
-    b.link(0).collect("x", 5.0)
+    a.link(1).send_tagged("x")
+    b.link(0).receive_tagged("x", 5.0)
 
 
 def test_a_link_of_an_earlier_epoch_is_dropped(a_run, log_lines):
@@ -129,7 +129,7 @@ def test_an_address_in_use(a_run):
     run = a_run()
     listener = wire.listen("127.0.0.1:0")
     with pytest.raises(ClusterError, match="the address is in use"):
-        Cluster(Seat(0, 2, 2, run.server.address, SECRET, wire.address_of(listener)), allocate)
+        Cluster(RunConfig(0, 2, 2, run.server.address, SECRET, wire.address_of(listener)), allocate)
     listener.close()
 
 
@@ -149,6 +149,58 @@ def test_gather(a_run):
     assert found == {(p, i): [f"{q}.{i}" for q in range(3)] for p in range(3) for i in range(3)} | {
         (p, -i - 1): [str(i)] * 3 for p in range(3) for i in range(3)
     }
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_gatherings_that_nobody_waits_for(a_run, n):
+    """A process begins several, and finishes them in any order. Nothing of them is left."""
+    found = {}
+
+    def go(c):
+        calls = [c.begin_gather("calls", f"{c.me}.{k}\0ü", range(n), "test") for k in range(4)]
+        found[c.me] = [c.finish_gather(call) for call in reversed(calls)][::-1]
+
+    clusters = a_run(n).all()
+    together(*(lambda c=c: go(c) for c in clusters))
+    assert found == {p: [[f"{q}.{k}\0ü" for q in range(n)] for k in range(4)] for p in range(n)}
+    assert not any(c._gathered or c._gathering for c in clusters)
+
+
+def test_only_some_gather(a_run):
+    clusters = a_run(4).all()
+    found = {}
+    together(*(lambda p=p: found.update({p: clusters[p].gather("x", str(p), (0, 2, 3))}) for p in (0, 2, 3)))
+    assert found == {p: ["0", "2", "3"] for p in (0, 2, 3)} and not clusters[1]._links
+
+
+def test_whether_all_have_come(a_run):
+    a, b = a_run().all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    call = a.begin_gather("calls", "a", range(2), "test")
+    assert not a.is_gathered(call)
+    b.begin_gather("calls", "b", range(2), "test")
+    until(lambda: a.is_gathered(call))
+
+
+def test_who_breaks_off_while_others_wait_is_named(a_run):
+    """The launcher need not know of it: the link tells."""
+    a, b = a_run().all(deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    call = a.begin_gather("calls", "a", range(2), "at step, call 3")
+    threading.Timer(0.2, b.link(0).close).start()
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"process 1 is lost: .*\. Process 0 waited for it at step, call 3\."):
+        within(5, a.finish_gather, call)
+    assert time.monotonic() - begin < 2
+
+
+def test_who_came_and_broke_off_counts(a_run):
+    a, b = a_run().all()
+    together(lambda: a.link(1), lambda: b.link(0))
+    b.begin_gather("calls", "b", range(2), "test")
+    b.link(0).close()
+    until(lambda: a.link(1).lost)
+    assert within(5, a.finish_gather, a.begin_gather("calls", "a", range(2), "test")) == ["a", "b"]
 
 
 def test_all_that_differs_is_in_one_error():
@@ -216,8 +268,8 @@ def refuses(call, why, seconds=1.5):
 def test_a_process_that_has_ended_is_not_waited_for(a_run):
     run = a_run()
     a, b = run.all(deadline=60.0)
+    threading.Thread(target=b.gather, args=("step", "b")).start()
     b.publish("colour", "red")
-    b.store.set("0/gather/step/0/1", "b")
     threading.Timer(0.3, run.end, [1]).start()
     assert within(5, a.gather, "step", "a") == ["a", "b"]  # it told this before its end
     refuses(lambda: a.gather("step", "a"), "at step")
@@ -255,17 +307,14 @@ def test_who_has_made_the_same_calls_is_waited_for(a_run):
     a.count("calls")
     with pytest.raises(ClusterError, match=r"^the scripts of processes 1, 2 have ended; process 0 waits for them at "):
         a.refuse_ended([1, 2], "calls", "at call 1")
-    a.check()
-    with a.expecting([1], "calls", "at call 1"), pytest.raises(ClusterError, match=VAIN.format("at call 1")):
-        a.check()
-    a.check()
 
 
 def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
     run = a_run()
     a = run.join(0)
-    a.count("calls")
-    a.open_calls["calls"] = [0, 1], "at call 0"
+    b = run.join(1)
+    together(lambda: a.link(1), lambda: b.link(0))
+    a.begin_gather("calls", "", range(2), "at call 0")
     a._status()
     run.end(1, counts={})
     until(lambda: a.has_ended(1))
@@ -280,20 +329,9 @@ def test_an_end_in_an_earlier_epoch_does_not_count(a_run):
     run = a_run()
     a = run.join(0, epoch=1)
     run.end(1, epoch=0)
-    run.server.tell_all({"event": "leave"})
+    run.server.notify_all({"event": "leave"})
     until(lambda: 1 in a._ended)
     assert not a.has_ended(1)
-
-
-def test_a_launcher_that_is_stopped_says_nothing_of_ended_processes(a_run, monkeypatch):
-    """Nobody knows then whether the text is there."""
-    run = a_run()
-    a = run.join(0, deadline=1.0)
-    run.end(1)
-    until(lambda: a.has_ended(1))
-    monkeypatch.setattr(a.store, "_ask", lambda question, seconds: time.sleep(min(seconds, 0.1)))
-    with pytest.raises(ClusterError, match=r"process 0 waited 1 s for process 1 at step"):
-        within(5, a.gather, "step", "", [1])
 
 
 # ---- losses, and the next epoch
@@ -302,7 +340,7 @@ def test_a_launcher_that_is_stopped_says_nothing_of_ended_processes(a_run, monke
 def test_a_run_that_ends(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
-    run.server.tell_all({"event": "over", "why": "process 1 failed"})
+    run.server.notify_all({"event": "over", "why": "process 1 failed"})
     with pytest.raises(ClusterError, match="the run ends: process 1 failed"):
         within(5, cluster.gather, "x", "")
 
@@ -324,7 +362,7 @@ def test_rejoining(a_run):
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
     old = {(c.me, p): c.link(p) for c in clusters for p in others(c)}
     together(*(lambda c=c: c.gather("steps", "old") for c in clusters))
-    clusters[0].link(1).post("state", (b"old", ()))
+    clusters[0].link(1).send_tagged("state", (b"old", ()))
     clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
     until(lambda: clusters[1].link(0)._early)
     clusters[2].close()
@@ -334,20 +372,20 @@ def test_rejoining(a_run):
             for _ in range(500):
                 c.check()
                 time.sleep(0.01)
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     together(clusters[0].rejoin, clusters[1].rejoin)
     new = run.join(2, epoch=1)
     clusters = [*clusters[:2], new]
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
-    assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].seat.restarts == 0
+    assert [c.epoch for c in clusters] == [1, 1, 1] and clusters[0].config.restarts == 0
     assert all(link._sock.fileno() == -1 for (me, _), link in old.items() if me < 2)
     found = {}
     together(*(lambda c=c: found.update({c.me: c.gather("steps", f"new {c.me}")}) for c in clusters))
     assert found == {p: ["new 0", "new 1", "new 2"] for p in range(3)}
-    clusters[0].link(1).post("state", (b"new", ()))
-    assert clusters[1].link(0).collect("state", 5.0)[0] == b"new" and not clusters[1].link(0)._early
-    clusters[2].link(0).post("x")
-    clusters[0].link(2).collect("x", 5.0)
+    clusters[0].link(1).send_tagged("state", (b"new", ()))
+    assert clusters[1].link(0).receive_tagged("state", 5.0)[0] == b"new" and not clusters[1].link(0)._early
+    clusters[2].link(0).send_tagged("x")
+    clusters[0].link(2).receive_tagged("x", 5.0)
     for c in clusters:
         c.check()
 
@@ -365,14 +403,14 @@ def test_a_link_that_comes_while_a_loss_is_mended(a_run):
     late = wire.dial(a._listener.address, SECRET, hello, 5.0)
     until(lambda: 1 in a._links)
     stale = a._links[1]
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     within(5, b.rejoin)
     waiting.join(5)
     assert a.epoch == 1
     together(lambda: a.link(1), lambda: b.link(0))
     assert a.link(1) is not stale and stale._sock.fileno() == -1
-    b.link(0).post("x", (b"new", ()))
-    assert a.link(1).collect("x", 5.0)[0] == b"new"
+    b.link(0).send_tagged("x", (b"new", ()))
+    assert a.link(1).receive_tagged("x", 5.0)[0] == b"new"
     late.close()
 
 
@@ -401,7 +439,7 @@ def test_a_run_that_ends_while_it_is_rejoined(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
     run.lose(1)
-    threading.Timer(0.2, run.server.tell_all, [{"event": "over", "why": "no restarts are left"}]).start()
+    threading.Timer(0.2, run.server.notify_all, [{"event": "over", "why": "no restarts are left"}]).start()
     with pytest.raises(PeerLostError, match="It stays lost: no restarts are left"):
         within(5, cluster.rejoin)
 
@@ -409,7 +447,7 @@ def test_a_run_that_ends_while_it_is_rejoined(a_run):
 def test_a_new_start_that_this_process_has_not_noticed(a_run):
     run = a_run()
     cluster = run.join(0, deadline=60.0)
-    threading.Timer(0.1, run.server.tell_all, [{"event": "epoch", "epoch": 1, "restarts": 2}]).start()
+    threading.Timer(0.1, run.server.notify_all, [{"event": "epoch", "epoch": 1, "restarts": 2}]).start()
     with pytest.raises(PeerLostError, match="other processes of this run were started again"):
         within(5, cluster.link, 1)
 
@@ -419,7 +457,7 @@ def test_a_link_that_comes_before_the_newest_start_is_adopted(a_run):
     cluster = run.join(0)
     late = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
     until(lambda: 1 in cluster._links)
-    run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 2})
+    run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 2})
     until(lambda: cluster._next)
     cluster.adopt()
     assert (cluster.epoch, cluster._links) == (1, {})
@@ -441,11 +479,11 @@ def test_joining_and_leaving(a_run, monkeypatch):
     monkeypatch.setattr(cluster_module, "_current", [])
     run = a_run()
     assert cluster_module.current() is None
-    joined = cluster_module.join(run.seat(0), allocate)
+    joined = cluster_module.join(run.config(0), allocate)
     joined.on_orphaned = lambda: None
     assert cluster_module.current() is joined
     with pytest.raises(ClusterError, match="this process is process 0 of a run already"):
-        cluster_module.join(run.seat(1), allocate)
+        cluster_module.join(run.config(1), allocate)
     within(5, cluster_module.leave)
     assert cluster_module.current() is None
 
@@ -499,9 +537,9 @@ def test_a_killed_process_is_replaced(a_run):
         members[1].signal(signal.SIGKILL)
         for p in (0, 2):
             assert hear_until(members[p], "error")["lost"] == 1
-        run.server.tell_all({"event": "epoch", "epoch": 1, "restarts": 0})
+        run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
         members[1].end()
-        members[1] = member(start, run, 1, seat={"epoch": 1})  # at the address of the killed one
+        members[1] = member(start, run, 1, config={"epoch": 1})  # at the address of the killed one
         for m in members:
             hear_until(m, "run")
         members[0].signal(signal.SIGKILL)
@@ -526,7 +564,7 @@ def test_the_launcher_is_stopped_and_a_running_network_goes_on(tmp_path):
         launcher = start("server", f"unix:{tmp_path / 'store'}", SECRET.hex())
         address = launcher.hear()["address"]
         run = Run(tmp_path, address=address)
-        members = [member(start, run, p, speak=True, seat={"silence": 1.0}) for p in range(2)]
+        members = [member(start, run, p, speak=True, config={"silence": 1.0}) for p in range(2)]
         for m in members:
             hear_until(m, "run")
         launcher.stop()

@@ -150,9 +150,9 @@ def check_seeds(a_run, processes, seeds):
     run = a_run(processes)
     with ExitStack() as stack:
         start = stack.enter_context(children())
-        seats = [run.seat(p) for p in range(processes)]
+        configs = [run.config(p) for p in range(processes)]
         members = [start("fuzz", {**{f: getattr(s, f) for f in s.__dataclass_fields__}, "secret": s.secret.hex()})
-                   for s in seats]  # fmt: skip
+                   for s in configs]  # fmt: skip
         for m in members:
             m.hear()
         verdicts = [check_processes(seed, members) for seed in seeds]

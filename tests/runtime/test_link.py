@@ -17,7 +17,8 @@ import pytest
 from shardc.errors import ClusterError, PeerLostError
 from shardc.runtime import link as link_module
 from shardc.runtime import wire
-from shardc.runtime.link import Frame, FrameKind, Link
+from shardc.runtime.connection import Frame, FrameKind
+from shardc.runtime.link import Link
 from tests.runtime.codec import allocate
 from tests.runtime.peers import link_pair, together, until
 from tests.runtime.processes import children
@@ -67,9 +68,9 @@ def of_transport(transport, tmp_path):
 def test_letters_arrive_whole(transport, sizes, tmp_path):
     with link_pair(sockets=of_transport(transport, tmp_path)) as (a, b):
         for value in range(3):
-            a.post("tag", (bytes([value]) * 100, [filled(size, value) for size in sizes]))
+            a.send_tagged("tag", (bytes([value]) * 100, [filled(size, value) for size in sizes]))
         for value in range(3):
-            about, buffers = within(10, b.collect, "tag", 10.0)
+            about, buffers = within(10, b.receive_tagged, "tag", 10.0)
             assert about == bytes([value]) * 100
             assert [np.asarray(x).tobytes() for x in buffers] == [bytes([value]) * size for size in sizes]
 
@@ -77,17 +78,17 @@ def test_letters_arrive_whole(transport, sizes, tmp_path):
 def test_letters_of_a_name_keep_their_order_and_names_do_not_wait_for_each_other():
     with link_pair() as (a, b):
         for i in range(50):
-            a.post("even" if i % 2 == 0 else "ödd", (str(i).encode(), ()))
-        assert [int(b.collect("ödd", 5.0)[0]) for _ in range(25)] == list(range(1, 50, 2))
-        assert [int(b.collect("even", 5.0)[0]) for _ in range(25)] == list(range(0, 50, 2))
-        assert not b._letters
+            a.send_tagged("even" if i % 2 == 0 else "ödd", (str(i).encode(), ()))
+        assert [int(b.receive_tagged("ödd", 5.0)[0]) for _ in range(25)] == list(range(1, 50, 2))
+        assert [int(b.receive_tagged("even", 5.0)[0]) for _ in range(25)] == list(range(0, 50, 2))
+        assert not b._inboxes
 
 
 def test_about_may_be_any_bytes_and_long():
     with link_pair() as (a, b):
         about = os.urandom(100_000)
-        a.post("x", (about, [filled(10, 1)]))
-        assert b.collect("x", 5.0)[0] == about
+        a.send_tagged("x", (about, [filled(10, 1)]))
+        assert b.receive_tagged("x", 5.0)[0] == about
 
 
 def test_frames_carry_all_their_numbers():
@@ -110,11 +111,11 @@ def test_many_threads_send_at_once(transport, tmp_path):
             rng = random.Random(sender)
             for i in range(40):
                 size = rng.choice([0, 10, 5000, 100_000, 3_000_000 if i % 10 == 0 else 7])
-                link.post(str(sender), (str(size).encode(), [filled(size, sender), filled(3, i)]))
+                link.send_tagged(str(sender), (str(size).encode(), [filled(size, sender), filled(3, i)]))
 
         def collect(link, sender):
             for i in range(40):
-                about, (x, y) = link.collect(str(sender), 20.0)
+                about, (x, y) = link.receive_tagged(str(sender), 20.0)
                 assert x.nbytes == int(about) and bytes(y) == bytes([i]) * 3
                 assert (np.asarray(x) == sender).all()
 
@@ -138,15 +139,15 @@ def test_sending_does_not_wait_for_the_peer():
         time.sleep(2.5)
         assert a.lost is None and b.lost is None
         open_.set()
-        a.post("end")
-        within(10, b.collect, "end", 10.0)
+        a.send_tagged("end")
+        within(10, b.receive_tagged, "end", 10.0)
 
 
 def test_received_buffers_are_never_used_again():
     with link_pair() as (a, b):
         for value in range(5):
-            a.post("x", (b"", [filled(1000, value)]))
-        found = [b.collect("x", 5.0)[1][0] for _ in range(5)]
+            a.send_tagged("x", (b"", [filled(1000, value)]))
+        found = [b.receive_tagged("x", 5.0)[1][0] for _ in range(5)]
         assert [set(bytes(x)) for x in found] == [{v} for v in range(5)]
         refs = [weakref.ref(x.obj) for x in found]
         del found
@@ -158,9 +159,9 @@ def test_what_is_sent_is_let_go():
     with link_pair() as (a, b):
         x = np.zeros(1 << 22, np.uint8)
         ref = weakref.ref(x)
-        a.post("x", (b"", [memoryview(x)]))
+        a.send_tagged("x", (b"", [memoryview(x)]))
         del x
-        b.collect("x", 5.0)
+        b.receive_tagged("x", 5.0)
         until(lambda: ref() is None)
 
 
@@ -170,13 +171,13 @@ def test_what_is_packed_later_does_not_hold_back_the_rest():
 
         def make():
             there.wait(10)
-            return Frame(FrameKind.LETTER, about=b"slow\0", buffers=[filled(5, 1)])
+            return Frame(FrameKind.TAGGED, about=b"slow\0", buffers=[filled(5, 1)])
 
         a.send_when_packed(make)
-        a.post("quick")
-        b.collect("quick", 5.0)
+        a.send_tagged("quick")
+        b.receive_tagged("quick", 5.0)
         there.set()
-        assert bytes(b.collect("slow", 5.0)[1][0]) == b"\x01" * 5
+        assert bytes(b.receive_tagged("slow", 5.0)[1][0]) == b"\x01" * 5
 
 
 def test_a_frame_that_cannot_be_made_loses_the_link():
@@ -188,8 +189,8 @@ def test_a_frame_that_cannot_be_made_loses_the_link():
 
 def test_bytes_are_counted():
     with link_pair() as (a, b):
-        a.post("x", (b"", [filled(1000, 1), filled(24, 1)]))
-        b.collect("x", 5.0)
+        a.send_tagged("x", (b"", [filled(1000, 1), filled(24, 1)]))
+        b.receive_tagged("x", 5.0)
         assert a.sent == 1024 and 40 < a.control < 200 and b.sent == 0
 
 
@@ -200,8 +201,8 @@ def test_frames_that_come_early_wait_in_their_order():
     with link_pair() as (a, b):
         for run in range(20):
             a.send(Frame(FrameKind.MESSAGE, 5, run))
-        a.post("sent")
-        b.collect("sent", 5.0)
+        a.send_tagged("sent")
+        b.receive_tagged("sent", 5.0)
         got = Receiver(lambda frame: time.sleep(0.002))
         adding = threading.Thread(target=b.add, args=(5, got))
         adding.start()
@@ -240,10 +241,10 @@ def test_a_network_that_is_dropped_while_its_link_is_locked():
         owner.itself = owner
         weakref.finalize(owner, b.remove, 5)
         del owner
-        box = b._box
-        b._box = lambda tag: (gc.collect(), box(tag))[1]
-        a.post("tag")
-        assert within(5, b.collect, "tag", 2.0) == (b"", [])
+        box = b._inbox
+        b._inbox = lambda tag: (gc.collect(), box(tag))[1]
+        a.send_tagged("tag")
+        assert within(5, b.receive_tagged, "tag", 2.0) == (b"", [])
         assert not b._receivers
 
 
@@ -251,25 +252,25 @@ def test_a_letter_that_does_not_come():
     with link_pair() as (a, _):
         begin = time.monotonic()
         with pytest.raises(ClusterError, match="^process 0 waited 0.2 s for process 1, step 3$"[:-1] + r"\.$"):
-            within(5, a.collect, "step 3", 0.2)
-        assert 0.2 <= time.monotonic() - begin < 2 and not a._letters
+            within(5, a.receive_tagged, "step 3", 0.2)
+        assert 0.2 <= time.monotonic() - begin < 2 and not a._inboxes
 
 
 def test_a_peer_that_leaves():
     with link_pair() as (a, b):
         got = Receiver()
         a.add(1, got)
-        b.post("last", (b"", [filled(1 << 23, 4)]))
+        b.send_tagged("last", (b"", [filled(1 << 23, 4)]))
         within(5, b.close)
         until(lambda: got.lost)
         assert a.left and got.lost == [a.lost] and str(a.lost) == "process 1 is lost: it has left the run."
-        assert set(bytes(a.collect("last", 5.0)[1][0])) == {4}  # what came before is there
+        assert set(bytes(a.receive_tagged("last", 5.0)[1][0])) == {4}  # what came before is there
         with pytest.raises(PeerLostError, match=r"it has left the run\. Process 0 waited for its next\."):
-            within(5, a.collect, "next", 60.0)
+            within(5, a.receive_tagged, "next", 60.0)
         late = Receiver()
         a.add(2, late)
         assert late.lost == [a.lost]
-        a.post("x")  # nothing is sent to a lost peer, and that is no error
+        a.send_tagged("x")  # nothing is sent to a lost peer, and that is no error
 
 
 def test_both_close_at_once_and_twice():
@@ -281,7 +282,7 @@ def test_both_close_at_once_and_twice():
         assert all(link.lost is None or link.left for link in (a, b))
         assert a._sock.fileno() == b._sock.fileno() == -1
         with pytest.raises(ClusterError, match=r"closed the link|it has left the run"):  # whichever came first
-            a.collect("x", 60.0)
+            a.receive_tagged("x", 60.0)
 
 
 def test_closing_wakes_who_collects():
@@ -290,13 +291,13 @@ def test_closing_wakes_who_collects():
 
         def collect():
             with pytest.raises(ClusterError) as error:
-                a.collect("x", 60.0)
+                a.receive_tagged("x", 60.0)
             raised.append(str(error.value))
 
         threads = [threading.Thread(target=collect) for _ in range(3)]
         for t in threads:
             t.start()
-        until(lambda: "x" in a._letters and a._letters["x"].waiting == 3)
+        until(lambda: "x" in a._inboxes and a._inboxes["x"].waiting == 3)
         within(5, a.close)
         for t in threads:
             t.join(5)
@@ -332,7 +333,7 @@ def test_what_cannot_be_read_loses_the_peer(said):
     link = Link(mine, 0, 1, 5.0, allocate)
     other.sendall(said)
     with pytest.raises(PeerLostError, match="process 1 is lost: what it sent cannot be read: "):
-        within(5, link.collect, "x", 60.0)
+        within(5, link.receive_tagged, "x", 60.0)
     assert within(5, read_to_the_end, other) is None  # the peer learns it too
     within(5, link.close)
     other.close()
@@ -356,7 +357,7 @@ def test_a_silent_peer_is_lost_after_the_deadline_and_not_before():
     link = Link(mine, 0, 1, 1.2, allocate)
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match=r"process 1 is lost: it gave no sign of life for 1\.2 s"):
-        within(5, link.collect, "x", 60.0)
+        within(5, link.receive_tagged, "x", 60.0)
     assert 1.2 <= time.monotonic() - begin < 2
     within(5, link.close)
     other.close()
@@ -393,8 +394,8 @@ def test_a_large_frame_on_its_way_slowly_is_no_silence():
     for args in ((middle, far, 0.01), (far, middle, 0.0)):
         threading.Thread(target=forward, args=args, daemon=True).start()
     with link_pair(silence=0.5, sockets=(mine, end)) as (a, b):
-        a.post("x", (b"", [filled(1 << 26, 3)]))
-        ((buffer,),) = [within(30, b.collect, "x", 30.0)[1]]
+        a.send_tagged("x", (b"", [filled(1 << 26, 3)]))
+        ((buffer,),) = [within(30, b.receive_tagged, "x", 30.0)[1]]
         assert buffer.nbytes == 1 << 26 and set(bytes(buffer[:: 1 << 12])) == {3}
         assert a.lost is None and b.lost is None
     for sock in (middle, far):
@@ -439,7 +440,7 @@ def test_a_killed_peer_is_lost_at_once(far, transport):
 
     def collect():
         with pytest.raises(PeerLostError) as error:
-            link.collect("loss of step 7", 60.0)
+            link.receive_tagged("loss of step 7", 60.0)
         raised.append((time.monotonic(), error.value))
 
     waiting = threading.Thread(target=collect)
@@ -467,19 +468,19 @@ def test_a_peer_that_was_stopped_for_a_while_is_not_lost(far):
     child.say("post", "early", 1 << 24)
     child.hear()
     child.stop()
-    link.post("large", (b"", [filled(1 << 26, 7)]))
+    link.send_tagged("large", (b"", [filled(1 << 26, 7)]))
     time.sleep(1.5)
     child.signal(signal.SIGCONT)
     child.say("collect", "large", 20.0)
     assert child.hear() == {"sizes": [1 << 26], "right": True}
-    assert link.collect("early", 5.0)[1][0].nbytes == 1 << 24 and link.lost is None
+    assert link.receive_tagged("early", 5.0)[1][0].nbytes == 1 << 24 and link.lost is None
 
 
 def test_a_peer_that_closes_while_it_is_sent_to(far):
     """It reads what came before it left, or its end is an error: never a hang, never half a value."""
     child, link = far()
     for _ in range(8):
-        link.post("large", (b"", [filled(1 << 24, 7)]))
+        link.send_tagged("large", (b"", [filled(1 << 24, 7)]))
     child.say("close")
     child.hear()
     assert child.end() == 0
@@ -490,7 +491,7 @@ def test_a_peer_that_closes_while_it_is_sent_to(far):
 def test_closing_does_not_wait_for_a_stopped_peer_for_ever(far):
     child, link = far(silence=1.0)
     child.stop()
-    link.post("large", (b"", [filled(1 << 26, 7)]))
+    link.send_tagged("large", (b"", [filled(1 << 26, 7)]))
     begin = time.monotonic()
     within(10, link.close)
     assert time.monotonic() - begin < 4
@@ -500,8 +501,8 @@ def test_threads_and_files_of_many_links_go(monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with link_pair() as (a, b):
-            a.post("x")
-            b.collect("x", 5.0)
+            a.send_tagged("x")
+            b.receive_tagged("x", 5.0)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -510,7 +511,7 @@ def test_threads_and_files_of_many_links_go(monkeypatch):
 
 def test_clocks_of_one_host_are_one(far):
     _, link = far()
-    assert within(5, link.clock_offset) == 0.0 and not link._letters
+    assert within(5, link.clock_offset) == 0.0 and not link._inboxes
     with link_pair() as (a, b):
         assert a.clock_offset() == b.clock_offset(3) == 0.0
 

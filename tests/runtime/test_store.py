@@ -9,8 +9,10 @@ import time
 import pytest
 
 from shardc.errors import ClusterError
+from shardc.runtime import connection as connection_module
 from shardc.runtime import store as store_module
 from shardc.runtime import wire
+from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.store import Store, StoreServer
 from tests.runtime.peers import together, until
 from tests.runtime.processes import children
@@ -23,7 +25,7 @@ SECRET = wire.new_secret()
 @pytest.fixture
 def server(tmp_path):
     ended = []
-    found = StoreServer(f"unix:{tmp_path / 'store'}", SECRET, lambda process, left: ended.append((process, left)))
+    found = StoreServer(f"unix:{tmp_path / 'store'}", SECRET, ended.append)
     found.ended = ended
     yield found
     found.close()
@@ -42,38 +44,40 @@ def connect(server):
         c.close()
 
 
-def test_a_text_that_is_there(connect):
+def test_texts_reach_all(connect, server):
+    """Also those who come later, and no agent of another host."""
     a, b = connect(0), connect(1)
     a.set("key", "tëxt")
-    assert within(5, b.get, "key", 5.0) == "tëxt"
-    a.set("key", "other")
-    until(lambda: b.get("key", 5.0) == "other")
+    until(lambda: a.texts == b.texts == {"key": "tëxt"})
+    server.set("key", "other")
+    a.set("next", "")
+    late, agent = connect(2), connect(-1)
+    until(lambda: a.texts == b.texts == late.texts == {"key": "other", "next": ""})
+    assert server.text("key") == "other" and server.text("no") is None and not agent.texts
 
 
-def test_all_who_wait_get_the_text(connect, server):
-    clients = [connect(p) for p in range(3)]
-    found = []
-    asking = [threading.Thread(target=lambda c=c: found.append(c.get("key", 10.0))) for c in clients for _ in range(3)]
-    for t in asking:
-        t.start()
-    until(lambda: sum(map(len, server._waits.values())) == 9)
-    assert not found
-    server.set("key", "at last")
-    for t in asking:
-        t.join(5)
-    assert found == ["at last"] * 9 and not server._waits
+def test_a_text_comes_before_what_its_process_reports_later(tmp_path):
+    """Whoever hears of an end has all texts that were set before it."""
+    server = StoreServer(
+        f"unix:{tmp_path / 'x'}", SECRET, on_report=lambda p, said: server.notify_all({"event": "done"})
+    )
+    heard = []
+    a, b = (Store(server.address, SECRET, p, heard.append if p else lambda event: None, 5.0) for p in (0, 1))
+    for i in range(20):
+        a.set(str(i), "")
+    assert a.report({})
+    until(lambda: heard and heard[-1]["event"] == "done")
+    assert [e.get("key") for e in heard] == [*map(str, range(20)), None]
+    for end in (a, b, server):
+        end.close()
 
 
-def test_a_text_that_does_not_come(connect, server):
+def test_a_report_that_nobody_notices(connect, server, monkeypatch):
     a = connect()
+    monkeypatch.setattr(server, "answer", lambda client, said: None)
     begin = time.monotonic()
-    assert within(5, a.get, "key", 0.2) is None
-    assert 0.2 <= time.monotonic() - begin < 2
-    a.set("other", "")
-    a.get("other", 5.0)
-    assert not server._waits and not a._answers  # nobody waits any more
-    server.set("key", "late")
-    assert a.get("key", 5.0) == "late"
+    assert within(5, a.report, {}, 0.2) is False
+    assert 0.2 <= time.monotonic() - begin < 2 and not a._acknowledged
 
 
 def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
@@ -82,20 +86,20 @@ def test_a_client_that_ends_is_reported_and_leaves_nothing(connect, server):
 
     def ask():
         with pytest.raises(ClusterError, match="is gone") as error:
-            a.get("key", 30.0)
+            a.report({}, 30.0)
         raised.append(error.value)
 
+    server.answer = lambda client, said: None
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: server._waits)
-    b.leave()
+    until(lambda: a._acknowledged)
     b.close()
     a.close()
     asking.join(5)
     assert len(raised) == 1
     until(lambda: len(server.ended) == 2)
-    assert sorted(server.ended) == [(4, False), (5, True)]
-    assert not server._waits and not server.statuses()
+    assert sorted(server.ended) == [4, 5]
+    assert not a._acknowledged and not server.statuses()
 
 
 def test_events_reach_all(connect, server):
@@ -103,13 +107,13 @@ def test_events_reach_all(connect, server):
     for p in (0, 1):
         connect(p, events[p].append)
     until(lambda: len(server.statuses()) == 2)
-    server.tell_all({"event": "lost", "process": 1, "why": "killed"})
+    server.notify_all({"event": "lost", "process": 1, "why": "killed"})
     until(lambda: all(events))
     assert events == [[{"event": "lost", "process": 1, "why": "killed"}]] * 2
 
 
 def test_signs_of_life_carry_a_status(connect, server, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.02)
+    monkeypatch.setattr(connection_module, "BEAT", 0.02)
     a, b = connect(0), connect(1)
     a.status = lambda: "step 7"
 
@@ -121,7 +125,7 @@ def test_signs_of_life_carry_a_status(connect, server, monkeypatch):
 
 
 def test_who_is_silent(connect, server, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.05)
+    monkeypatch.setattr(connection_module, "BEAT", 0.05)
     connect(0), connect(1)
     until(lambda: len(server.statuses()) == 2)
     assert server.silent(10.0) == []
@@ -139,10 +143,10 @@ def test_a_process_that_is_dropped(connect, server):
     connect(1, heard.append)
     until(lambda: server.statuses())
     server.drop(1)
-    assert server.statuses() == {} and server.ended == [(1, False)]
+    assert server.statuses() == {} and server.ended == [1]
     until(lambda: heard == [{"event": "gone"}])
     server.drop(1)
-    assert server.ended == [(1, False)]
+    assert server.ended == [1]
 
 
 def test_a_stopped_process_is_silent(server):
@@ -161,7 +165,7 @@ def test_a_stopped_process_is_silent(server):
         until(lambda: server.silent(1.5) == [])
         child.signal(signal.SIGKILL)
         until(lambda: server.ended)
-        assert server.ended == [(3, False)]
+        assert server.ended == [3]
 
 
 def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, connect, monkeypatch):
@@ -174,32 +178,32 @@ def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, co
         long = {"event": "lost", "process": 1, "why": "x" * (1 << 20)}
         begin = time.monotonic()
         for _ in range(24):  # 24 MB, more than the buffers of a socket
-            server.tell_all(long)
+            server.notify_all(long)
         assert time.monotonic() - begin < 10
-        until(lambda: server.ended == [(3, False)])
+        until(lambda: server.ended == [3])
         other.set("key", "text")
-        assert within(5, other.get, "key", 5.0) == "text"
+        until(lambda: other.texts)
 
 
 def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "BEAT", 0.01)
+    monkeypatch.setattr(connection_module, "BEAT", 0.01)
     with children() as start:
         child = start("server", f"unix:{tmp_path / 'far'}", SECRET.hex())
         address = child.hear()["address"]
         client = Store(address, SECRET, 0, lambda event: None, 5.0)
         client.status = lambda: "x" * 40_000  # fills the buffers of the socket
         client.set("a", "1")
-        assert client.get("a", 5.0) == "1"
+        until(lambda: client.texts == {"a": "1"})
         child.stop()
         time.sleep(3.5)
         begin = time.monotonic()
-        assert within(5, client.get, "a", 0.3) is None
-        within(5, client.leave)
+        assert within(5, client.report, {}, 0.3) is False
+        client.set("c", "3")
         assert time.monotonic() - begin < 2
         client.status = str
         child.signal(signal.SIGCONT)
         client.set("b", "2")
-        until(lambda: client.get("b", 1.0) == "2", 10)  # nothing is out of step
+        until(lambda: client.texts == {"a": "1", "b": "2", "c": "3"}, 10)  # nothing is out of step
         within(5, client.close)
 
 
@@ -210,13 +214,14 @@ def test_a_server_that_ends(server, connect):
 
     def ask():
         try:
-            a.get("key", 60.0)
+            a.report({}, 60.0)
         except ClusterError as error:
             raised.append(str(error))
 
+    server.answer = lambda client, said: None
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: server._waits)
+    until(lambda: a._acknowledged)
     server.close()
     asking.join(5)
     assert raised == [f"the store of this run, at {server.address}, is gone: the launcher, or the process that held "
@@ -224,12 +229,12 @@ def test_a_server_that_ends(server, connect):
     until(lambda: events == [{"event": "gone"}])
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="is gone"):
-        a.get("key", 60.0)
+        a.report({}, 60.0)
     with pytest.raises(ClusterError, match="is gone"):
         for _ in range(100):
             a.set("key", "text")
             time.sleep(0.01)
-    within(5, a.leave)
+    within(5, a.close)
     assert time.monotonic() - begin < 5
 
 
@@ -244,26 +249,26 @@ def test_closing_is_no_event(server, connect):
 
 def test_a_server_drops_who_speaks_nonsense(server, connect):
     sock = wire.dial(server.address, SECRET, {"process": 9, "why": "store"}, 5.0)
-    wire.write_all(sock, memoryview(b"\x00\x00\x00\x03abc"))
-    assert sock.recv(1) == b""
+    wire.write_all(sock, Frame(FrameKind.MESSAGE, about=b"abc").pieces()[0])
+    while sock.recv(100):
+        pass
     sock.close()
     a = connect(0)
     a.set("key", "text")
-    assert a.get("key", 5.0) == "text"
+    until(lambda: a.texts)
 
 
 def test_many_at_once(connect):
     """Texts of all go to all, and each client's own threads do not mix them up."""
     clients = [connect(p) for p in range(4)]
-    found = {}
 
-    def ask(p, i):
+    def tell(p, i):
         clients[p].set(f"{p}/{i}", json.dumps([p, i]))
-        for q in range(4):
-            found[p, q, i] = clients[p].get(f"{q}/{i}", 10.0)
+        assert clients[p].report({"of": i}, 10.0)
 
-    together(*(lambda p=p, i=i: ask(p, i) for p in range(4) for i in range(10)))
-    assert found == {(p, q, i): json.dumps([q, i]) for p in range(4) for q in range(4) for i in range(10)}
+    together(*(lambda p=p, i=i: tell(p, i) for p in range(4) for i in range(10)))
+    want = {f"{p}/{i}": json.dumps([p, i]) for p in range(4) for i in range(10)}
+    until(lambda: all(c.texts == want for c in clients))
 
 
 def test_sockets_are_closed(server, connect):

@@ -1,4 +1,4 @@
-"""A network whose actors run in several processes, as one of them sees it.
+"""A network whose actors run in several processes, as seen by one of them.
 
     actor here --message--> port --frame--> link ... link --> mailbox --> actor there
 
@@ -17,23 +17,25 @@ from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
-from shardc.runtime.link import Frame, FrameKind, Link, Packed
+from shardc.runtime.cluster import processes_text
+from shardc.runtime.connection import Frame, FrameKind
+from shardc.runtime.link import Link, Packed
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 
 
 class Codec(Protocol):
-    """How values become bytes, and bytes values."""
+    """Converts values to bytes and back."""
 
     def is_ready(self, value: Any) -> bool:
-        """Whether `pack` would not have to wait for a device."""
+        """Whether `pack` returns without waiting for a device."""
         ...
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
-        """The part of a message that `peer` needs."""
+        """Pack the part of a message that `peer` needs."""
         ...
 
     def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
-        """The message, from the parts of all sending processes."""
+        """Unpack a message from the parts of all sending processes."""
         ...
 
 
@@ -64,7 +66,7 @@ class Expected:
         return self._there.is_set()
 
     def get(self, seconds: float | None = None) -> Packed:
-        """Wait for it.
+        """Wait for the value.
 
         Raises:
           PeerLostError: the process that has it is lost.
@@ -83,12 +85,12 @@ class Expected:
         return self._packed
 
 
-class SpreadNetwork:
-    """One process's side of a network of several processes.
+class DistributedNetwork:
+    """The part of a network of several processes that runs in this one.
 
     Args:
       net: the network.
-      number: it tells the frames of this network from those of others, and is the same in all processes.
+      number: identifies the frames of this network; the same in all processes.
       places: for each actor the processes that run it.
       links: to the other processes that run actors: at least to those that this one exchanges messages with.
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
@@ -120,16 +122,16 @@ class SpreadNetwork:
         self._lost: PeerLostError | None = None
         self._left: dict[int, PeerLostError] = {}
         self._stopped: dict[int, Exception] = {}
-        """Why runs were stopped."""
-        self._told: set[int] = set()
-        """The runs whose stop the other processes have been told. None is ever forgotten: each is told once."""
+        """The reasons why runs were stopped."""
+        self._reported: set[int] = set()
+        """The runs of whose stop the other processes were notified. Kept for ever: each is reported once."""
         self._parts: dict[tuple[int, int, int], dict[int, Packed]] = {}
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
 
     def open(self, mailboxes: Mapping[int, Mailbox], seconds: float) -> None:
-        """Meet the other processes: from now on any of them may send.
+        """Wait until all other processes have opened the network too. From then on any of them may send.
 
         Raises:
           PeerLostError: one of them is lost.
@@ -146,13 +148,13 @@ class SpreadNetwork:
             missing = sorted(self.links.keys() - self._opened)
         if missing:
             raise ClusterError(
-                f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not open the pipeline "
+                f"{processes_text(missing)} did not open the pipeline "
                 f"within {seconds:g} s. Each process has to make the same calls in the same order; if it only takes "
                 "longer, give `--deadline` more seconds."
             )
 
     def close(self) -> None:
-        """Take no more messages. Values that somebody still waits for arrive: others may be behind."""
+        """Accept no more messages. Values that a caller still waits for arrive: other processes may be behind."""
         with self._changed:
             self._closed = True
         stop_all(self._mailboxes.values(), ALL_RUNS, PipelineError("the pipeline was closed."))
@@ -169,7 +171,7 @@ class SpreadNetwork:
     # -- frames
 
     def receive(self, peer: int, frame: Frame) -> None:
-        """Take a frame. Runs in the link's thread."""
+        """Handle a frame. Runs in the reader thread of the link."""
         try:
             if self._closed:
                 self._receive_late(frame)
@@ -191,7 +193,7 @@ class SpreadNetwork:
             self.fail(frame.run, error)
 
     def _receive_late(self, frame: Frame) -> None:
-        """Take a frame of a closed network: a value that somebody waits for, or the news that it does not come."""
+        """Handle a frame of a closed network: a value that a caller waits for, or the failure of its run."""
         if frame.kind is FrameKind.STOP:
             self._stop(frame)
         elif frame.kind is FrameKind.VALUE and (value := self._awaited.get((frame.run, frame.channel))) is not None:
@@ -247,9 +249,9 @@ class SpreadNetwork:
             self._stop_all(frame.run, PipelineError(said["text"]), said["text"])
 
     def lose(self, error: PeerLostError) -> None:
-        """Take notice that a process is lost: no run of this network ends any more. Tells the other processes.
+        """Handle the loss of a process: no run of this network can complete. Notifies the other processes.
 
-        If it has left on purpose, all that it ever sends has come: a run goes on until it waits for that process.
+        If the process has left on purpose, everything it sent has arrived: a run goes on until it waits for more.
         """
         link = self.links.get(error.process)
         if link is None or not link.left or link.lost is not error or error.process not in self._opened:
@@ -270,7 +272,7 @@ class SpreadNetwork:
             if self._lost is not None:
                 return
             self._lost = error
-            self._told.add(ALL_RUNS)
+            self._reported.add(ALL_RUNS)
             self._changed.notify_all()
         self._abandon(ALL_RUNS, error)
         about = json.dumps({"lost": error.process, "text": str(error)}).encode()
@@ -283,16 +285,16 @@ class SpreadNetwork:
         self.stop(run, PipelineError(f"{type(error).__name__}: {error}"))
 
     def stop(self, run: int, why: Exception) -> None:
-        """Abandon a run, and no other, here and in all other processes, which are told once."""
+        """Abandon one run in all processes. Each is notified once."""
         if isinstance(why, PeerLostError):
             self._give_up(why)
             return
-        self._stop_all(run, why, self._told_as(why))
+        self._stop_all(run, why, self._reported_as(why))
 
     def stop_frame(self, run: int, why: Exception) -> Frame:
-        return self._stop_frame(run, self._told_as(why))
+        return self._stop_frame(run, self._reported_as(why))
 
-    def _told_as(self, why: Exception) -> str:
+    def _reported_as(self, why: Exception) -> str:
         return f"process {next(iter(self.links.values())).me}: {why}" if self.links else str(why)
 
     def _stop_frame(self, run: int, text: str) -> Frame:
@@ -301,14 +303,14 @@ class SpreadNetwork:
     def _stop_all(self, run: int, why: Exception, text: str) -> None:
         self._abandon(run, why)
         with self._changed:
-            if not self._told.isdisjoint((run, ALL_RUNS)):
+            if not self._reported.isdisjoint((run, ALL_RUNS)):
                 return
-            self._told.add(run)
-        for link in self.links.values():  # each process tells all that it knows: some have no link to the first one
+            self._reported.add(run)
+        for link in self.links.values():  # each process notifies all that it knows: some have no link to the first one
             link.send(self._stop_frame(run, text))
 
     def _abandon(self, run: int, why: Exception) -> None:
-        """Stop the actors of this process; what comes from the others in these runs is not waited for any more."""
+        """Stop the actors of this process, and fail the values of these runs that callers wait for."""
         with self._changed:
             self._stopped.setdefault(run, why)
             known = *self._values.items(), *self._awaited.items()
@@ -325,7 +327,7 @@ class SpreadNetwork:
             return found if found is not None else self._values.setdefault((run, number), Expected())
 
     def expect(self, run: int, number: int, peer: int | None = None) -> Expected:
-        """The value `number` of a run, which another process sends. It is kept only as long as the caller keeps it.
+        """The value `number` of a run, which another process sends. The network holds only a weak reference to it.
 
         Args:
           peer: the process that sends it. If it is not known, the value counts as lost when any process leaves.
@@ -341,7 +343,7 @@ class SpreadNetwork:
         return found
 
     def forget(self, run: int) -> None:
-        """Drop the values of a run, and of those before it, that nobody has asked for."""
+        """Drop values of this run and earlier ones that were never requested."""
         with self._changed:
             self._values = {at: v for at, v in self._values.items() if at[0] > run}
             self._credits = {at: counts for at, counts in self._credits.items() if at[0] > run}
@@ -350,7 +352,7 @@ class SpreadNetwork:
             self._parts.pop(at, None)
 
     def send_value(self, run: int, number: int, peer: int, pack: Callable[[], Packed]) -> None:
-        """Send a value besides the network. `pack` may wait for a device: it runs in a thread of the link."""
+        """Send a value outside of channels. `pack` may wait for a device: it runs in a thread of the link."""
 
         def frame() -> Frame:
             try:
@@ -366,7 +368,7 @@ class SpreadNetwork:
 class _FarPort:
     """The port of an actor that runs in other processes."""
 
-    def __init__(self, network: SpreadNetwork, links: Sequence[Link]) -> None:
+    def __init__(self, network: DistributedNetwork, links: Sequence[Link]) -> None:
         self._network, self._links = network, links
 
     def message(self, run: int, message: Message, value: Any) -> None:

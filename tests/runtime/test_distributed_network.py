@@ -10,8 +10,8 @@ import pytest
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError
 from shardc.runtime.actor import Channel, Network, Step
+from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.executor import Task
-from shardc.runtime.link import Frame, FrameKind
 from tests.runtime.codec import Codec
 from tests.runtime.peers import Side, link_pair, links_of, sides_of, together, until
 from tests.runtime.roles import chain
@@ -271,9 +271,9 @@ def test_closing_while_a_frame_is_taken_is_no_failure_of_the_others():
     with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), codec=Closing()) as sides:
         together(sides[0].run)  # it only gives
         until(lambda: sides[1].spread._closed and not sides[1].spread._mailboxes)
-        sides[1].spread.links[0].post("after it")
-        within(5, sides[0].spread.links[1].collect, "after it", 5.0)
-        assert not sides[0].spread._stopped and not sides[1].spread._told
+        sides[1].spread.links[0].send_tagged("after it")
+        within(5, sides[0].spread.links[1].receive_tagged, "after it", 5.0)
+        assert not sides[0].spread._stopped and not sides[1].spread._reported
 
 
 def test_an_error_reaches_all_with_its_text_and_the_next_run_works():
@@ -312,7 +312,7 @@ def test_a_process_that_is_behind_finishes_the_run_before_the_one_that_failed():
 
         def take(_):
             assert failed.wait(10)
-            until(lambda: sides[1].spread._told)
+            until(lambda: sides[1].spread._reported)
             return []
 
         def update(_):
@@ -630,7 +630,7 @@ def test_nothing_is_sent_twice_about_one_failure():
         before = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         for _ in range(5):
             sides[0].spread.fail(1, ValueError("broken"))
-        until(lambda: all(s.spread._told == {1} for s in sides))
+        until(lambda: all(s.spread._reported == {1} for s in sides))
         time.sleep(0.1)
         after = [s.spread.links[(p + 1) % 3].control for p, s in enumerate(sides)]
         assert all(60 < y - x < 150 for x, y in zip(before, after, strict=True))

@@ -1,7 +1,7 @@
-"""The processes that run one program together: what they tell each other besides it, and what they must agree on.
+"""The processes that run one program together: what they exchange besides it, and what they must agree on.
 
-With a cluster (`python -m shardc run`) they exchange texts over links, without waiting where they can. Without one, if
-the user has called `jax.distributed.initialize`, only what has to be waited for is exchanged, by a collective of JAX.
+With a cluster (`python -m shardc run`) it gathers their texts, without waiting where that is possible. Without one, if
+the user has called `jax.distributed.initialize`, only what has to be waited for is gathered, by a collective of JAX.
 """
 
 from __future__ import annotations
@@ -23,29 +23,27 @@ from shardc.arrays.placed import is_placed
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, refuse_unlike
-from shardc.runtime.exchange import Exchange
+from shardc.runtime.cluster import Cluster, Gathering, refuse_unlike
 from shardc.versions import VERSION
 
 
-class Peers:
-    """The processes of a mesh, this one among them; `peers_of` gives them.
+class ProcessGroup:
+    """The processes of a mesh, this one among them; `group_of_mesh` gives them.
 
     Args:
       members: their numbers in JAX, rising; with a cluster those in the run.
       cluster: the run, if there is one.
 
     Attributes:
-      is_over: whether processes of the run were started again since: these exchange nothing any more.
+      is_over: whether processes of the run were started again since: these gather nothing any more.
     """
 
     def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
-        self._exchange = None if cluster is None else Exchange(cluster, members)
-        self._open: tuple[int, str] | None = None
-        self._counter = f"exchanges of {','.join(map(str, members))}"
-        """The name by which the cluster counts exchanges: a process whose script has ended makes no further ones."""
+        self._open: tuple[Gathering, str] | None = None
+        self._name = f"calls of {','.join(map(str, members))}"
+        """The name by which the cluster counts these calls: a process whose script has ended makes no further ones."""
 
     @property
     def is_over(self) -> bool:
@@ -60,14 +58,14 @@ class Peers:
 
         Raises:
           DisagreementError: in all of them, if they make different calls.
-          PeerLostError, ClusterError: as `Exchange.finish`.
+          PeerLostError, ClusterError: as `Cluster.gather`.
         """
         self.settle()
         text = _call_text(what, facts)
-        if self._exchange is not None:
-            texts = self._finish(self._begin(text, what), what)
+        if self._cluster is not None:
+            texts = self._cluster.finish_gather(self._begin(self._cluster, what, text))
         elif len(self.members) == jax.process_count():
-            texts = gathered(text)
+            texts = gather_by_jax(text)
         else:
             texts = [text] * len(self.members)
         return self._facts(what, texts)
@@ -88,33 +86,31 @@ class Peers:
         refuse_unlike(what, self.members, said)
 
     def compare(self, what: str, facts: Mapping[str, str]) -> None:
-        """`agree` without waiting: if the facts differ, the next call of any method raises."""
+        """Do `agree` without waiting: if the facts differ, the next call of any method raises."""
         self.settle()
-        if self._exchange is not None:
-            self._open = self._begin(_call_text(what, facts), what), what
-            if self._cluster is not None:
-                self._cluster.open_calls[self._counter] = self.members, f"at {what}"
+        if self._cluster is not None:
+            self._open = self._begin(self._cluster, what, _call_text(what, facts)), what
 
     def settle(self) -> None:
-        """Wait for the facts of the last `compare`. The others have made that call too, or are about to.
+        """Finish the last `compare`: wait for the facts of the others.
 
         Raises:
           DisagreementError: they differed.
         """
-        if self._open is not None and self._exchange is not None:
-            (number, what), self._open = self._open, None
-            texts = self._finish(number, what)
+        if self._open is not None and self._cluster is not None:
+            (call, what), self._open = self._open, None
+            texts = self._cluster.finish_gather(call)
             if len(set(texts)) > 1:
                 refuse_unlike(what, self.members, self._facts(what, texts))
 
     def look(self) -> None:
-        """`settle`, if that waits for nobody.
+        """Do `settle`, if that needs no wait.
 
         Raises:
           ClusterError: the script of a member has ended, so that it will never make the last call.
         """
-        if self._open is not None and self._exchange is not None:
-            if self._exchange.is_done(self._open[0]):
+        if self._open is not None and self._cluster is not None:
+            if self._cluster.is_gathered(self._open[0]):
                 self.settle()
             else:
                 self.refuse_ended(self._open[1])
@@ -122,19 +118,10 @@ class Peers:
     def refuse_ended(self, what: str) -> None:
         """Raise ClusterError if the scripts of members have ended that have made fewer calls than this process."""
         if self._cluster is not None:
-            self._cluster.refuse_ended(self.members, self._counter, f"at {what}")
+            self._cluster.refuse_ended(self.members, self._name, f"at {what}")
 
-    def _begin(self, text: str, what: str) -> int:
-        assert self._cluster is not None and self._exchange is not None
-        self._cluster.count(self._counter)
-        self.refuse_ended(what)
-        return self._exchange.begin(text)
-
-    def _finish(self, number: int, what: str) -> list[str]:
-        assert self._cluster is not None and self._exchange is not None
-        self._cluster.open_calls.pop(self._counter, None)
-        with self._cluster.expecting(self.members, self._counter, f"at {what}"):
-            return self._exchange.finish(number, what)
+    def _begin(self, cluster: Cluster, what: str, text: str) -> Gathering:
+        return cluster.begin_gather(self._name, text, self.members, f"at {what}")
 
     def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
         said: list[dict[str, Any]] = [json.loads(t) for t in texts]
@@ -146,8 +133,8 @@ def _call_text(what: str, facts: Mapping[str, str]) -> str:
     return json.dumps({"call": what, "facts": facts})
 
 
-def gathered(text: str) -> list[str]:
-    """The texts of all processes of this JAX runtime, by its collectives."""
+def gather_by_jax(text: str) -> list[str]:
+    """The text of each process of a JAX runtime that no cluster knows, by collectives."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
@@ -157,14 +144,14 @@ def gathered(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> Peers:
+def _made(members: tuple[int, ...], cluster: Cluster | None, epoch: int) -> ProcessGroup:
     del epoch
-    made = Peers(members, cluster)
+    made = ProcessGroup(members, cluster)
     _every.add(made)
     return made
 
 
-_every: WeakSet[Peers] = WeakSet()
+_every: WeakSet[ProcessGroup] = WeakSet()
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +159,7 @@ def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     return tuple(sorted({d.process_index for d in mesh.devices.flat}))
 
 
-def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
+def group_of_mesh(mesh: jax.sharding.Mesh) -> ProcessGroup | None:
     """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
     if is_far(mesh.devices.flat):
         return None
@@ -180,13 +167,13 @@ def peers_of(mesh: jax.sharding.Mesh) -> Peers | None:
     if len(members) == 1 or jax.process_index() not in members:
         return None
     cluster = clusters.current()
-    if cluster is None or cluster.seat.per_island != jax.process_count():
+    if cluster is None or cluster.config.per_island != jax.process_count():
         return _made(members, None, 0)
-    first = cluster.seat.island(cluster.me)[0]
+    first = cluster.config.island(cluster.me)[0]
     return _made(tuple(first + p for p in members), cluster, cluster.epoch)
 
 
-def peers_of_run() -> Peers | None:
+def group_of_run() -> ProcessGroup | None:
     """All processes of the run; None for a process that runs alone."""
     cluster = clusters.current()
     if cluster is None or cluster.processes == 1:
@@ -195,17 +182,17 @@ def peers_of_run() -> Peers | None:
 
 
 def settle_all() -> None:
-    """Wait for what the last call was given in the other processes, as `Peers.settle`."""
-    for peers in _every:
-        if not peers.is_over:
-            peers.settle()
+    """Finish the comparison of the last call of each group, as `ProcessGroup.settle`."""
+    for group in _every:
+        if not group.is_over:
+            group.settle()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
 def type_text(x: Any) -> str:
-    """`float32[8,16]`, with what is unusual about it."""
+    """The type of an argument as text: `float32[8,16]`, and whether it is weakly typed."""
     aval = compat.aval_of(x) if not is_placed(x) else x.aval
     weak = ", weakly typed" if aval.weak_type else ""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}"
