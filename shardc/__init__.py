@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardc.report.show import show
     from shardc.sbp.discover import discover
     from shardc.sbp.placement import AUTO, B, P, Placement, S
-    from shardc.tune.tune import tune
+    from shardc.tuning.tune import tune
 
 __all__ = [
     "AUTO",
@@ -163,5 +163,5 @@ _MODULES = {
     "signature": "shardc.ir.user_operation",
     "stage_boundary": "shardc.ir.boundary",
     "trips": "shardc.ir.trips",
-    "tune": "shardc.tune.tune",
+    "tune": "shardc.tuning.tune",
 }

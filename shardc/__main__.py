@@ -97,8 +97,8 @@ def _schedule_command(args: argparse.Namespace) -> int:
 
 
 def _calibrate_command(args: argparse.Namespace) -> int:
-    from shardc.tune.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
-    from shardc.tune.calibration_text import calibration_text  # noqa: PLC0415
+    from shardc.tuning.calibrate import calibrate  # noqa: PLC0415  # it starts JAX's backend
+    from shardc.tuning.calibration_text import calibration_text  # noqa: PLC0415
 
     mesh = make_mesh(**args.mesh)
     assert isinstance(mesh, Mesh)

@@ -73,7 +73,6 @@ EAGER = replace(USERS["cpu"], launch=2e-6, fabrics=(Fabric("switch", 1e9, 2e-7),
 start cost what it does on the users' `cpu`."""
 
 
-<<<<<<< HEAD
 @pytest.fixture(autouse=True, scope="module")
 def meshes_as_they_were():
     """JAX has one mesh object for equal meshes, so what `make_mesh(hbm=, calibration=)` says in one file would hold for
@@ -86,16 +85,12 @@ def meshes_as_they_were():
         table.update(then)
 
 
-@pytest.fixture
-def as_users_plan(monkeypatch):
-=======
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Tests marked `plans_eagerly` plan for `EAGER`, all others for the machine that users have."""
     if time.monotonic() - BEGIN > 60 * item.config.getoption("--minutes"):
         pytest.skip("the time is over")
     eagerly = item.get_closest_marker("plans_eagerly")
->>>>>>> w41-tests
     for module in MODULES:
         module.TOPOLOGIES = {**USERS, "cpu": EAGER} if eagerly else USERS
 

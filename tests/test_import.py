@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import shardc
 
@@ -40,3 +41,9 @@ def test_a_step_on_one_mesh_loads_no_pipelines_reports_or_checkpoints():
 def test_every_name_is_there():
     assert set(shardc.__all__) <= set(dir(shardc))
     assert all(getattr(shardc, name) is not None for name in shardc.__all__)
+
+
+def test_no_name_is_that_of_a_module():
+    """Importing `shardc.x.y` sets `shardc.x`: a name that is loaded at first use must be no module."""
+    modules = {path.stem for path in Path(shardc.__file__).parent.iterdir()}
+    assert not modules & set(shardc.__all__)

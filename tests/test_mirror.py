@@ -95,9 +95,9 @@ COVERED: Final[Mapping[str, str]] = {
     "solver/layer_chain.py": "solver/test_repeated_layers.py",
     "solver/reduce.py": "solver/test_minimize.py",
     "solver/search.py": "solver/test_moves.py",
-    "tune/calibration_text.py": "tune/test_calibrate.py",
-    "tune/search.py": "tune/test_tune.py",
-    "tune/tuning.py": "tune/test_tune.py",
+    "tuning/calibration_text.py": "tuning/test_calibrate.py",
+    "tuning/search.py": "tuning/test_tune.py",
+    "tuning/tuning.py": "tuning/test_tune.py",
 }
 """Source file, or several by a pattern: the test file that covers it best."""
 

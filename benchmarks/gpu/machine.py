@@ -22,7 +22,7 @@ from benchmarks.gpu import programs
 from benchmarks.measure import report, seconds
 from shardc.machine.mesh import view
 from shardc.machine.topology import Topology
-from shardc.tune.calibrate import DTYPES, Watch, measure_flops, measure_memory
+from shardc.tuning.calibrate import DTYPES, Watch, measure_flops, measure_memory
 
 FILE = "calibration.json"
 

@@ -13,7 +13,7 @@ import shardc
 from shardc import S
 from shardc.execute.process_group import group_of_mesh
 from shardc.runtime import cluster
-from shardc.tune.calibrate import calibrate
+from shardc.tuning.calibrate import calibrate
 from tests.runtime.peers import others
 
 ME, ALL = jax.process_index(), jax.process_count()

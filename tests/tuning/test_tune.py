@@ -326,7 +326,7 @@ def test_the_table_of_pipelines(golden):
 
 SCRIPT = """
 import shardc
-from tests.tune.test_tune import step, shapes, HALVES
+from tests.tuning.test_tune import step, shapes, HALVES
 print(shardc.tune(step, *shapes(), devices=16, topology="v5p", in_placements=HALVES, tries=5))
 """
 

@@ -14,7 +14,7 @@ from shardc.errors import MeshError
 from shardc.machine.mesh import make_mesh, view
 from shardc.machine.topology import topology_from_json
 from shardc.sbp.cost import COLLECTIVES, CollectiveKind, group_of
-from shardc.tune.calibrate import Sample, Watch, calibrate, fit_collectives, measure_collective
+from shardc.tuning.calibrate import Sample, Watch, calibrate, fit_collectives, measure_collective
 
 SIZES = (256, 1024)
 

@@ -11,7 +11,7 @@ import shardc
 from shardc import AUTO, B, S
 from shardc.errors import MeshError
 from shardc.machine.mesh import make_mesh, view
-from shardc.tune.meshes import all_sizes, factorizations, is_grid, merged_sizes, roles_of, shape_key, slice_of
+from shardc.tuning.meshes import all_sizes, factorizations, is_grid, merged_sizes, roles_of, shape_key, slice_of
 
 NAMES = ("data", "fsdp", "model")
 

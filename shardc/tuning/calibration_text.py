@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardc.report.tables import Section, percent_text, report_text, seconds_text
-from shardc.tune.calibrate import Calibration
+from shardc.tuning.calibrate import Calibration
 
 
 def calibration_text(found: Calibration) -> str:

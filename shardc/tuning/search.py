@@ -23,7 +23,7 @@ from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.options import Pipeline
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.sbp.placement import Pin
-from shardc.tune.meshes import Roles, Sizes, all_sizes, is_grid, merged_sizes, roles_of, shape_key
+from shardc.tuning.meshes import Roles, Sizes, all_sizes, is_grid, merged_sizes, roles_of, shape_key
 
 PIPE: Final = "pipe"
 """The axis that stages lie along."""

@@ -33,9 +33,9 @@ from shardc.pipeline.schedule.methods import METHODS
 from shardc.plans import MemoryLimitError
 from shardc.report.tables import devices_text, seconds_text
 from shardc.sbp.placement import AUTO
-from shardc.tune.meshes import NAMES, Sizes, slice_of
-from shardc.tune.search import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
-from shardc.tune.tuning import Candidate, Tuning, mesh_text
+from shardc.tuning.meshes import NAMES, Sizes, slice_of
+from shardc.tuning.search import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
+from shardc.tuning.tuning import Candidate, Tuning, mesh_text
 
 log = logging.getLogger("shardc")
 
