@@ -1,4 +1,4 @@
-"""The only file that imports from jax._src: one block for each reason. JAX 0.10 and newer."""
+"""All imports of non-public JAX (`jax._src`), in blocks that each state why they are needed. JAX 0.10 and newer."""
 
 from __future__ import annotations
 

@@ -62,7 +62,11 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         return out
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call, if it is one that the plan is for."""
+        """The flattened arguments of a call.
+
+        Raises:
+          OtherCallError: the plan was compiled for other avals, constants or another argument structure.
+        """
         call = self._arguments.take_apart(args, kwargs)
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         tree, constants = self._made_for

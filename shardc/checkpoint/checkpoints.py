@@ -406,7 +406,8 @@ def _is_function(x: Any) -> bool:
 
 
 def described_by(make: Callable[[], Any]) -> Any:
-    """The tree that a function makes, its jax.Arrays only described, as far as JAX can trace it; else the tree."""
+    """The result of `make()` with a ShapeDtypeStruct in place of each jax.Array that it computes, so that nothing is
+    allocated. If JAX cannot trace `make`, it is called, and its own result is returned."""
     leaves: list[Any] = []
     found: list[Any] = []
 

@@ -89,10 +89,10 @@ class Group:
         return result[0]
 
     def from_first(self, name: str, work: Callable[[], str]) -> str:
-        """The text that process 0 makes.
+        """Run `work` in process 0 and return its text in every process.
 
         Raises:
-          CheckpointError: in every process, if it failed.
+          CheckpointError: in every process, if `work` failed in process 0.
         """
         made = self.together(name, work if self.me == 0 else str)
         return self.gather(f"{name}: result", made)[0]

@@ -196,7 +196,8 @@ def by_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, piece: Callable
 
 
 def words_of(dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and type of the words of a random key; of a number `()` and its own type."""
+    """Shape and dtype of the stored data of one element: for a PRNG key its words (`jax.random.key_data`), for a number
+    `()` and its own dtype."""
     if not is_key(dtype):
         return (), dtype
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -204,13 +205,13 @@ def words_of(dtype: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def zeros(at: Index, dtype: Any) -> NDArray[Any]:
-    """A piece of zeros; for random keys of their words."""
+    """A NumPy array of zeros for one range of indices; for PRNG keys, zeros of their words (`words_of`)."""
     tail, stored = words_of(dtype)
     return np.zeros((*(stop - start for start, stop in at), *tail), stored)
 
 
 def finished(x: jax.Array, dtype: Any, weak: bool) -> jax.Array:
-    """The array with its type: random keys of their words, weakly typed numbers."""
+    """The array with its final type: words wrapped as PRNG keys, numbers weakly typed if `weak`."""
     if is_key(dtype):
         return jax.random.wrap_key_data(x, impl=compat.generator_of(dtype))
     return compat.as_aval(x, compat.shaped_array(x.shape, x.dtype, True)) if weak else x

@@ -60,14 +60,15 @@ class StageArray:
 
 
 class StackedStageArray:
-    """One array in pieces: several stages hold its rows.
+    """One logical array whose rows are spread over several stages.
 
     Args:
       pieces: the pieces, in the order of their rows.
       mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they lie along one.
 
     Attributes:
-      sharding: JAX's sharding of the array, if there is one: if all ranks hold the same number of rows, in their order.
+      sharding: the NamedSharding of the whole array on `mesh`; None unless all ranks hold the same number of rows, in
+        the order of the ranks.
     """
 
     def __init__(self, pieces: Sequence[StageArray], mesh: Any, axis: str | None) -> None:
@@ -117,12 +118,12 @@ class StackedStageArray:
 
 
 class PiecedArrays:
-    """All arrays of a call's arguments, or of its results, and their pieces on the stages.
+    """The conversion between all arrays of a call (its arguments, or its results) and their pieces on the stages.
 
     Args:
-      pieces: the array and the rows of each piece.
-      stage_arrays: each piece on its stage.
-      mesh, axis: as for `StackedStageArray`.
+      pieces: for each piece the number of its array, and the rows that it has.
+      stage_arrays: for each piece its array on its stage.
+      mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they lie along one.
     """
 
     def __init__(

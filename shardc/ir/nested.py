@@ -83,7 +83,7 @@ class Body:
 
     @property
     def rows_at(self) -> int:
-        """Number of the first input that is a row."""
+        """Index of the first input that is a row of a stacked operand (of the `xs` of a scan)."""
         return self.fixed + self.carries
 
     @property

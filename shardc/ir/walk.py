@@ -40,7 +40,7 @@ def executions(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Eqn, int]]:
 
 
 def itemsize_of(aval: Any) -> int:
-    """Bytes of one element; for a PRNG key those of its words."""
+    """Bytes of one element; for a PRNG key, of its words (`jax.random.key_data`)."""
     dtype = aval.dtype
     try:
         return int(np.dtype(dtype).itemsize)

@@ -45,7 +45,8 @@ class MailboxReader(Protocol):
 
 
 class Mailbox:
-    """The port of the actors of one thread of this process, with the end from which that thread reads."""
+    """A queue of posts for the actors of one thread. Any thread of this process posts; only the actors' thread
+    reads."""
 
     def __init__(self) -> None:
         self._posted: SimpleQueue[list[Posted]] = SimpleQueue()

@@ -278,7 +278,8 @@ class Worker:
         return True
 
     def _fail(self, run: int, failure: PipelineTaskError) -> None:
-        """Record a failure and stop all actors. They get its text: the failure itself keeps the frames of its task."""
+        """Record a failure and stop all actors. Other actors get only its text: the exception would keep the frames of
+        the task, and their arrays, alive."""
         self.failures.append((perf_counter(), failure))
         stop_all(self._ports.values(), run, PipelineError(str(failure)))
 

@@ -257,8 +257,14 @@ def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshVi
 
 
 class _KindSteps(NamedTuple):
-    """The steps of one kind: their numbers, their groups of devices, and for each whether it reduces and whether its
-    end is partial by max or min."""
+    """All steps of one kind. Arrays have an entry for each step.
+
+    Attributes:
+      at: indices of the steps in `_Edges.src` and `_Edges.dst`.
+      groups: costs of the device groups.
+      reduced: whether the step reduces a partial value.
+      idle: whether the placement that the step leads to is partial by max or min.
+    """
 
     kind: StepKind
     at: NDArray[np.intp]

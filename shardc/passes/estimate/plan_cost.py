@@ -302,7 +302,8 @@ class _CostWalk:
         return self.take(self.price(eqn), compat.source_line(eqn), trips)
 
     def take(self, price: _Price, source: str, trips: int) -> Time:
-        """Adds the cost of an equation that runs `trips` times."""
+        """Add the collectives and the added seconds of `trips` executions to the walk's totals. Returns the time of one
+        execution."""
         self.collectives += [
             replace(m, bytes=m.bytes * trips, count=m.count * trips, source=source) for m in price.moves
         ]

@@ -108,7 +108,8 @@ def _origin_of(
 def _products(
     at: Var, order: Sequence[int], maker: Mapping[Var, ScheduledEqn]
 ) -> list[tuple[Var, Sequence[int]]] | None:
-    """The products whose sum a value is, and the order of the dimensions in each; None: it is no such sum."""
+    """The matrix products (`dot_general`) whose sum a value is, up to scaling, each with its order of dimensions; None
+    if the value is not such a sum."""
     made = maker.get(at)
     if made is None:
         return None

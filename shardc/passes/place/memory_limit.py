@@ -192,8 +192,12 @@ class LimitSearch:
         return min((t.found.cost for t in self._tried.values() if t.peak <= most), default=np.inf)
 
     def _in_order(self) -> float:
-        """Tries the solutions of a small program in the order of cost until one fits. Returns a lower bound for the
-        cost of what fits: the cost that it has reached."""
+        """Try the solutions of a small program in the order of increasing cost until one fits.
+
+        Returns:
+          A lower bound on the cost of all plans that fit: no solution that costs less does. -inf if the program is not
+          small.
+        """
         nodes, tables, reached = len(self.problem.nodes), self.placer.tables, -np.inf
         if nodes > FEW_NODES or (choices := by_cost(tables.unary, tables.pairwise, ELIMINATION)) is None:
             return reached

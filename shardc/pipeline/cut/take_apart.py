@@ -213,7 +213,10 @@ def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> 
 
 
 def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[ResultGroup]:
-    """The group of each result: its stage. Results without one are together if they depend on a common large value."""
+    """The group of each result of a condition: (stage, 0) if it is made on a stage, otherwise (-1, number).
+
+    Results without a stage share a group if they depend on a common large value.
+    """
     groups: list[ResultGroup] = []
     shared: dict[Var, int] = {}
     for i in range(len(eqn.outvars)):

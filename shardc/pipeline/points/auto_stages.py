@@ -218,7 +218,8 @@ class _Measured:
         return found.at_once() if last and not self.schedule(StageCosts()).splits_backward else found
 
     def _whole_memory(self, view: MeshView) -> StageMemory:
-        """The memory on a device that holds all of the loop's values, but only its part of the state."""
+        """The memory of every possible stage, as if one device held all of the loop's values but only its part of the
+        state."""
         if view not in self._memories:
             self._memories[view] = stage_memory(self.body, self.points, lambda v: self._state(v, view))
         return self._memories[view]

@@ -59,7 +59,7 @@ def find_points(body: FoldedBody, seconds: Floats, owners: Mapping[int, Sequence
 
 
 class _Crossings:
-    """Computes the bytes that cross each point. Times are places in `body.eqns`."""
+    """The bytes that cross each possible cut point. All times are indices into `body.eqns`."""
 
     def __init__(self, body: FoldedBody, owners: Mapping[int, Sequence[Var]]) -> None:
         self.body, self.fold, self.n = body, body.fold, len(body.eqns)

@@ -37,10 +37,11 @@ class StageCosts:
 
     @staticmethod
     def read(given: CostsLike, stages: int | None = None) -> StageCosts:
-        """StageCosts from a triple for all stages or a sequence of triples.
+        """The costs of actions from one triple (F, B, W) for all stages, or from one triple for each stage.
 
         Raises:
-          PipelineError: numbers that are no costs, or (if `stages` is given) triples for another number of stages.
+          PipelineError: a cost is negative, infinite or not a number, a triple has not three numbers, or (if `stages`
+            is given) the triples are for another number of stages.
         """
         if isinstance(given, StageCosts):
             costs = given

@@ -156,7 +156,8 @@ def conversion(op: Operation) -> Rule:
 
 @rule("bitcast_convert_type")
 def bitcast(op: Operation) -> Rule:
-    """The bits of each element; a narrower type adds a last dimension, a wider one takes it away."""
+    """`bitcast_convert_type`: split along the dimensions that operand and result share. The last dimension that a
+    change of width adds or removes stays whole."""
     names = dims(min(len(op.operands[0].shape), len(op.results[0].shape)))
     operands, results = ((*names, None)[: len(a.shape)] for a in (op.operands[0], op.results[0]))
     return Rule((operands,), (results,))

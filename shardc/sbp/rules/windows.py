@@ -138,8 +138,11 @@ def scatter_window(op: Operation) -> Rule:
 
 
 def _scatter_piece(site: Site, source: Any, operand: Any) -> Sequence[Any]:
-    """The local scatter. It has windows at every position, with zeros for those that do not exist; if windows lie alike
-    on all devices, only the existing ones."""
+    """The scatter-add on one device's part.
+
+    If the windows begin at the same offset on all devices, only existing windows are visited, at the original stride.
+    Otherwise windows are at every position (stride 1), and the source is zero at those that do not exist.
+    """
     strides, padding = list(site.op.params["window_strides"]), [tuple(pair) for pair in site.op.params["padding"]]
     cut: list[tuple[int, int, int]] = [(0, 0, 0)] * len(strides)
     for d in site.results[0].splits:

@@ -192,7 +192,10 @@ def _by_name(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> I
 def _derived(
     rank_of: Sequence[int], microbatches: int, costs: StageCosts, latency: float, memory: Sequence[int] | None
 ) -> Iterator[Schedule]:
-    """Backward-first orders from credits. The last ones hold one microbatch of each stage, so they always fit."""
+    """Backward-first schedules, from several limits on the microbatches in flight at each stage (credits).
+
+    The last schedules have one microbatch in flight at each stage, so they fit in any memory.
+    """
     stages = len(rank_of)
     for ahead in ([stages - s for s in range(stages)], [2 * (stages - s) - 1 for s in range(stages)], [1] * stages):
         credits = [min(a, microbatches) for a in ahead]

@@ -32,10 +32,14 @@ def squeeze(
 ) -> Squeezed | None:
     """A schedule in the plan's order, except where waiting for the next action would leave a rank idle.
 
-    A free rank takes the plan's next action if its inputs are there and, for a forward, if it may hold one more
-    activation. Otherwise it takes its oldest weight gradient W. Otherwise it takes the first of the plan's next actions
-    that can run now: an input gradient, or a forward that has room until its place in the plan if every W comes right
-    after its I. So an action that is moved up never takes the room of one that it overtakes.
+    F is a forward, I an input gradient, W a weight gradient, B both gradients at once. A free rank takes the first of
+    these that can run:
+
+    1. The plan's next action, if its inputs have arrived and, for F, there is memory for one more activation.
+    2. The oldest W that is waiting.
+    3. The first of the plan's next `window` actions that can run now: an I, or an F whose activation fits until the F's
+       place in the plan, if every W runs right after its I. So an F that is moved up never takes the memory of an
+       action that it overtakes.
 
     Args:
       plan: for each rank F and I of all its stages and microbatches, in an order without deadlock. With B instead of I
@@ -43,8 +47,8 @@ def squeeze(
       rank_of: the rank of each stage.
       costs: the costs of the actions.
       held: for each rank the most activations that it may hold, in chunks.
-      latency: latency of a message between two ranks.
-      window: how many of the next actions are considered.
+      latency: latency of a message between two ranks, in the unit of the costs.
+      window: how many of the plan's next actions are considered in step 3.
 
     Returns:
       None if the plan cannot run with so few activations.
