@@ -1,4 +1,4 @@
-"""Minimum of a sum of cost tables over discrete variables. Knows no placements."""
+"""Minimizes a sum of cost tables over discrete variables, with a proved lower bound. Knows nothing of placements."""
 
 from shardc.solver.assignment_cost import ROUNDING, Assignment, AssignmentCost, relative_gap
 from shardc.solver.cost_tables import FORBIDDEN, Memo

@@ -1,4 +1,4 @@
-"""The neighbours of all variables in arrays: NumPy handles all edges in one call."""
+"""The adjacency of all variables in CSR arrays, so that NumPy handles all edges in one call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Kinds: TypeAlias = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Adjacency:
-    """Edges, each once from either end; those out of a variable follow each other.
+    """Directed edges in CSR form: each table gives two edges, one from either variable; edges are sorted by source.
 
     Attributes:
-      start: (variables + 1,) where the edges out of each variable begin.
-      other: (edges,) the variable at the other end.
-      table: (edges,) the number of its table, the values of this end being the rows.
+      start: (variables + 1,) index of the first edge out of each variable.
+      other: (edges,) the target of each edge.
+      table: (edges,) the number of its table, whose rows are the values of the source.
     """
 
     start: Index
@@ -31,7 +31,7 @@ class Adjacency:
 
     @classmethod
     def between(cls, count: int, source: Index, other: Index, table: Index) -> Adjacency:
-        """The edges of `count` variables; those out of one stay in the given order."""
+        """Build the adjacency of `count` variables from edges; edges with one source keep the given order."""
         order = np.argsort(source, kind="stable")
         return cls(_before(np.bincount(source, minlength=count)), other[order], table[order])
 
@@ -41,28 +41,28 @@ class Adjacency:
 
     @cached_property
     def source(self) -> Index:
-        """The variable at this end of each edge."""
+        """(edges,) the source of each edge."""
         return np.repeat(np.arange(self.degree.size), self.degree)
 
     def of(self, v: int) -> list[tuple[int, int]]:
-        """The neighbours of a variable, and the numbers of the tables."""
+        """Pairs (neighbour, number of the table) of a variable."""
         edges = slice(self.start[v], self.start[v + 1])
         return list(zip(self.other[edges].tolist(), self.table[edges].tolist(), strict=True))
 
     def edges_of(self, variables: Index) -> tuple[Index, Index]:
-        """The edges out of some variables, and the position in `variables` of the one each leaves."""
+        """Indices of the edges out of some variables, and for each edge the position of its source in `variables`."""
         degree = self.degree[variables]
         which = np.repeat(np.arange(variables.size), degree)
         return np.arange(which.size) + np.repeat(self.start[variables] - (np.cumsum(degree) - degree), degree), which
 
     def without(self, gone: NDArray[np.bool_]) -> Adjacency:
-        """The edges between the variables that are not gone."""
+        """The same variables without the edges from or to those that are marked as `gone`."""
         kept = ~(gone[self.source] | gone[self.other])
         return Adjacency(_before(kept)[self.start], self.other[kept], self.table[kept])
 
     def among(self, variables: Index) -> Adjacency:
-        """The edges between some variables, renumbered by position; those out of each are in the order of their other
-        ends."""
+        """The subgraph induced by some variables, renumbered by their positions; edges are sorted by source and
+        target."""
         number = np.full(self.degree.size, -1)
         number[variables] = np.arange(variables.size)
         edges, which = self.edges_of(variables)
@@ -73,10 +73,10 @@ class Adjacency:
         return Adjacency(_before(degree), other[inside], self.table[edges[inside]])
 
     def kinds(self, kind: Index) -> Iterator[Kinds]:
-        """Hashes of the variables' surroundings, up to no edge away, one edge, two, and so on.
+        """Hashes of each variable's neighbourhood of radius 0, 1, 2 and so on, in edges (colour refinement).
 
-        Variables of one kind and equal surroundings have equal hashes. The reverse is only very likely: callers compare
-        where it matters.
+        Variables of equal kind with equal neighbourhoods have equal hashes. Equal hashes mean equal neighbourhoods with
+        high probability only: callers compare where it matters.
         """
         found, tables = _mixed(kind.astype(np.uint64)), _mixed(self.table.astype(np.uint64))
         while True:
@@ -84,7 +84,7 @@ class Adjacency:
             found = _mixed(found + np.diff(_before(_mixed(found[self.other] + tables))[self.start]))
 
     def outwards(self, begin: Index, most: int | None = None) -> Index:
-        """All variables that can be reached from some, breadth first; at most `most`."""
+        """The variables that can be reached from `begin`, in breadth-first order; at most `most` of them."""
         count = self.degree.size
         return self.grown(begin, np.zeros(count, np.intp), np.asarray([count if most is None else most], np.intp))
 

@@ -32,15 +32,15 @@ class Assignment:
 
     @property
     def gap(self) -> float:
-        """As `relative_gap`."""
+        """The relative gap between cost and bound, as `relative_gap` computes it."""
         return relative_gap(self.cost, self.bound)
 
 
 def relative_gap(cost: float, bound: float) -> float:
-    """An upper bound on (cost - minimum) / minimum, where costs are positive.
+    """An upper bound on (cost - minimum) / minimum, for positive costs.
 
-    It is (cost - bound) / bound, and not / cost as in MIP solvers, which is less. It is infinite where nothing is
-    found, and where a bound of zero or below says nothing about a positive cost.
+    It is (cost - bound) / bound; MIP solvers divide by the cost, which gives less. It is infinite if no assignment is
+    known, or if the cost is positive and the bound is not.
     """
     excess = cost - bound
     if not math.isfinite(cost):
@@ -75,7 +75,7 @@ def ends_of(pairs: Collection[Pair]) -> tuple[Index, Index]:
 
 
 def by_identity(some: Sequence[_T]) -> list[tuple[_T, Index]]:
-    """Each object once, in order of appearance, and the positions where it stands."""
+    """Each distinct object, in order of first appearance, with all positions at which it occurs."""
     names = np.fromiter(map(id, some), np.intp, len(some))
     order = np.argsort(names, kind="stable")
     places = np.split(order, np.flatnonzero(np.diff(names[order])) + 1) if some else []

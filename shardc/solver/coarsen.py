@@ -1,8 +1,9 @@
-"""The coarse problem: values whose labels are equal are taken as one value, so its minimum is a lower bound.
+"""The coarse problem: values with equal labels are merged into one value, so its minimum is a lower bound.
 
-Labels say along which dimension each axis splits, not in which order the axes split one dimension. On three axes most
-values of a large array differ in that order alone, and little depends on it. A coarse value costs as little as the
-cheapest value in its group, and so does a pair of them.
+For each mesh axis a label says which dimension the axis splits. It does not say in which order several axes split one
+dimension. On three axes most values of a large array differ in this order alone, which costs little. The cost of a
+coarse value is the least cost of the values in its group; a pair of coarse values has the least cost of the pairs in
+their groups.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ENOUGH: Final = 5e-3
 
 
 def is_large(pairwise: Mapping[Pair, Given]) -> bool:
-    """Whether the tables are so large that most of their values differ in the order of axes alone."""
+    """Whether the tables are so large that most values must differ in the order of axes alone."""
     return sum(t.size for t in pairwise.values()) > max(LARGE, WIDE * len(pairwise))
 
 
@@ -61,7 +62,7 @@ class _Groups(NamedTuple):
         return found
 
     def members(self, rows: Index) -> Members:
-        """The groups of values that have their costs in these rows."""
+        """The groups as `Members` of a matrix in which value v has its costs in row `rows[v]`."""
         return Members(rows, self.group, self.first.size)
 
 
@@ -79,9 +80,9 @@ class Coarse:
     """The coarse problem.
 
     Attributes:
-      unary, pairwise, labels: as those of the whole problem.
+      unary, pairwise, labels: costs and labels, as those of the whole problem.
       groups: for each variable the groups of its values.
-      ops: with a memo of its own, so that nothing is kept once it is solved.
+      ops: operations with a memo of their own, which is freed with the coarse problem.
     """
 
     unary: Sequence[Table]
@@ -116,17 +117,18 @@ class Coarse:
         return cls(own, tables, firsts, found, ops)
 
     def values_of(self, values: Sequence[int]) -> list[int]:
-        """The coarse values that stand for an assignment of the whole problem. They cost no more."""
+        """The coarse assignment that contains an assignment of the whole problem. Its cost is no higher."""
         return [int(g.group[v]) for g, v in zip(self.groups, values, strict=True)]
 
     def members(self, values: Sequence[int]) -> list[NDArray[np.bool_]]:
-        """For each variable the values in the group of its coarse value, as a mask."""
+        """For each variable a mask of the values in the group of its coarse value."""
         return [g.group == v for g, v in zip(self.groups, values, strict=True)]
 
 
 def solve_coarse(small: Coarse, search: Search) -> bool:
-    """Solves the coarse problem, then the values in its best assignment, then moves on from there. The search keeps the
-    bound, the best assignment, and the work that is left. Returns whether they are close enough."""
+    """Solve the coarse problem, then the whole problem restricted to the values in the best coarse assignment, and
+    improve the result by moves. `search` gets the bound, the best assignment and the remaining work. Returns whether
+    cost and bound are so close that the search can end."""
     options = search.options
     problem = Reduction.of(small.unary, small.pairwise, small.ops)
     problem.pair_work *= 4  # its tables are smaller

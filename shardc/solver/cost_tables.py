@@ -26,7 +26,7 @@ LARGE: Final = 4096
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """A table whose entries stand in a smaller matrix: entry (a, b) is matrix[rows[a], columns[b]].
+    """A table that is stored as indices into a smaller matrix: entry (a, b) is matrix[rows[a], columns[b]].
 
     The cost of boxing a value depends on two placements, and many choices of a node have the same one.
     """
@@ -48,12 +48,12 @@ class Lookup:
         return Lookup(self.matrix.T, self.columns, self.rows)
 
     def __getitem__(self, index: tuple[Any, Any]) -> Any:
-        """Entries at integers, or at arrays of them that numpy broadcasts together."""
+        """The entries at integers, or at integer arrays that NumPy broadcasts together."""
         rows, columns = index
         return self.matrix[self.rows[rows], self.columns[columns]]
 
     def whole(self) -> Table:
-        """The table written out."""
+        """The table as a dense array."""
         return self.matrix.take(self.rows, 0).take(self.columns, 1)
 
 
@@ -62,21 +62,21 @@ Given: TypeAlias = Table | Lookup
 
 
 def double(array: NDArray[Any]) -> Table:
-    """The array in double precision; itself if it is already. NumPy would copy the result of a compiled loop, whose
-    `dtype` is equal but not identical, and the memo goes by identity."""
+    """The array in float64; the same object if it already is. NumPy would copy the result of a compiled loop, whose
+    dtype is equal but not identical, and the memo compares arrays by identity."""
     return array if array.dtype == np.float64 else np.asarray(array, np.float64)
 
 
 def whole(table: Given) -> Table:
-    """A table written out."""
+    """A table as a dense array."""
     return table.whole() if isinstance(table, Lookup) else double(table)
 
 
 class Memo:
-    """Results of array operations, by the identity of their operands.
+    """Results of array operations, keyed by the identity of their operands.
 
-    A model repeats its layers: most tables are one of a few, and so are the results of operations on them. Equal arrays
-    are one object (`one`), and an operation on the same objects is done once (`do`).
+    A model repeats its layers: there are few different tables, and few different results of operations on them. `one`
+    makes equal arrays one object, and `do` computes an operation on the same objects once.
 
     Attributes:
       held: bytes of the arrays that it keeps.
@@ -127,7 +127,7 @@ class Memo:
         return made
 
     def forget(self, most: int = 1 << 31) -> None:
-        """Forgets everything if it holds more than `most` bytes, roughly."""
+        """Clear the memo if it holds more than about `most` bytes."""
         if self.held > most:
             self._small.clear()
             self._large.clear()

@@ -1,13 +1,15 @@
 """A lower bound by message passing, and assignments read from the messages.
 
-These are sequential tree-reweighted messages (Kolmogorov 2006, "Convergent tree-reweighted message passing"). The
-variables are visited in an order and back; each gives an equal share of its costs to the edges ahead. Every state of
-the messages is a reparametrization of the same costs, whose least entries add up to a lower bound. Passes never lower
-it.
-Messages change slowly in one direction for a long time, so each sweep begins at an extrapolation (Anderson 1965,
-"Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound falls.
+The method is sequential tree-reweighted message passing (Kolmogorov 2006, "Convergent tree-reweighted message
+passing"). A sweep visits the variables in an order, and then in the reverse order. Each variable gives an equal share
+of its costs to each edge to a later variable. Every state of the messages is a reparametrization of the same costs. The
+least entries of its tables add up to a lower bound, which no sweep lowers.
 
-Any order of the variables works. From one variable outwards, information travels far in one pass.
+Messages change slowly in one direction for a long time. So each sweep begins at an extrapolation of the last two states
+(Anderson 1965, "Iterative Procedures for Nonlinear Integral Equations", of depth one), and is undone if the bound
+falls.
+
+Any order of the variables works. In a breadth-first order, information travels far in one sweep.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ SWEEPS: Final = 4
 
 
 def extrapolated(after: Table, change: Table, before: Table, last: Table) -> Table:
-    """The combination of two states of the messages whose change is least: `before`, reached by the change `last`, and
-    `after`, reached by `change`."""
+    """Anderson extrapolation of depth one: the combination of two message states with the smallest change. `change` led
+    to the state `after`, the change `last` to the state `before`."""
     turn = change - last
     along, square = in_order(change * turn), in_order(turn * turn)
     return after - (along / square if square > 0 else 0.0) * (after - before)
@@ -43,9 +45,9 @@ class Dual:
 
     Attributes:
       bound: the lower bound of the present messages.
-      values: the assignment read last; readings: those of the last sweep that was read, there and back.
-      first: where the values of each variable begin.
-      work: entries that one `raise_bound` touches.
+      values: the assignment read last; readings: those of the last sweep that was read, forward and back.
+      first: for each variable the offset of its values in arrays of all values.
+      work: table entries that one `raise_bound` touches.
       messages: the messages to all variables, one after the other.
     """
 
@@ -79,7 +81,8 @@ class Dual:
         return self.bound
 
     def _sweep(self, last: bool) -> None:
-        """One pass there and one back, from the extrapolated messages."""
+        """One pass forward and one back, from the extrapolated messages. `last`: an assignment is read from each
+        pass."""
         known, begin, bound = self.messages, self._begin, -np.inf
         self.messages = begin.copy()
         self.readings = []
@@ -101,22 +104,24 @@ class Dual:
         return self._passes.improve(self.own, values, 0)
 
     def improve(self, values: Index, passes: int) -> Index:
-        """Sets each variable in turn to its best value, the others unchanged."""
+        """Coordinate descent: set each variable in turn to its best value, the others unchanged, `passes` times."""
         found = values.copy()
         self._passes.improve(self.own, found, passes)
         return found
 
     def better_of(self, best: Index, other: Index) -> Index:
-        """An assignment with the better of two in each part of the graph in which they differ."""
+        """The cheaper of two assignments, chosen separately in each connected part of the graph in which they
+        differ."""
         return self._passes.better_of(self.own, best, other)
 
     def excess(self) -> Table:
-        """For each value of each variable a lower bound of the cost of assignments that have it, less the bound."""
+        """For each value of each variable a lower bound of the cost of assignments that have this value, minus
+        `bound`."""
         return self._passes.excess(self.own, self.messages)
 
     def handed(self) -> dict[Pair, Table]:
-        """For neighbours (v, j) the part of their table's costs that the last pass moved to the values of j. The rest
-        of the table is nonnegative up to a constant."""
+        """For neighbours (v, j): the part of their table's costs that the last sweep moved to the values of j. The
+        remaining table is nonnegative up to a constant."""
         _, given = self._passes.handed(self.own, self.messages)
         found: dict[Pair, Table] = {}
         for v, j, there, back in self._edges_back():
@@ -124,8 +129,9 @@ class Dual:
         return found
 
     def rest(self, values: Sequence[Index]) -> tuple[float, list[Table], dict[Pair, Table]]:
-        """The problem of some values, rewritten by the messages of the last pass: a constant (the bound), and costs of
-        values and of pairs of values, nonnegative but for rounding. Pairs are (variable, one visited earlier)."""
+        """The problem restricted to some values, reparametrized by the messages of the last sweep: a constant (the
+        bound), the costs of values, and the tables of pairs (variable, one visited earlier). Costs and tables are
+        nonnegative up to rounding."""
         left, given = self._passes.handed(self.own, self.messages)
         constant, own, tables = 0.0, list[Table](), dict[Pair, Table]()
         for mine, some in zip(np.split(left, self.first[1:]), values, strict=True):
@@ -141,7 +147,7 @@ class Dual:
         return constant, own, tables
 
     def _edges_back(self) -> list[tuple[int, int, slice, slice]]:
-        """Pairs (variable, neighbour visited earlier), and where the messages there and back lie."""
+        """Pairs (variable, neighbour visited earlier), and the slices of `messages` in both directions."""
         g = self.graph
         sizes, at, twin = np.diff(g.first).tolist(), g.at.tolist(), g.twin.tolist()
         return [

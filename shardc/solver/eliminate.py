@@ -65,7 +65,7 @@ def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
 
 
 def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequence[int]) -> tuple[float, float]:
-    """Entries of all tables that an elimination in this order makes, each with its variable; and of the largest."""
+    """The number of table entries that an elimination in this order touches: in total, and for the largest table."""
     around: list[set[int]] = [set() for _ in sizes]
     for i, j in pairs:
         around[i].add(j)
@@ -83,7 +83,12 @@ def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequenc
 
 
 class _Ways(NamedTuple):
-    """The values of the next variable, given those chosen before: the extra cost of each over the best."""
+    """The ways to go on in `by_cost`: the values of the next variable, given the values chosen before.
+
+    Attributes:
+      cost: the least cost with the values chosen before; values: these values; done: how many they are.
+      more: the cost that each value of the next variable adds; order: these values in the order of cost.
+    """
 
     cost: float
     values: list[int]
@@ -93,16 +98,16 @@ class _Ways(NamedTuple):
 
 
 class Elimination:
-    """One run over all variables.
+    """One elimination of all variables.
 
     Args:
       unary, pairwise: the costs; pairs are (i, j) with i < j.
-      held: an assignment. A variable is fixed at its value there if a table would grow too large; the result costs no
-        more than the assignment. Without one, all tables are made, whatever their size.
+      held: an assignment that limits the size of the tables. If a table would grow too large, a variable is fixed at
+        its value in `held`; the result costs no more than `held`. None: tables are made whatever their size.
 
     Attributes:
       least: after `run`, the minimum over the variables that were not fixed.
-      work: entries touched.
+      work: table entries touched.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Elimination:
             self._add(scope, table)
 
     def run(self, order: Sequence[int]) -> list[int]:
-        """The assignment of least cost."""
+        """Eliminate the variables in this order. Returns the assignment of least cost."""
         values = [-1] * len(self._own)
         self._back = back = []
         for v in order:
@@ -137,7 +142,7 @@ class Elimination:
         return values
 
     def by_cost(self) -> Iterator[tuple[float, list[int]]]:
-        """After `run`, with nothing held: all assignments with their costs, the cheapest first.
+        """All assignments with their costs, the cheapest first. Call it after `run`, without `held`.
 
         This is A* with an exact bound: the least cost of the remaining variables is known at each step. The next value
         of a variable enters the queue when the one before leaves it, so each assignment adds two entries per variable.
@@ -173,7 +178,7 @@ class Elimination:
             self._tables[i][scope] = table
 
     def _hold(self, v: int, held: Sequence[int], values: list[int]) -> None:
-        """Fixes variables until the table of `v` is small, or `v` itself is fixed."""
+        """Fix variables at their values in `held` until the table of `v` is small, or `v` itself is fixed."""
         while values[v] < 0:
             near = {i for scope in self._tables[v] for i in scope} | {v}
             if math.prod(float(self._own[i].size) for i in near) <= self._largest:
@@ -211,7 +216,8 @@ class Elimination:
 
 
 def _costs_of(step: tuple[int, Table, dict[_Scope, Table]], values: Sequence[int]) -> Table:
-    """For each value of a variable its cost, given the values chosen and the best ones of those eliminated before."""
+    """The cost of each value of a variable: with the values chosen so far, and the best values of the variables
+    eliminated before it."""
     v, total, tables = step
     for scope, table in tables.items():
         total = total + table[tuple(slice(None) if i == v else values[i] for i in scope)]
@@ -219,7 +225,7 @@ def _costs_of(step: tuple[int, Table, dict[_Scope, Table]], values: Sequence[int
 
 
 def _least_sum(terms: Sequence[tuple[_Scope, Table]], v: int, rest: Sequence[int]) -> Table:
-    """The minimum over `v` of a sum of tables, in the dimensions of `rest`."""
+    """The minimum over `v` of a sum of tables; the dimensions of the result are the variables `rest`."""
     if not rest:
         return np.asarray(np.sum([table for _, table in terms], 0).min())
     order = (*rest[:-1], v, rest[-1])

@@ -12,18 +12,19 @@ from shardc.solver.cost_tables import Index, Table
 
 
 class Graph(NamedTuple):
-    """Factor graph in CSR form: each edge is stored in both directions; the costs of all variables are concatenated in
+    """Factor graph in CSR form: each edge is stored in both directions. The costs of all variables are concatenated in
     one array, and so are all messages.
 
     Attributes:
       order: the variables in the order of the visits.
-      first: (variables + 1,) where the values of each variable begin.
-      start: (variables + 1,) where the edges out of each variable begin; split: where those to later variables begin.
-      other: (edges,) the variable at the other end; twin: the same edge from there.
-      at: (edges,) where the message along the edge begins, one entry for each value of the other end. The messages to
-        one variable follow each other, in the order of its edges.
-      share: the part of a variable's costs that each edge ahead gets.
-      left: the part that no edge gets on the way back.
+      first: (variables + 1,) offset of each variable's values in arrays of all values.
+      start: (variables + 1,) index of the first edge out of each variable, those to earlier variables first; split:
+        index of its first edge to a later variable.
+      other: (edges,) the target of each edge; twin: the index of the same edge in the other direction.
+      at: (edges,) offset of the message along the edge, which has one entry for each value of the target. The messages
+        to one variable are contiguous, in the order of its edges.
+      share: (variables,) the share of a variable's costs that each edge ahead gets.
+      left: (variables,) the share that no edge gets on the way back.
     """
 
     order: Index
@@ -38,11 +39,11 @@ class Graph(NamedTuple):
 
 
 class Members(NamedTuple):
-    """Groups of values.
+    """A partition of a variable's values into groups.
 
     Attributes:
-      row: the row of a matrix that each value has its costs in.
-      group: the group of each value; groups: their number.
+      row: for each value the matrix row that has its costs.
+      group: for each value the number of its group; groups: the number of groups.
     """
 
     row: Index
@@ -51,7 +52,7 @@ class Members(NamedTuple):
 
 
 def outwards(near: Sequence[Mapping[int, Table]]) -> list[int]:
-    """The variables, breadth first."""
+    """All variables in breadth-first order."""
     found: list[int] = []
     seen = [False] * len(near)
     for root in range(len(near)):

@@ -1,9 +1,10 @@
-"""Unrolled layers as a chain of equal cells: one cell is solved for all of them, and then the ends.
+"""Unrolled layers as a chain of equal cells: one cell is solved for all of them, and then the ends of the chain.
 
-Costs that are added to one side of a link between cells and subtracted from its table leave the problem the same (a
-Lagrangian decomposition). Messages around a ring, one cell that is its own neighbour, give such costs: every link then
-costs at least nothing, and a cell as little as in the whole problem. So the minimum of the ends, plus that of one cell
-for each cell in between, is a lower bound. Assignments that attain it are optimal.
+A link is a table between two neighbouring cells. This is a Lagrangian decomposition: costs that are added to a variable
+and subtracted from the table of its link leave the problem the same. Such costs are found by message passing on a ring,
+which is one cell that is its own neighbour. With them every link costs at least nothing, and a cell costs as little as
+in the whole problem. So the minimum of the ends, plus the minimum of one cell for each cell between them, is a lower
+bound. Assignments that attain it are optimal.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ LOOK: Final = 2
 
 
 class Numbered:
-    """A problem whose tables have numbers, and whose variables of one value are part of their neighbours' costs.
+    """A problem with numbered tables, in which variables of one value are folded into the costs of their neighbours.
 
     Attributes:
       own: the costs of the variables' values.
       near: the edges between variables of more than one value, and the numbers of their tables.
       tables: by number; table 2k + 1 is the transpose of table 2k.
-      fixed: the value of each variable that has only one, or needs no other.
+      fixed: the value of each variable that has only one value, or of which one value is as good as any other.
       constant: the cost of the fixed variables.
     """
 
@@ -76,7 +77,7 @@ class Numbered:
         self.near = self.near.without(self.is_fixed)
 
     def _edges(self, pairwise: Mapping[Pair, Given]) -> tuple[Index, Index, Index]:
-        """For each table, from either end: this variable, the other one, and the number of the table."""
+        """Both directed edges of each table: source, target and number of the table."""
         numbers, found = np.empty(len(pairwise), np.intp), dict[int, int]()
         for given, of in by_identity(list(pairwise.values())):
             table = self.ops.given(given)
@@ -104,7 +105,7 @@ class Numbered:
 
     @cached_property
     def costs(self) -> Index:
-        """A number for each variable, equal where the costs are."""
+        """(variables,) a number for each variable; variables with equal costs have equal numbers."""
         found = np.empty(len(self.own), np.intp)
         for k, (_, of) in enumerate(by_identity(self.own)):
             found[of] = k
@@ -115,7 +116,7 @@ class Numbered:
         return ((i, j), self.tables[k]) if k % 2 == 0 else ((j, i), self.tables[k - 1])
 
     def part(self, variables: Index, own: Sequence[Table]) -> Part:
-        """The problem of some variables, in their order, with other costs."""
+        """The problem restricted to some variables, in their order, with the costs `own`."""
         number = np.full(len(own), -1)
         number[variables] = np.arange(variables.size)
         source, other = self.near.source, self.near.other
@@ -134,7 +135,7 @@ class Part:
     pairwise: dict[Pair, Given]
 
     def some(self, values: Sequence[int], variables: Index) -> list[int]:
-        """The values of some variables, given by their numbers in the whole problem."""
+        """The values of some variables, which have their numbers in the whole problem."""
         number = {v: k for k, v in enumerate(self.variables)}
         return [values[number[v]] for v in variables.tolist()]
 
@@ -147,7 +148,7 @@ class LayerChain:
       problem: the whole problem.
       cells: (cells, places) the variables of each cell.
       links: both ends of each link. Every cell has each end once.
-      across: the variable at the other side, for a variable of a cell and its end of a link.
+      across: for a variable of a cell and its end of a link, the variable at the other end.
     """
 
     problem: Numbered
@@ -157,7 +158,7 @@ class LayerChain:
 
     @property
     def part(self) -> float:
-        """The variables of a ring, a cell and the ends, as a part of all."""
+        """The variables of a ring, a cell and the two ends, as a share of all variables that are not fixed."""
         count, size = self.cells.shape
         return 1 - (count - 4) * size / (len(self.problem.own) - len(self.problem.fixed))
 
@@ -183,7 +184,7 @@ class LayerChain:
 
     @cached_property
     def _inner(self) -> list[tuple[int, int, int]]:
-        """Neighbouring places of a cell, and the numbers of their tables."""
+        """The tables within a cell: pairs of places, and the number of their table."""
         near, cell, place = self.problem.near, self.cells[0], self.place
         edges, which = near.edges_of(cell)
         other = near.other[edges]
@@ -192,7 +193,8 @@ class LayerChain:
         return list(zip(which[some].tolist(), to[some].tolist(), near.table[edges[some]].tolist(), strict=True))
 
     def ring(self) -> Part:
-        """A cell that is its own neighbour; or three cells, if one would be linked to itself twice at one place."""
+        """A problem of one cell that is its own neighbour; of three cells if a single one would have a link from a
+        variable to itself, or two tables between the same variables."""
         edge, cell = self.problem.edge, self.cells[0].tolist()
         pairs = [{p, q} for p, q, _ in self._inner] + [{x[0], x[2]} for x, _ in self.links]
         copies = 1 if all(len(pair) == 2 for pair in pairs) and len(set(map(frozenset, pairs))) == len(pairs) else 3
@@ -207,13 +209,15 @@ class LayerChain:
         return c * size + end[0], (c + step) % copies * size + end[2]
 
     def shares(self, ring: Part, tight: float, most: int = 80) -> dict[End, Table] | None:
-        """For each end the costs to add to its variable, so that every link costs at least nothing; None: no assignment
-        is allowed.
+        """The costs to add to the variable at each end of a link, so that every link costs at least nothing.
 
         Args:
           ring: the ring of this chain.
-          tight: the bound of the ring is raised as long as it gains this part of itself in LOOK steps.
-          most: the most often that it is raised.
+          tight: the bound of the ring is raised as long as LOOK steps raise it by this share of itself.
+          most: how often the bound is raised, at most.
+
+        Returns:
+          The costs by end; None if no assignment is allowed.
         """
         ops, size = self.problem.ops, len(self.cells[0])
         copies = len(ring.variables) // size
@@ -247,7 +251,7 @@ class LayerChain:
         return found
 
     def one(self, shares: Mapping[End, Table]) -> Part:
-        """One cell, with its shares of the links."""
+        """The problem of one cell, with the costs from its links (`shares`) added."""
         cell = self.cells[0].tolist()
         own = [self.problem.own[v] for v in cell]
         for (p, _, _), share in shares.items():
@@ -255,11 +259,13 @@ class LayerChain:
         return Part(cell, own, dict(self.problem.edge(*inner) for inner in self._inner))
 
     def ends(self, shares: Mapping[End, Table], wanted: Sequence[int], less: float) -> Part:
-        """The outermost cells and the variables in no cell, with their shares of the links to other cells.
+        """The problem of the outermost cells and of the variables in no cell, with the costs (`shares`) of their links
+        to inner cells.
 
         Args:
-          wanted: the values of a cell. Where other cells are linked to the outermost ones, these cost less.
-          less: by how much, to prefer them among values that are as good.
+          wanted: the values of an inner cell. They cost less in the variables of an outermost cell with a link to an
+            inner one.
+          less: by how much, so that of equally good values the wanted ones are taken.
         """
         own, other = list(self.problem.own), {x: y for a, b in self.links for x, y in ((a, b), (b, a))}
         cell, last = self.cell.tolist(), len(self.cells) - 1
@@ -272,7 +278,7 @@ class LayerChain:
         return self.problem.part(self._without(self.middle), own)
 
     def between(self, part: Part, wanted: Sequence[int]) -> Part:
-        """The variables of a part that are in no cell, given these values of the cells."""
+        """The problem of the variables of a part that are in no cell, with all cells fixed at the values `wanted`."""
         ops, place, own = self.problem.ops, self.place[part.variables].tolist(), list(part.unary)
         free = {k: n for n, k in enumerate(k for k, p in enumerate(place) if p < 0)}
         inner = dict[Pair, Given]()
@@ -288,7 +294,8 @@ class LayerChain:
         return Part([part.variables[k] for k in free], [own[k] for k in free], inner)
 
     def shorter(self) -> Part | None:
-        """The problem with one cell between the outermost ones; None if its links would not be those of the whole."""
+        """The problem with a single cell between the outermost ones; None if its links would differ from those of the
+        whole."""
         problem, near, last = self.problem, self.problem.near, len(self.cells) - 1
         through: dict[Pair, list[End]] = {}  # the ends at which a table that leads to a place goes on
         for end in (end for link in self.links for end in link):
@@ -309,7 +316,8 @@ class LayerChain:
         return part
 
     def whole(self, part: Part, values: Sequence[int], cell: Sequence[int]) -> list[int]:
-        """The assignment of the whole problem with the values of a part, and those of `cell` in all other cells."""
+        """The assignment of the whole problem that has the values of a part, and the values `cell` in all inner
+        cells."""
         found = np.zeros(len(self.problem.own), np.intp)
         found[list(self.problem.fixed)] = list(self.problem.fixed.values())
         found[self.middle] = cell
@@ -324,7 +332,7 @@ class LayerChain:
 
 
 class _SolvePart(Protocol):
-    """`minimize` for some of the variables."""
+    """A solver for a part of the problem, like `minimize`."""
 
     def __call__(
         self, part: Part, start: Sequence[int] | None = None, close: float = ..., coarse: bool = ...
@@ -332,11 +340,11 @@ class _SolvePart(Protocol):
 
 
 def solve_chain(chain: LayerChain, search: Search, solve_part: _SolvePart, aim: float, enough: float) -> bool:
-    """Solves one cell for all of a chain, and then the rest of the problem with the outermost cells. The search keeps
-    the bound and the best assignment. Returns whether they are within `enough`.
+    """Solve one cell for all of a chain, then the rest of the problem with the outermost cells. `search` gets the bound
+    and the best assignment. Returns whether cost and bound are within `enough`.
 
-    The rest begins with the cell's values in the outermost cells. If it ends with other values there, which are as good
-    in a cell and better at the ends, all cells may take them.
+    The rest begins with the cell's values in the outermost cells. If its solution has other values there, they are as
+    good in a cell and better at the ends, so they are also tried in all cells.
 
     Args:
       aim: relative distance of cost and bound that is aimed at.

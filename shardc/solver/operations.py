@@ -49,7 +49,7 @@ class Operations:
         return self.memo.one(table)
 
     def whole(self, table: Given) -> Table:
-        """The table written out, once."""
+        """The table as a dense array, computed once."""
         return self._whole(table) if isinstance(table, Lookup) else table
 
     @_once
@@ -57,7 +57,7 @@ class Operations:
         return table.whole()
 
     def given(self, table: Given) -> Given:
-        """`clean`, without writing a `Lookup` out."""
+        """The table as `clean` returns it; a `Lookup` stays a `Lookup`."""
         return self._given(table) if isinstance(table, Lookup) else self.clean(double(table))
 
     @_once
@@ -67,14 +67,14 @@ class Operations:
 
     @_once
     def clean(self, table: Table) -> Table:
-        """The table with infinite entries where they are not allowed; equal ones are one object."""
+        """The table with infinite entries in place of forbidden ones; equal tables become one object."""
         array = np.ascontiguousarray(table)
         over = array >= FORBIDDEN
         return self.one(np.where(over, np.inf, array) if over.any() else array)
 
     @_once
     def turned(self, table: Table) -> Table:
-        """The transpose; its transpose is the table."""
+        """The transpose; the transpose of the transpose is the table itself, as an object."""
         other = np.ascontiguousarray(table.T)
         other = self.memo.one(other) if self.memo.has(table) else other
         self.memo.do(("turned", id(other)), (other,), lambda: table)
@@ -124,7 +124,7 @@ class Operations:
 
     @_once
     def follower(self, table: Table) -> Index | None:
-        """For each row its allowed column, if every row has exactly one."""
+        """For each row its only allowed column; None unless every row has exactly one."""
         self.work += table.size
         finite = np.isfinite(table)
         return self.memo.one(finite.argmax(1)) if (finite.sum(1) == 1).all() else None
@@ -136,7 +136,7 @@ class Operations:
 
     @_once
     def apart(self, table: Table) -> tuple[Table, Table] | None:
-        """Two vectors whose sum is the table, if there are any."""
+        """Two vectors whose outer sum is the table; None if there are none."""
         self.work += table.size
         if not np.isfinite(table).all():
             return None

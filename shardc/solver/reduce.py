@@ -29,7 +29,7 @@ EASY: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Only some values of a variable remain: the new value v is the old value index[v]."""
+    """Record: a variable kept only some values; the new value v is the old value index[v]."""
 
     variable: int
     index: Index
@@ -37,7 +37,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Follows:
-    """The variable takes the value index[value of `leader`]."""
+    """Record: a variable was removed; it takes the value index[value of `leader`]."""
 
     variable: int
     leader: int
@@ -46,7 +46,7 @@ class _Follows:
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """The variable takes its cheapest value, given the values of its neighbours."""
+    """Record: a variable was minimized out; it takes its cheapest value, given the values of its neighbours."""
 
     variable: int
     own: Table
@@ -55,7 +55,8 @@ class _Out:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Value v of the variable means its own value first[v] and the value second[v] of `other`, which is out."""
+    """Record: `other` was joined to a variable; value v means its own value first[v] and the value second[v] of
+    `other`."""
 
     variable: int
     other: int
@@ -151,7 +152,8 @@ class Reduction:
             fresh |= self._touched
 
     def _begin(self) -> None:
-        """Links the given tables; the first time, takes out lone variables and touches all others."""
+        """Link the given tables. The first time, also take out variables of one value without neighbours, and mark all
+        others as changed."""
         self._write_out()
         if self._begun:
             return
@@ -192,7 +194,8 @@ class Reduction:
                 self._fix(v)
 
     def _simplify(self) -> None:
-        """Applies what a table says about one of its variables alone, as long as some table does."""
+        """Simplify tables, until none says anything about one of its variables alone (`_drop_unsupported`,
+        `_split_tables`)."""
         while self._waiting and self.feasible:
             v = self._waiting.popleft()
             self._queued[v] = False
@@ -361,7 +364,7 @@ class Reduction:
     # --- edits -----------------------------------------------------------------------------------------------------
 
     def keep(self, v: int, index: Index) -> None:
-        """Keeps only these values of a variable."""
+        """Restrict a variable to these values."""
         ops = self.ops
         index = ops.one(index)
         self.steps.append(_Kept(v, index))
@@ -372,7 +375,7 @@ class Reduction:
         self._touch((v, *self.near[v]))
 
     def rewrite(self, v: int, index: Index, own: Table) -> None:
-        """Keeps only these values of a variable, at other costs. The caller then replaces its tables by `link`."""
+        """Restrict a variable to these values, with new costs. The caller then replaces its tables by `link`."""
         if index.size < self.own[v].size:
             index = self.ops.one(index)
             self.steps.append(_Kept(v, index))
@@ -398,7 +401,8 @@ class Reduction:
     # --- assignments -----------------------------------------------------------------------------------------------
 
     def restore(self, values: Sequence[int]) -> list[int]:
-        """The assignment of the whole problem, from the values of the variables that remain (others: anything)."""
+        """The assignment of the whole problem, given the values of the remaining variables (any value for the
+        others)."""
         found = [int(v) for v in values]
         for step in reversed(self.steps):
             match step:
@@ -491,8 +495,7 @@ class Reduction:
         return some
 
     def alike(self, rounds: int) -> list[list[int]]:
-        """Classes of the remaining variables that have the same costs and tables, and whose neighbours have too, up to
-        `rounds` edges away."""
+        """Classes of remaining variables with equal costs, tables and neighbourhoods of radius `rounds`."""
         self._write_out()
         kind = {v: id(self.own[v]) for v, inside in enumerate(self.inside) if inside}
         for _ in range(rounds):
@@ -505,12 +508,14 @@ class Reduction:
         return list(found.values())
 
     def tied_alike(self, rounds: int) -> Reduction | None:
-        """The problem in which variables that look alike take one value; None if that leaves more than a quarter."""
+        """The problem in which variables that look alike (`alike`) take one value; None if that leaves more than a
+        quarter of the variables."""
         classes = self.alike(rounds)
         return self.tied(classes) if 4 * len(classes) < sum(self.inside) else None
 
     def tied(self, classes: Sequence[Sequence[int]]) -> Reduction:
-        """The problem in which all variables of a class take one value. They have equally many values."""
+        """The problem in which all variables of a class take one value. Variables of a class have equally many
+        values."""
         self._write_out()
         found, leader = self.copy(), {v: c[0] for c in classes for v in c}
         tables: dict[Pair, list[Table]] = {}

@@ -1,9 +1,10 @@
 """Finds the repeated layers of an unrolled program: a chain of equal cells, from the tables alone.
 
-Variables with equal surroundings are at the same place of their layers. From one of them, steps to neighbours lead to
-one variable at each place: a cell. A cell may begin anywhere in a layer; it is cut where the tables between cells are
-smallest, so that few tables cross the cut: a clip by the global norm adds up its terms in the order of the layers'
-names. All cells with the costs and the tables of the first one, inside and to others, are the chain.
+Variables with equal neighbourhoods have the same place in their layers. From such a variable, steps to neighbours lead
+to one variable at each place; together they are a cell. A cell may begin anywhere in a layer. It is cut where the
+tables between cells are smallest, so that few tables cross the cut. For example, a clip by the global norm adds up its
+terms in the order of the layers' names. The chain has all cells that equal the first one, in costs, inner tables and
+tables to other cells.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ MOST: Final = 0.6
 
 
 def find_chain(problem: Numbered, shapes: int = 4) -> LayerChain | None:
-    """The chain of cells around the middle of the program; None if it has too few.
+    """The chain of cells around the middle of the program; None if it has too few cells.
 
-    So many shapes of a cell are tried, each cut at the tables that the one before had not in all layers.
+    At most `shapes` ways to cut a cell are tried. Each prefers to cut tables that an earlier cell did not have in all
+    layers.
     """
     near = problem.near
     kind = next(itertools.islice(near.kinds(problem.costs), NEAR, None))
@@ -65,21 +67,21 @@ def find_chain(problem: Numbered, shapes: int = 4) -> LayerChain | None:
 
 
 def _usual(sizes: Index) -> int:
-    """The most frequent size of the kinds that have enough variables; 0: none has."""
+    """The most frequent size of the kinds that have enough variables; 0 if no kind has."""
     often = np.bincount(sizes[2 * sizes >= LEAST], minlength=1)
     return int(often.size - 1 - often[::-1].argmax())
 
 
 def _middle(near: Adjacency, rare: NDArray[np.bool_], count: int) -> Index:
-    """The `count` variables nearest to the one farthest from any rare variable."""
+    """The `count` variables nearest to the variable that is farthest from all rare variables."""
     begin = np.flatnonzero(rare & (near.degree > 0))
     last = near.outwards(begin if begin.size else np.zeros(1, np.intp))[-1:]
     return near.outwards(last, count)
 
 
 def _first_cell(near: Adjacency, costs: Index, layers: int, anchors: int = 16) -> Index | None:
-    """The variables of one layer, each a neighbour of an earlier one: of those grown from some anchors the one with the
-    fewest neighbours outside."""
+    """The variables of one layer, each a neighbour of an earlier one. Cells are grown from some anchors; the one with
+    the fewest edges to the outside is taken."""
     kind, size, places = np.zeros_like(costs), np.zeros(1, np.intp), 0
     for rounds, finer in enumerate(itertools.islice(near.kinds(costs), PLACE[-1] + 1)):
         if rounds in PLACE:
@@ -102,7 +104,7 @@ def _first_cell(near: Adjacency, costs: Index, layers: int, anchors: int = 16) -
 
 
 def _beyond(end: End) -> End:
-    """The other end of a link."""
+    """The other end of the link of which this is one end."""
     return end[2], end[1] ^ 1, end[0]
 
 
@@ -156,7 +158,7 @@ class _Follower:
         self._kind: list[int] = kind.tolist()
 
     def follow(self, place: int, variable: int) -> Index:
-        """The cell of a variable at that place; -1 at places that no step leads to."""
+        """The cell in which a variable has that place, found by the steps; -1 at places that no step leads to."""
         cell, taken = [-1] * len(self._out), {variable}
         cell[place] = variable
         heap, twins, turn = self._out[place].copy(), list[int](), 0
@@ -191,11 +193,12 @@ class _Follower:
 
 
 class _Alike:
-    """The cells that equal a model.
+    """The search for all cells that equal a model.
 
     Args:
       model: the variables of one cell, each a neighbour of an earlier one.
-      kind: hashes of the near surroundings of all variables.
+      kind: for each variable a hash of its neighbourhood.
+      problem: the problem.
 
     Attributes:
       broken: pairs of places with a table in the model, but not in all cells that `chain` looked at.
@@ -209,7 +212,7 @@ class _Alike:
         self._model_tables = self._tables(model)
 
     def chain(self) -> LayerChain | None:
-        """The chain of the cells; None: they are not in a row."""
+        """The chain of all cells that equal the model; None if they are not in a row."""
         ends = self._ends()
         if ends is None:
             return None
@@ -240,7 +243,8 @@ class _Alike:
     def _in_a_row(
         self, cells: Index, number: Index, across: Mapping[tuple[int, End], int], ends: Sequence[End]
     ) -> LayerChain | None:
-        """The chain of these cells in the order of most of their links, each given by one of its ends."""
+        """The cells as a chain, in the order that most of their links give; None if they are not in a row. `ends`: one
+        end of each link."""
         links = [(x, _beyond(x)) for x in ends]
         weights: Counter[tuple[int, ...]] = Counter()
         for link in links:  # the cell that it leads to from each cell; -1: none
@@ -257,7 +261,8 @@ class _Alike:
         return LayerChain(self.problem, cells[row], links, across) if len(row) == len(cells) else None
 
     def _ends(self) -> dict[End, int] | None:
-        """The ends of the model's links, and the variables that they lead to; None: those are not in equal cells."""
+        """The ends of the model's links, and the variables at their other ends; None if these are not in cells that
+        equal the model."""
         found: dict[End, int] = {}
         places: dict[int, int] = {}  # of variables in equal cells
         edges, which = self.near.edges_of(self.model)
@@ -278,7 +283,7 @@ class _Alike:
     def _neighbours(
         self, cell: Index, number: Index, ends: Mapping[End, int]
     ) -> Iterator[tuple[int, End, int]]:  # fmt: skip
-        """The variables of a cell at ends of links, the ends, and the variables that they lead to."""
+        """For each end of a link in a cell: the cell's variable, the end, and the variable at the other end."""
         for (p, k), group in itertools.groupby(sorted(ends, key=lambda x: (x[:2], ends[x])), key=lambda x: x[:2]):
             v = int(cell[p])
             some = sorted(j for j, k_ in self.near.of(v) if k_ == k and number[j] != number[v])
@@ -288,21 +293,21 @@ class _Alike:
                 yield v, x, j
 
     def _further(self, before: Index, cell: Index) -> Index:
-        """The variables whose numbers differ from those of a cell as its numbers differ from those of the cell before;
-        empty if they are of other kinds."""
+        """A guess of the next cell, if variable numbers grow by the same amount from cell to cell; empty if the kinds
+        differ."""
         found = 2 * cell - before
         known = found.min() >= 0 and found.max() < self.kind.size and np.array_equal(self.kind[found], self.kind[cell])
         return found if known and np.diff(np.sort(found)).min(initial=1) > 0 else found[:0]
 
     def _around(self, place: int, variable: int) -> Index | None:
-        """The cell of a variable at that place; None: steps do not lead to all places."""
+        """The cell in which a variable has that place; None if the steps do not lead to all places."""
         if self.kind[variable] != self.kind[self.model[place]]:
             return None
         cell = self._follower.follow(place, variable)
         return cell if cell.min() >= 0 else None
 
     def _tables(self, cell: Index) -> Index:
-        """A sorted code for each table of a cell: of the places at its ends and of the table."""
+        """A sorted array with a code for each table of a cell: the places at its ends, and its number."""
         edges, which = self.near.edges_of(cell)
         self._place[cell] = np.arange(cell.size)
         to = self._place[self.near.other[edges]]
@@ -324,11 +329,11 @@ class _Alike:
 
 
 def _cut_well(chain: LayerChain, free: Container[Pair]) -> Index | None:
-    """A cell of the same places, some of them of other cells, with the smallest tables to the next cells. Tables of
-    `free` pairs of places hardly count.
+    """A cell with the same places, some of them taken from other cells, whose tables to the next cells are smallest.
+    Tables between the pairs of places `free` hardly count.
 
-    This minimizes the sum over the tables of their entries times |offset of one place - offset of the other - cells
-    between them|: a linear program with integral solutions.
+    This is a linear program with integral solutions. It minimizes the sum, over all tables, of the table's entries
+    times |offset of one place - offset of the other - cells between them|.
     """
     middle, near, tables = len(chain.cells) // 2, chain.problem.near, chain.problem.tables
     edges, first = near.edges_of(chain.cells[middle])

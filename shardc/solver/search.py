@@ -1,8 +1,8 @@
-"""The search: turns of messages, each of which raises the bound, reads assignments, and drops what the bound forbids.
+"""The search. Each turn raises the bound by messages, reads assignments, and drops the values that the bound forbids.
 
-Values that cost more than the best known assignment leave room for cannot be part of a better one: they are dropped
-(reduced-cost fixing), and what remains is reduced exactly. Once elimination can solve what is left, it does. Where few
-values fall, neighbours are joined into one variable of their allowed pairs, which makes the bound sharper.
+A value is dropped if every assignment with it costs more than the best one known (reduced-cost fixing). The rest of the
+problem is reduced exactly, and solved by elimination once it is small enough. If few values can be dropped, neighbours
+are joined into one variable whose values are their allowed pairs, which makes the bound sharper.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ STEP: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SolverOptions:
-    """How far the search goes, and which of its mechanisms it uses.
+    """Limits of the search, and the mechanisms that it uses.
 
     Attributes:
       work: table entries that may be touched, roughly: by default five to ten seconds. A chain of layers may take as
         much for each of its parts.
       close: relative distance of cost and bound at which the search ends.
       patience: factor of `work` while cost and bound are more than FAR from each other.
-      together: classes of variables (`alike`) that are to take one value; the bound is then one of such assignments.
-      chain, coarse: whether repeated layers are solved as a chain, and values of equal labels are first taken as one.
+      together: classes of variables (`alike`) that must take one value; the bound then holds for such assignments only.
+      chain, coarse: whether repeated layers are solved as a chain, and whether values of equal labels are first merged.
         None: where it pays.
-      at_once: entries of all tables of an elimination that is done at once.
-      worth: work of a larger elimination that is done all the same, as part of the search's work so far.
+      at_once: an elimination that touches at most this many table entries is done at once.
+      worth: a larger elimination is done if its work is at most this share of the search's work so far.
       kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
     """
 
@@ -93,17 +93,17 @@ DEFAULT: Final = SolverOptions()
 
 @dataclass
 class Search:
-    """The state: what is left of the problem, and the best assignment of the whole one.
+    """The state of a search: the remaining problem, and the best assignment of the whole one.
 
     Attributes:
-      problem: made smaller as the search goes on.
+      problem: the remaining problem, which gets smaller as the search goes on.
       full: the cost of assignments of the whole problem.
       options: as those of `minimize`.
       labels: for each variable of the whole problem (values, columns) the labels of its values.
       values: the best assignment known, if any; cost: its cost.
       bound: a lower bound, never above `cost`.
       moved_from: the cost from which the last moves began.
-      limit: entries that may be touched (`problem.ops.work`) before no new turn begins. Moves come on top of it.
+      limit: table entries (`problem.ops.work`) after which no new turn begins. The work of moves does not count.
     """
 
     problem: Reduction
@@ -150,12 +150,12 @@ class Search:
             r.ops.memo.forget()
 
     def within(self, part: float) -> bool:
-        """Whether cost and bound are as close as this part of the cost."""
+        """Whether cost - bound is at most this share of the cost."""
         return self.cost - self.bound <= part * abs(self.cost) < np.inf
 
     @property
     def spent(self) -> bool:
-        """Whether the work is done."""
+        """Whether the limit on work is reached."""
         far = not self.cost - self.bound <= FAR * abs(self.cost)
         return self.problem.ops.work > self.limit * (self.options.patience if far else 1.0)
 
@@ -164,8 +164,8 @@ class Search:
         return self.within(self.options.close) or self.spent
 
     def _turn(self, inside: Sequence[int]) -> Reduction | None:
-        """Raises the bound as long as that pays, and looks for better assignments. Returns the problem as the messages
-        rewrite it, without what costs too much: its constant is the bound. None ends the search."""
+        """Raise the bound as long as that pays, and look for better assignments. Returns the problem reparametrized by
+        the messages, without values that cost too much; its constant is the bound. None ends the search."""
         turn = _Turn(self, inside)
         if turn.part.easy(turn.values, self.options.at_once):
             self._eliminate_all(turn)
@@ -194,13 +194,13 @@ class Search:
         raise AssertionError
 
     def _eliminate_all(self, turn: _Turn) -> None:
-        """The best assignment of the values left, which is optimal if the best one known is not."""
+        """Find the best assignment of the remaining values by elimination. It, or the best one known, is optimal."""
         self.offer(self.whole(turn.inside, turn.eliminate(turn.values)))
         self.raise_to(self.cost)
 
     def _tie(self) -> None:
-        """Begins with the best assignment in which variables that look alike, as in repeated layers, take one value.
-        Its work comes on top of the limit."""
+        """Start from the best assignment in which variables that look alike, as in repeated layers, take one value.
+        This work does not count towards the limit."""
         begin, part = self.problem.ops.work, self.problem.tied_alike(TIED)
         if part is None:
             return
@@ -217,8 +217,8 @@ class Search:
         return self.labels[0].shape[1] if self.labels else 0
 
     def move(self, values: list[int], sweeps: int = 4, wide: int = 1) -> None:
-        """Moves from these values along `wide` columns of the labels at once, `sweeps` times along each at most. The
-        work comes on top of the limit: moves do not raise the bound."""
+        """Improve an assignment by moves along `wide` columns of the labels at once, at most `sweeps` times along each.
+        This work does not count towards the limit, because moves do not raise the bound."""
         self.moved_from, begin = self.full.cost(values), self.problem.ops.work
 
         def best_among(values: list[int], columns: Sequence[int]) -> tuple[list[int], float, float]:
@@ -234,27 +234,27 @@ class Search:
         self.limit += self.problem.ops.work - begin
 
     def raise_to(self, bound: float) -> None:
-        """Raises the bound to another one, if that is higher."""
+        """Set the bound to `bound`, if that is higher."""
         self.bound = max(self.bound, bound)
 
     def whole(self, inside: Sequence[int], values: Index) -> list[int]:
-        """The assignment of the whole problem, from that of the variables that remain."""
+        """The assignment of the whole problem, given the values of the remaining variables `inside`."""
         whole = np.zeros(len(self.problem.own), np.intp)
         whole[inside] = values
         return self.problem.restore(whole.tolist())
 
     def offer(self, values: list[int]) -> None:
-        """Keeps an assignment of the whole problem if it is the best one."""
+        """Keep an assignment of the whole problem if it is cheaper than the best one known."""
         cost = self.full.cost(values)
         if cost < self.cost:
             self.values, self.cost = values, cost
 
 
 class _Turn:
-    """Messages of a reduced problem, and what they say of its values.
+    """The messages of a reduced problem, and the values and assignments that follow from them.
 
     Attributes:
-      inside: the variables that remain; the others are numbered by their place here.
+      inside: the variables that remain, which are numbered by their position here.
       values: for each variable the values that may be part of a better assignment.
       best: the best assignment read.
     """
@@ -276,7 +276,7 @@ class _Turn:
         self._gaps: list[float] = []
 
     def raise_bound(self) -> float:
-        """Raises the bound for about as long as the last look took. Returns by how much it rose."""
+        """Raise the bound, for about as long as the last `look` took. Returns by how much the bound rose."""
         dual, search, raised = self.dual, self.search, 0
         while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * self._looked):
             dual.raise_bound()
@@ -296,8 +296,8 @@ class _Turn:
         return self.problem.constant + self.dual.cost(self.best)
 
     def look(self, share: float) -> None:
-        """Improves what was read: each variable by itself, then all of them among the values within a share of the room
-        between bound and cost."""
+        """Improve the assignments read from the messages: first one variable at a time, then by elimination among all
+        values whose excess is at most `share` of the distance between bound and cost."""
         dual, search = self.dual, self.search
         for reading in dual.readings:
             self.best = dual.improve(dual.better_of(self.best, dual.improve(reading, 4)), 2)
@@ -313,19 +313,20 @@ class _Turn:
         self._last, self._read = self._read, self._cost
 
     def stalled(self, rise: float) -> bool:
-        """Whether neither bound nor reading improved by half of what is between them, and no moves began there."""
+        """Whether bound and assignment gained less than half of their distance, and no moves began at this
+        assignment."""
         little = max(rise, self._last - self._read) < (self._read - self._bound) / 2
         return bool(little and np.isfinite(self._read) and self._read < self.search.moved_from * (1 - SETTLED))
 
     def fix(self) -> float:
-        """Leaves the values that may be part of a better assignment. Returns what part of all values they are."""
+        """Drop the values that cannot be part of a better assignment. Returns the share of the values that remain."""
         search = self.search
         alive = self._excess <= search.cost - self._bound + ROUNDING * abs(search.cost)
         self.values = _split(alive, self.dual.first)
         return np.count_nonzero(alive) / alive.size
 
     def pays_no_more(self, rise: float, left: float) -> bool:
-        """Whether enough values are gone, or the bound hardly rises any more."""
+        """Whether the turn should end: enough values are dropped, or the bound hardly rises any more."""
         self._gaps.append(self.search.cost - self.search.bound)
         gaps = self._gaps
         slowly = len(gaps) > 1 and rise < gaps[-1]  # however the cost fell: only the bound takes sweeps
@@ -334,7 +335,7 @@ class _Turn:
         return len(gaps) > WINDOW and gaps[-1] > (1 - SLOW) * gaps[-1 - WINDOW]
 
     def rest(self) -> Reduction:
-        """The problem of the values left, as the messages rewrite it."""
+        """The problem of the remaining values, reparametrized by the messages."""
         inside, search = self.inside, self.search
         constant, own, tables = self.dual.rest(self.values)
         constant += self.problem.constant
@@ -347,14 +348,14 @@ class _Turn:
         return rest
 
     def eliminate(self, values: Sequence[Index], held: Index | None = None) -> Index:
-        """The best assignment of these values; with `held`, quickly, one that costs no more."""
+        """The best assignment among these values. With `held`: a quick search for an assignment that costs no more."""
         found, work = self.part.eliminate(values, held)
         self.problem.ops.work += work
         return found
 
 
 class _Part:
-    """Costs and tables of variables of which only some values are looked at."""
+    """A problem that is solved by elimination for a subset of each variable's values."""
 
     def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:
         self.own, self.near = own, near
@@ -387,7 +388,7 @@ class _Part:
         return whole, elimination.work + STEP * len(order)
 
     def _open(self, values: Sequence[Index]) -> tuple[list[int], list[Pair]]:
-        """The variables with more than one value, in the order of elimination, and the pairs of places there."""
+        """The variables with more than one value, in elimination order, and the pairs of their positions in it."""
         order = [v for v in self._order if len(values[v]) > 1]
         place = {v: k for k, v in enumerate(order)}
         return order, [(k, place[j]) for v, k in place.items() for j in self.near[v] if k < place.get(j, -1)]
@@ -400,15 +401,15 @@ def move_along(
     best_among: Callable[[list[int], Sequence[int]], tuple[list[int], float, float]],
     bound: float = -np.inf,
 ) -> list[int]:
-    """Moves of many variables at a time, along some columns of their labels after others, until nothing is gained.
+    """Change many variables at once, along some columns of their labels, then along others, until nothing improves.
 
     Args:
       ways: the columns of each move.
-      sweeps: over all ways, at most.
-      values: an assignment to begin with.
-      best_among: finds, for values and columns, the best assignment whose values differ from these in those columns at
-        most. Returns it, the cost of the values, and its cost.
-      bound: moves end within SETTLED of it.
+      sweeps: how often all ways are tried, at most.
+      values: the assignment to begin with.
+      best_among: given values and columns, finds the best assignment that differs from these values in these columns
+        alone. Returns it, the cost of the given values, and its own cost.
+      bound: moves end when the cost is within SETTLED of it.
     """
     settled = 0
     for columns in itertools.islice(itertools.cycle(ways), sweeps * len(ways)):
@@ -423,7 +424,7 @@ def move_along(
 def labelled_alike(
     labels: Iterable[NDArray[np.int64]], values: Sequence[int], columns: Sequence[int], memo: Memo
 ) -> list[NDArray[np.bool_]]:
-    """For each variable which of its values have the labels of this value, except in these columns."""
+    """For each variable a mask of the values whose labels equal those of its present value, `columns` excepted."""
 
     def make(of: NDArray[np.int64], value: int) -> NDArray[np.bool_]:
         same = of == of[value]
@@ -437,7 +438,7 @@ def labelled_alike(
 
 
 def _split(alive: NDArray[np.bool_], first: Index) -> list[Index]:
-    """For each variable its values that are alive."""
+    """For each variable its values that are marked in `alive`; `first` has the offset of each variable's values."""
     where = np.flatnonzero(alive)
     bounds = np.searchsorted(where, np.append(first, alive.size))
     return [where[a:b] - f for a, b, f in zip(bounds, bounds[1:], first, strict=False)]

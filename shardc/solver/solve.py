@@ -79,7 +79,8 @@ def minimize(
 def _shortened(
     search: Search, unary: Sequence[Table], pairwise: Mapping[Pair, Given], fresh: bool
 ) -> bool:  # fmt: skip
-    """Whether the layers of a chain, or the coarse problem, settle the search. It keeps what they find."""
+    """Try to solve the problem as a chain of layers, or by the coarse problem; `search` keeps what they find. Returns
+    whether cost and bound are so close that the search can end."""
     options, large, labels = search.options, is_large(pairwise), search.labels
     ops = search.problem.ops
     chain = find_chain(Numbered(unary, pairwise, ops)) if fresh and options.chain is not False else None
@@ -148,7 +149,7 @@ def move(
 
 
 def choices_of(assignments: Sequence[Sequence[int] | Index]) -> list[Index]:
-    """For each variable the values that some assignments give it."""
+    """For each variable the values that it has in some of the assignments."""
     found = np.asarray(assignments, np.intp)
     same = (found == found[0]).all(0).tolist()
     return [c[:1] if one else np.unique(c) for one, c in zip(same, np.ascontiguousarray(found.T), strict=True)]

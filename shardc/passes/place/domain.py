@@ -42,13 +42,14 @@ class Domain:
     """The choices of a node.
 
     Attributes:
-      options: matrix (choice, axis) of one-axis signatures, by number; those of rings are numbered behind the node's.
-      orders: for each choice the order in which the axes cut a dimension that several of them split, by its number in
-        `Domains.all_orders`.
-      seconds: cost of each choice.
-      tables: the boxing table of the value at each port; None for a literal.
-      rows: for each port the row of its table at each choice.
-      also: of a hold that keeps its value in two placements, the row of the second; where there is none, of the first.
+      options: (choices, axes) the number of the one-axis signature on each axis; signatures of rings are numbered after
+        the node's own.
+      orders: (choices,) the order in which axes split a common dimension, as an index into `Domains.all_orders`.
+      seconds: (choices,) the cost of each choice.
+      tables: for each port the boxing table of its value; None for a literal.
+      rows: for each port (choices,) the row of its table, that is its placement.
+      also: for a hold with two placements, the row of the second one; equal to the first where there is one. None for
+        other nodes.
     """
 
     options: NDArray[np.int64]
@@ -59,7 +60,7 @@ class Domain:
     also: NDArray[np.int64] | None = None
 
     def choices_at(self, ports: Mapping[int, Placement]) -> NDArray[np.bool_]:
-        """Whether each choice has these placements at these ports; a literal has any."""
+        """A mask of the choices that have these placements at these ports; a literal matches any placement."""
         found = np.ones(len(self.options), np.bool_)
         for port, placement in ports.items():
             table, rows = self.tables[port], self.rows[port]
@@ -70,8 +71,8 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The choices of nodes with the same signatures and ranks, whatever their sizes: as in `Domain`, and for each
-    factor the number of devices that split it."""
+    """The choices of all nodes with the same signatures and ranks, for any sizes. Fields are as in `Domain`; `splits`
+    has the number of devices that split each factor at each choice."""
 
     options: NDArray[np.int64]
     orders: NDArray[np.intp]
@@ -79,13 +80,13 @@ class _Form:
     splits: dict[str, NDArray[np.int64]]
 
     def of(self, some: NDArray[np.intp]) -> _Form:
-        """The choices `some` of it."""
+        """The form restricted to the choices `some`."""
         rows = tuple(None if r is None else r[some] for r in self.rows)
         return _Form(self.options[some], self.orders[some], rows, {f: c[some] for f, c in self.splits.items()})
 
 
 def _partial_by(p: Placement, op: ReduceOp) -> Placement:
-    """The placement with its partial axes partial by `op`: becoming partial costs the same for all ops."""
+    """The placement with partial axes partial by `op`: becoming partial costs the same for all ops."""
     return Placement([(axis, P(op) if isinstance(sbp, P) else sbp) for axis, sbp in p.items_])
 
 
@@ -137,7 +138,7 @@ class Domains(ValueTables):
         return plain if rings is None else _with_rings(plain, rings)
 
     def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
-        """All choices of a node if all sizes were divisible; the first of equal ones."""
+        """All choices of a node, as if all sizes were divisible, without duplicates."""
         columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
         ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
         key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
@@ -150,7 +151,7 @@ class Domains(ValueTables):
         return self._forms[key][0]
 
     def _options(self, n: Node, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """All one-axis signatures on all axes, in all orders of these, that agree with the node's pin."""
+        """All combinations of one-axis signatures that agree with the node's pin, in all orders of the axes."""
         if n.fixed is not None:
             options = [[n.fixed[0].get(a, 0) for a in self.axes]]
             return np.asarray(options, np.int64).reshape(1, len(self.axes)), np.zeros(1, np.intp)
@@ -183,7 +184,8 @@ class Domains(ValueTables):
         return tuple(found)
 
     def _plain(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
-        """For each row of a value's table whether a jax.Array, or a PlacedArray that is split, can have it."""
+        """For each row of a value's table, whether a jax.Array, or a PlacedArray that is split, can have this
+        placement."""
         fits = [not p.partial_axes and (n.uneven or is_even(value.shape, p, self.view.sizes)) for p in table.index]
         return np.asarray(fits, np.bool_)
 
@@ -235,7 +237,7 @@ class Domains(ValueTables):
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
-        """The placement of a literal operand: it may have to be partial, or split if it is an array."""
+        """The placement of a literal operand: a literal may have to be partial, and a literal array may be split."""
         chosen = [n.options[o] for o in options]
         order = self.all_orders[number]
         return Placement([(self.axes[k], (*chosen[k].operands, *chosen[k].results)[port]) for k in order])
@@ -277,7 +279,7 @@ class Domains(ValueTables):
         return self._edges[key]
 
     def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
-        """The cost of a value's boxings for a reader, all executions: from one row of its table to another."""
+        """(rows, rows) the cost of boxing a value for a reader, in seconds over all executions."""
         key = (id(table), reader.weight, reader.small, value.stacked)
         if key not in self._matrices:
             cost = reader.weight * table.seconds
@@ -301,8 +303,8 @@ def _with_rings(d: Domain, r: Rings) -> Domain:
 
 
 def _in_pairs(d: Domain) -> Domain:
-    """The domain of a hold that may keep its value in two placements, if boxing between them costs something: a value
-    with three readers may want two boxings, one of them for two readers."""
+    """The domain of a hold, extended by pairs of placements between which boxing costs something: a value with three
+    readers may want two boxings, one of which serves two readers."""
     table, rows = d.tables[0], d.rows[0]
     assert table is not None and rows is not None
     cost = table.seconds[rows[:, None], rows[None, :]]
@@ -316,5 +318,5 @@ def _in_pairs(d: Domain) -> Domain:
 
 
 def _first(choices: NDArray[np.intp], columns: Sequence[NDArray[np.int64]]) -> NDArray[np.intp]:
-    """The first of the choices that are equal in all columns, in their order."""
+    """The choices without duplicates: of those that are equal in all columns the first one stays."""
     return choices[first_of_alike([c[choices] for c in columns])] if columns else choices[:1]

@@ -31,13 +31,15 @@ from shardc.sbp.signature import Rule
 
 @dataclass
 class _Copies:
-    """A value in one scope: the placements that it has there, and those that it is held in for its readers.
+    """The copies of a value in one scope, by placement.
 
     Attributes:
-      at: the value in each placement.
-      holds: the placements of its hold.
-      age: for a copy for one reader, the number of partings before it.
-      forgotten: placements that had a copy before a parting.
+      at: the variable of each copy.
+      source: the user's source line of the value.
+      made_by: the equation that makes the value, if any.
+      holds: the placements of the value's hold, which serve several readers.
+      age: for each copy that is not in `holds`, the number of partings before it was made.
+      forgotten: the placements whose copies were dropped at a parting.
     """
 
     at: dict[Placement, Atom]
@@ -48,19 +50,19 @@ class _Copies:
     forgotten: set[Placement] = field(default_factory=set[Placement])
 
     def part(self, age: int) -> None:
-        """Forgets the copies of another age."""
+        """Drop the copies that were made before the last parting; `age` is the number of partings so far."""
         for p in [p for p, a in self.age.items() if a != age]:
             del self.at[p], self.age[p]
             self.forgotten.add(p)
 
 
 class Sources:
-    """The user's source line of each value of a jaxpr. The result of an equation without a line has that of its first
-    operand.
+    """The user's source line of each value of a jaxpr. Results of an equation without a source line have the line of
+    its first operand.
 
     Args:
-      jaxpr: canonical.
-      inputs: the lines of its inputs.
+      jaxpr: a canonical jaxpr.
+      inputs: the source lines of its inputs.
 
     Attributes:
       maker: the equation that makes each value.
@@ -87,7 +89,8 @@ class Sources:
 
 @dataclass
 class _Inserter:
-    """The walk that inserts boxings. `now`: the point of the program, `partings` and `paths` as for `insert_boxing`."""
+    """The walk that inserts boxings. `now`: the present point of the program; `partings`, `paths`: as for
+    `insert_boxing`."""
 
     problem: Problem
     placed: Placed
@@ -104,7 +107,8 @@ class _Inserter:
     def scope(
         self, scope: Scope, inputs: Sequence[Placement], sources: Sequence[str], returns: Sequence[Placement]
     ) -> Jaxpr:
-        """The jaxpr of a scope with boxings; its inputs come and its outputs leave at the given placements."""
+        """The jaxpr of a scope with boxings, whose inputs have the placements `inputs` and whose outputs have the
+        placements `returns`. `sources`: the source lines of the inputs."""
         jaxpr, boxed = scope.jaxpr, _BoxedScope(self, Sources(scope.jaxpr, sources))
         self.placements.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn, node in zip(jaxpr.eqns, scope.nodes, strict=True):
@@ -130,7 +134,7 @@ class _Inserter:
         return self.placed.ports[node][port]
 
     def _nested(self, eqn: Eqn, nested: Nested, source: str) -> dict[str, Any]:
-        """Parameters of a nested equation with boxings in its bodies."""
+        """The parameters of a nested equation, with boxings in its bodies."""
         bodies: list[Jaxpr] = []
         for k, (scope, returns) in enumerate(zip(nested.scopes, nested.returns, strict=True)):
             entries = nested.entries_into(k)
@@ -141,8 +145,8 @@ class _Inserter:
         return with_bodies(eqn, bodies)
 
     def in_order(self, atom: Atom, born: Placement, holds: Sequence[Placement]) -> Sequence[Placement]:
-        """The placements that a value is held in, in the order of boxing: each from the value itself or from one
-        before."""
+        """The placements of a hold in the order that boxes cheapest: each is boxed from `born` or from one before
+        it."""
 
         def cost(order: Sequence[Placement]) -> float:
             return sum(min(self.boxing(atom, p, q).seconds for p in (born, *order[:k])) for k, q in enumerate(order))
@@ -162,11 +166,11 @@ class _Inserter:
 
 
 class _BoxedScope:
-    """The equations of one scope with boxings, as far as they are built.
+    """The equations of one scope with boxings, while they are built.
 
     Attributes:
       eqns: the equations so far.
-      copies: of the values that are read in another placement than they are made in: few are.
+      copies: the copies of each value that some reader needs in another placement.
     """
 
     def __init__(self, inserter: _Inserter, source_of: Sources) -> None:
@@ -175,12 +179,12 @@ class _BoxedScope:
         self.copies: dict[Var, _Copies] = {}
 
     def is_there(self, atom: Atom, want: Placement) -> bool:
-        """Whether a value is made in the placement in which it is read."""
+        """Whether the value's own placement is the one that is wanted."""
         at = REPLICATED if compat.is_literal(atom) else self.inserter.placements[atom]
         return at is want or at == want
 
     def read(self, atom: Atom, want: Placement) -> Atom:
-        """The value at `want`, boxed if it is not there."""
+        """The value in the placement `want`, boxed if necessary."""
         if self.inserter.paths is not None:
             return self.follow(atom, next(self.inserter.paths))
         if self.is_there(atom, want):
@@ -205,7 +209,8 @@ class _BoxedScope:
         return self.copies[atom]
 
     def reach(self, atom: Atom, copies: _Copies, want: Placement, through: Sequence[Placement]) -> Atom:
-        """The value at `want`, boxed from the cheapest placement that it has or is to be held in."""
+        """The value in the placement `want`, boxed from the cheapest source: a copy, or a placement of `through` that
+        is boxed first."""
         if want in copies.at:
             return copies.at[want]
         ins = self.inserter
@@ -218,10 +223,10 @@ class _BoxedScope:
         return copies.at[want]
 
     def follow(self, atom: Atom, path: Sequence[Placement]) -> Atom:
-        """The value at the end of a path, boxed from each placement on it to the next.
+        """The value in the last placement of a path, boxed from each placement on it to the next.
 
         Raises:
-          PlacementError: it is not where the path begins.
+          PlacementError: the value has no copy in the first placement of the path.
         """
         copies = self.copies_of(atom)
         if path[0] not in copies.at:
@@ -232,7 +237,8 @@ class _BoxedScope:
         return copies.at[path[-1]]
 
     def box(self, atom: Atom, copies: _Copies, copy: tuple[Placement, Atom], want: Placement, *, again: bool) -> Var:
-        """A boxing of a copy to `want`; `again`: where it was before, so that it starts only now."""
+        """A boxing of a copy (placement, variable) to the placement `want`. `again`: an earlier boxing to `want` exists
+        or was dropped; the new one starts after the last equation so far."""
         (src, start), var = copy, compat.fresh_var(atom.aval)
         shared = self.inserter.view(atom).shared
         params = {"src": src, "dst": want, "source": copies.source, "shared": shared}
@@ -256,11 +262,11 @@ def insert_boxing(
 
     Args:
       problem, placed, mesh: the problem and its solution.
-      partings: points of the program (`live_ranges`), in order. A boxing for one reader serves later ones too, but none
-        behind a parting. These get a boxing of their own, whose cost the solution has counted, and the copy is not in
-        memory between.
-      paths: the placements that each operand goes through, from one that its value has already, in the order of the
-        program. None: the cheapest ways by way of the values' holds.
+      partings: points of the program (`live_ranges`), in increasing order. A boxed copy that no hold has is shared by
+        later readers only up to the next parting. Later readers get a boxing of their own, whose cost the solution has
+        counted, and the copy is not in memory between.
+      paths: for each operand, in the order of the program, the placements that it goes through; the first is one that
+        its value already has. None: the cheapest way through the placements of the value's hold.
     """
     ins = _Inserter(problem, placed, mesh, partings, None if paths is None else iter(paths))
     inputs = [placed.ports[n][-1] for n in problem.sources]

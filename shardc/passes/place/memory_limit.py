@@ -1,11 +1,12 @@
-"""Memory as a limit: if the cheapest plan does not fit, the cheapest one found that does.
+"""Memory as a limit: the cheapest plan that fits, if the cheapest plan of all does not.
 
-Prices on memory at each point of time, Lagrange multipliers (Everett 1963, "Generalized Lagrange multiplier method"),
-turn the limit into costs, and the ordinary search minimizes these. Each solution becomes a plan, whose own memory
-decides whether it fits: if not, prices rise. Between the highest prices at which nothing fits and the lowest at which
-something does, all layers of a model change at once. So a plan that fits takes parts of cheaper solutions, as many as
-fit. Then solutions are mixed: the higher prices apply to as few nodes as possible. For a small program the cheapest
-choices are tried one by one.
+The limit becomes costs: a price on each byte at each point of the program (Lagrange multipliers; Everett 1963,
+"Generalized Lagrange multiplier method"). The ordinary search minimizes the sum of time and prices. Each solution
+becomes a plan. Prices rise until the memory of a plan is within the limit.
+
+Between the highest prices at which nothing fits and the lowest at which a plan fits, all layers of a model change at
+once. So a plan that fits then takes parts of cheaper solutions, as many as fit. After that the higher prices are
+applied to as few nodes as possible. For a small program, solutions are also tried one by one in the order of cost.
 """
 
 from __future__ import annotations
@@ -106,10 +107,11 @@ class LimitSearch:
     """The search for the cheapest plan that takes at most `limit` bytes of each device.
 
     Args:
-      placer: of the problem.
-      ties: for results the number of the donated argument whose buffer each takes if their placements agree.
-      backend: of the device.
-      limit: bytes.
+      placer: the placer of the problem.
+      ties: for each result that may reuse the buffer of a donated argument, the number of this argument. It does if
+        their placements agree.
+      backend: the backend of the devices.
+      limit: bytes per device.
     """
 
     def __init__(self, placer: Placer, ties: Mapping[int, int], backend: Backend, limit: float) -> None:
@@ -124,8 +126,8 @@ class LimitSearch:
         return MemoryModel(self.problem, self.placer.tables, self.ties, self.backend)
 
     def try_(self, choices: Sequence[int]) -> Trial:
-        """The plan of some choices. If it does not fit, copies are parted at the points of most excess where that
-        helps."""
+        """The plan of some choices. If it does not fit, copies are dropped at the points of most excess and boxed again
+        later (`partings` of `insert_boxing`), where that lowers the peak."""
         key = tuple(choices)
         if key not in self._tried:
             trial = self._make(choices)
@@ -150,14 +152,14 @@ class LimitSearch:
         return Trial(found, placed, boxed, profile)
 
     def _fullest(self, trial: Trial) -> list[int]:
-        """For each stretch above the limit the point of most excess."""
+        """The point of most excess in each interval in which memory is above the limit."""
         over = self._over(trial)
         full = np.flatnonzero(over > 0)
         stretches = np.split(full, np.flatnonzero(np.diff(full) > 1) + 1)
         return [int(s[np.argmax(over[s])]) for s in stretches if s.size]
 
     def _over(self, trial: Trial) -> NDArray[np.float64]:
-        """(points,) bytes above the limit."""
+        """(points,) bytes above the limit; 0 where memory is within it."""
         return np.maximum(self.memory.used(trial.boxed, trial.profile.bytes) - self.limit, 0.0)
 
     def run(self, cheapest: Assignment, alone: bool = True) -> LimitResult:
@@ -212,9 +214,11 @@ class LimitSearch:
         return reached
 
     def _bound(self, prices: Prices, best: Trial) -> float:
-        """A lower bound on the cost of plans that fit: the least cost with a price on arguments, which never exceed the
-        limit, less the price of the limit. Other memory depends on the boxings as well, so pricing it gives no valid
-        bound."""
+        """A lower bound on the cost of plans that fit: Lagrangian relaxation with a price on arguments alone.
+
+        It is the least cost with a price on the bytes of arguments, minus price * limit. In a plan that fits, arguments
+        take at most the limit. Other memory depends on the boxings as well, so a price on it gives no valid bound.
+        """
         on = np.zeros(len(self.memory.terms))
         on[: self.memory.arguments] = price = float(prices.sum())
         found = self.memory.priced(on).minimize(best.found.values, close=BOUND_TOLERANCE)
@@ -222,8 +226,8 @@ class LimitSearch:
         return found.bound - price * self.limit
 
     def _at(self, prices: Prices, start: Trial, thorough: bool = False) -> Trial:
-        """The best solution found at some prices, along the axes or by the whole search, then merged with all found so
-        far."""
+        """The best solution found at these prices, by moves along the axes or (`thorough`) by the whole search, merged
+        with the solutions found so far."""
         self.memory.memo.forget()
         on, begin = self.memory.prices(prices), start.found.values
         if thorough:
@@ -236,13 +240,14 @@ class LimitSearch:
         return trial
 
     def _joined(self, on: NDArray[np.float64], start: Sequence[int]) -> Trial:
-        """The best combination of the choices found so far (as `Tables.merge`), at prices on the terms."""
+        """The best combination of the choices of the solutions found so far and `start` (as `Tables.merge`), with the
+        price `on` each memory term."""
         offered = choices_of([*self.pool[:1], *self.pool[1:][-POOL:], start])
         return self.try_(self.memory.among(offered).priced(on).minimize(start, JOINING, TOLERANCE).values)
 
     def _raise_prices(self, first: Trial) -> tuple[Prices, Prices, Trial | None]:
-        """Raises prices until a plan fits. Returns the last prices at which none did, those at which one does, and that
-        plan, if any."""
+        """Raise prices until a plan fits. Returns the last prices at which nothing fits, the first at which a plan
+        fits, and this plan; None if no plan fits."""
         over, least, stalled = first, first, 0
         price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.limit, 0.1 * self.limit)
         low = high = np.zeros(self.memory.points)
@@ -262,7 +267,8 @@ class LimitSearch:
         return low, high, None
 
     def _between(self, low: Prices, high: Prices, fits: Trial) -> tuple[Prices, Prices, Trial]:
-        """Prices closer to each other, and the cheapest plan found that fits."""
+        """Bisect between prices at which nothing fits and prices at which a plan fits. Returns both, closer to each
+        other, and the cheapest plan found that fits."""
         for _ in range(PRICE_BISECTIONS):
             if fits.found.cost - self._hoped_for() <= TOLERANCE * fits.found.cost:
                 break
@@ -275,7 +281,7 @@ class LimitSearch:
         return low, high, fits
 
     def _relink(self, fits: Trial) -> Trial:
-        """A plan that fits, with those parts of cheaper solutions that fit as well."""
+        """A plan that fits, improved by those parts of cheaper solutions that fit as well (path relinking)."""
         for _ in range(ROUNDS):
             before = fits
             cheaper = (t for t in self._tried.values() if t.found.cost < fits.found.cost)
@@ -286,7 +292,7 @@ class LimitSearch:
         return fits
 
     def _crossed(self, fits: Trial, other: Trial) -> Trial:
-        """The cheapest plan found that fits and takes each part from one of two solutions."""
+        """The cheapest plan found that fits and takes each differing part from one of two solutions."""
         parts = DifferingParts(self.memory, fits.found.values, other.found.values)
         base, taken, best = fits, np.zeros(parts.costs.size, np.bool_), fits
         for _ in range(CROSSINGS):
@@ -302,9 +308,11 @@ class LimitSearch:
         return best
 
     def _mix(self, low: Prices, high: Prices, fits: Trial, least: float) -> None:
-        """Mixes two prices: the higher one on as few nodes as possible, counted from the first node on, and then on as
-        few of the first of these as possible. It stops when a plan that fits costs at most `TOLERANCE` more than
-        `least`, or than the hoped-for cost."""
+        """Apply the higher prices to as few nodes as possible, the lower prices to the others.
+
+        The nodes with higher prices are a range: first its end is chosen by bisection, then its beginning. The search
+        stops when a plan that fits costs at most `TOLERANCE` more than `least`, or than `_hoped_for`.
+        """
         rank = np.asarray([h.first for h in self.memory.terms])
         higher, lower = self.memory.prices(high), self.memory.prices(low)
 
@@ -324,8 +332,8 @@ class LimitSearch:
         _least(0, last, lambda n: fitting(last - n, last) is not None, done)
 
     def _hoped_for(self) -> float:
-        """The cost at the limit on the lowest line from a solution that fits to one that does not: a mixture of both
-        that fills the memory."""
+        """An estimate of the cost at the limit: linear interpolation between a solution that fits and one that does
+        not, the least over all such pairs."""
         tried = np.asarray([(t.peak, t.found.cost) for t in self._tried.values()], np.float64)
         fits = tried[:, 0] <= self.limit
         (low, cost), (high, other) = tried[fits].T[:, :, None], tried[~fits].T[:, None, :]
@@ -333,7 +341,7 @@ class LimitSearch:
 
 
 def _least(low: int, high: int, fits: Callable[[int], bool], done: Callable[[], bool]) -> int:
-    """The least number above `low` that fits; `high` fits."""
+    """Bisection for the least number in (low, high] that `fits`; `high` is known to fit. It ends early if `done`."""
     for _ in range(MIXTURES):
         middle = (low + high) // 2
         if middle == low or done():

@@ -1,9 +1,9 @@
-"""Prices on memory: a model of memory as a sum over choices, and the problem's tables with a price on it.
+"""A model of memory as a sum over choices, and the problem's tables with a price on memory.
 
-The program alone says when a value is in memory (`passes/estimate/live_ranges.py`); its placement says how many bytes
-it has: where it is made, or where its readers want it held. A boxing makes a copy for its reader, with the bytes of the
-reader's choice if the maker's differs. Each value or copy, with its live range, is a *term*. The sum of the terms is
-about the memory of the plan; whether a plan fits is checked on the plan itself.
+The program alone decides when a value is in memory (`passes/estimate/live_ranges.py`). The value's placement decides
+its bytes: the placement in which it is made, or in which it is held for its readers. A boxing makes a copy in the
+placement of its reader, if that differs. Each value or copy, with its live range, is a *term*. The sum of the terms
+approximates the memory of the plan; whether a plan fits is checked on the plan itself.
 """
 
 from __future__ import annotations
@@ -75,18 +75,20 @@ class MemoryModel:
         self._open = np.ones(len(self.terms), np.bool_)
 
     def used(self, boxed: Boxed, bytes_at: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(points,) the most that a program with boxings uses, at the points of the program without.
+        """(points,) bytes in use at each point of the program without boxings, as the maximum over the corresponding
+        points of the program with boxings.
 
         Args:
           boxed: the program with boxings.
-          bytes_at: (its points,) bytes in use.
+          bytes_at: bytes in use at each point of the program with boxings.
         """
         used = np.zeros(self.points)
         np.maximum.at(used, points_without_boxings(boxed.jaxpr)[: bytes_at.size], bytes_at)
         return used
 
     def prices(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(terms,) prices a byte, from those at each point of the program; rounded, so that layers share tables."""
+        """(terms,) the price of a byte of each term: the sum of the prices `at` the points of its live range. Prices
+        are rounded, so that layers share tables."""
         total = np.concatenate(([0.0], np.cumsum(at)))
         found = total[self._end] - total[self._begin]
         some = found > LEAST_PRICE_SHARE * found.max(initial=0.0)
@@ -95,7 +97,7 @@ class MemoryModel:
         return found
 
     def priced(self, prices: NDArray[np.float64]) -> Tables:
-        """The problem's tables with a price a byte on each term."""
+        """The problem's tables, with the bytes of each term at its price added to the costs."""
         do, unary, pairwise = self.memo.do, list(self.tables.unary), dict(self.tables.pairwise)
         for k in np.flatnonzero(prices * self._open):
             h, price = self.terms[k], float(prices[k])
@@ -144,7 +146,8 @@ class MemoryModel:
     # --- what may be there ------------------------------------------------------------------------------------------
 
     def _add_values(self, found: LiveRanges) -> None:
-        """Adds arguments with the bytes of their own placement, other values with those of their hold."""
+        """Add a term for each argument, with the bytes of its own placement, and for each other value, with those of
+        its hold."""
         for k, (var, begin, end) in enumerate(zip(found.values, found.begin.tolist(), found.end.tolist(), strict=True)):
             value = self.problem.values[var]
             hold = self.problem.holds.get(id(value)) if k >= found.arguments else None
@@ -154,8 +157,8 @@ class MemoryModel:
             self.terms.append(MemoryTerm(node.number, node.number, amounts, begin, end))
 
     def _add_copies(self, found: LiveRanges) -> None:
-        """Adds, for each edge, the copy that its boxing makes and the value that it reads, as far as neither is counted
-        yet."""
+        """For each edge add a term for the copy that its boxing makes, and for the value that it reads, unless they are
+        counted already."""
         at = _points_of(self.problem)
         arguments = {id(self.problem.values[v]) for v in found.values[: found.arguments]}
         counted = {id(self.problem.values[v]) for v in found.values[found.arguments :]}
@@ -195,7 +198,7 @@ class MemoryModel:
         return self._pieces_at[key]
 
     def _made(self, value: Value, share: float) -> Table:
-        """Bytes of a value at the choices of its maker."""
+        """(choices of the maker,) `share` times the bytes of a value."""
         domain, port = self.domains.of[value.maker.number], len(value.maker.operands) + value.port
         table, rows = domain.tables[port], domain.rows[port]
         assert table is not None and rows is not None
@@ -203,7 +206,7 @@ class MemoryModel:
         return self.memo.do(("at", id(pieces), id(rows)), (pieces, rows), lambda: pieces[rows])
 
     def _held(self, value: Value, hold: Node) -> Table:
-        """Bytes of a value at the choices of its hold."""
+        """(choices of the hold,) bytes of a value."""
         domain = self.domains.of[hold.number]
         table, rows, also = domain.tables[0], domain.rows[0], domain.also
         assert table is not None and rows is not None
@@ -213,7 +216,8 @@ class MemoryModel:
         ))  # fmt: skip
 
     def _copies(self, table: BoxingTable, value: Value) -> Table:
-        """Number of buffers of a boxed value: two where it is copied into another layout (`live_ranges`)."""
+        """(rows, rows) the number of buffers of a boxed value: two if the boxing also copies it to another layout
+        (`live_ranges`), else one."""
         if not self.backend.one_layout:
             return np.ones_like(table.seconds)
         splits = [tuple(p.axes_of(d) for d in range(1, value.rank)) for p in table.placements]
@@ -222,7 +226,8 @@ class MemoryModel:
         return np.where(number[:, None] != number[None, :], 2.0, 1.0)
 
     def _moved(self, value: Value, reader: Reader) -> tuple[Table, Table]:
-        """Bytes before and after the boxing between a maker and a reader; zero where nothing is boxed."""
+        """(choices of the maker, choices of the reader) bytes before a boxing, and after it; zero where nothing is
+        boxed."""
         maker, into = self.domains.of[value.maker.number], self.domains.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
@@ -248,7 +253,7 @@ class MemoryModel:
 
 
 def points_without_boxings(jaxpr: Jaxpr) -> NDArray[np.int64]:
-    """For each point of a program with boxings (`live_ranges`) that of the program without."""
+    """For each point of a program with boxings (`live_ranges`), the corresponding point of the program without."""
     found: list[int] = []
     now = 0
 

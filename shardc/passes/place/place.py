@@ -1,8 +1,8 @@
-"""Chooses a signature for every node on every axis, so that communication and repeated computation cost least.
+"""Chooses a signature for every node on every mesh axis, so that communication and repeated computation cost least.
 
-The domains are the choices of each node on all axes at once (`shardc.passes.place.domain`). The solver minimizes the
-sum of their costs and of the boxings between them (`shardc.solver`). A solution that is not proved to be close to the
-best is improved along one axis after the other.
+The choices of a node are its combinations of signatures on all axes (`shardc.passes.place.domain`). The solver
+minimizes the sum of the costs of the choices and of the boxings between them (`shardc.solver`). A solution that is not
+proved to be near-optimal is improved along one axis after the other.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class Tables:
 
     @cached_property
     def together(self) -> list[list[int]] | None:
-        """Classes of nodes that are equal in repeated layers, at any prices; None: few are."""
+        """Classes of nodes that are equal in repeated layers, whatever the prices on memory; None if there are few."""
         if self.unpriced is not None:
             return self.unpriced.together
         return alike(self.unary, self.pairwise, self.memo)
 
     @property
     def labels(self) -> list[NDArray[np.int64]]:
-        """For each choice of each node its option on each axis."""
+        """For each node (choices, axes) the number of the signature on each axis."""
         if self.offered is None:
             return [d.options for d in self.domains.of]
         return [d.options[f] for d, f in zip(self.domains.of, self.offered, strict=True)]

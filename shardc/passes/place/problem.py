@@ -1,8 +1,8 @@
-"""The placement problem of a program: values, nodes with signatures, and who reads which value how often.
+"""The placement problem of a program: values, nodes with signatures, and the readers of each value.
 
-Every equation becomes a node whose options are its one-axis signatures. A node that only carries a value has the same
-sbp at all ports: arguments, results, loop carries, the borders of scan, while, cond and remat, and a *hold* for each
-value with several readers. The graph is flat: a loop's body is in it once, weighted by its trip count.
+Every equation becomes a node whose options are its one-axis signatures. Other nodes only carry a value and have the
+same sbp at all ports: arguments, results, loop carries, the inputs and outputs of scan, while, cond and remat, and a
+*hold* for each value with several readers. The graph is flat: a loop's body occurs once, weighted by its trip count.
 
 A hold lets one boxing serve many readers: the value is boxed once, to the placement of the hold.
 """
@@ -41,7 +41,7 @@ _Offered: TypeAlias = tuple[Rule, tuple[Signature, ...], list[ReduceOp]]
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One value of the program. `op`: the meaning of P for it."""
+    """One value of the program. `op`: the reduction that a partial placement P of it stands for."""
 
     aval: Any
     maker: Node
@@ -66,8 +66,8 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """One use of a value. `weight`: executions of a boxing for it. `small`: the boxing may not make the value
-    larger."""
+    """One use of a value by a node. `weight`: executions of a boxing for it. `small`: a boxing that makes the value
+    larger is penalized."""
 
     node: Node
     port: int
@@ -77,20 +77,22 @@ class Reader:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """Something that relates the placements of values.
+    """A constraint between the placements of values: an operation, or a node that carries a value.
 
     Attributes:
       kind: operation, source (argument), sink (result), carrier or hold.
-      operands, results: values at its ports; None is a literal.
-      options: its one-axis signatures, for any axis on its own.
+      operands, results: the values at its ports; None is a literal.
+      options: its one-axis signatures; each mesh axis chooses one of them.
       weight: its executions in one call.
-      rule: of an operation.
-      pin: the user's pin on it; for a carrier, source or sink.
-      fixed: of a unit: by axis the number of its only option (0 on others), and the placement at each port.
-      plain: only placements of a jax.Array: no P, no uneven split.
-      uneven: of a plain node that an uneven split is allowed, too: where a pin could have it.
+      rule: the sharding rule of an operation.
+      pin: the user's pin on a carrier, source or sink.
+      fixed: for a unit (a user's shard_map), the number of its only option on each axis (0 on axes that are not given),
+        and the placement at each port.
+      plain: only placements of a jax.Array are allowed: no P, no uneven split.
+      uneven: an uneven split is allowed although the node is plain, because a pin could ask for it.
       eqn: the equation.
-      traffic: of a light operation: ports whose values it reads from memory or writes there, and the share of each.
+      traffic: for a light operation, the ports whose values it reads from memory or writes to memory, and the share of
+        each.
     """
 
     kind: str
@@ -116,7 +118,7 @@ class Node:
 
     @property
     def is_light(self) -> bool:
-        """Whether it is bound by memory, and XLA fuses it with others that are."""
+        """Whether it is an operation that is bound by memory bandwidth, and that XLA fuses with others like it."""
         return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
 
     @property
@@ -126,10 +128,14 @@ class Node:
 
 @dataclass(eq=False)
 class Nested:
-    """A scan, while, cond or remat: carriers on its border and a scope for each body.
+    """A scan, while, cond or remat: carriers for its operands and results, and a scope for each body.
 
-    `entries[i]` is the carrier that operand i of the equation enters by (None: read as B), `exits[j]` the one that
-    result j leaves by. `returns[s][k]` is the (node, port) that reads output k of scope s.
+    Attributes:
+      entries: for each operand of the equation the carrier by which it enters.
+      scopes: the scope of each body.
+      exits: for each result of the equation the carrier by which it leaves.
+      returns: for each scope and each of its outputs, the (node, port) that reads this output.
+      bodies: the bodies.
     """
 
     entries: list[Node]
@@ -139,7 +145,7 @@ class Nested:
     bodies: list[Body]
 
     def entries_into(self, k: int) -> list[Node]:
-        """The carriers that give scope `k` its inputs."""
+        """The carriers of the inputs of scope `k`."""
         return [self.entries[n] for n in self.bodies[k].operands]
 
 
@@ -155,12 +161,15 @@ class Scope:
 
 @dataclass(eq=False)
 class Problem:
-    """The whole problem: the top scope, all nodes, those of the arguments and of the results.
+    """The placement problem of a whole program.
 
     Attributes:
-      holds: by id of the value that is held.
-      values: of every variable, those of nested bodies included.
-      late: number and bytes of the late values that are made of none that is late, such as gradients.
+      scope: the top scope.
+      nodes: all nodes.
+      sources, sinks: the nodes of the arguments, and of the results.
+      holds: the hold of each value that has one, by the value's id.
+      values: the value of every variable, those of nested bodies included.
+      late: number and bytes of the late values that are computed from no late value, such as gradients.
     """
 
     scope: Scope
@@ -172,8 +181,8 @@ class Problem:
     late: tuple[int, int] = (0, 0)
 
     def view_for(self, value: Value | None, mesh: MeshView) -> MeshView:
-        """The mesh as the boxings of a value see it. The boxings of late values count as combined, in as few
-        collectives as hold them all, and share the latency of these starts."""
+        """The mesh for the cost of boxing a value. Collectives of late values count as combined into as few as can
+        carry all late values, which share the start latency."""
         if value is None or not value.late or not mesh.topology.combined:
             return mesh
         count, size = self.late
@@ -206,7 +215,7 @@ def _same(
 
 
 def _summable(dtype: Any, op: ReduceOp) -> bool:
-    """Whether values of `dtype` can be partial by `op`."""
+    """Whether values of `dtype` can be partial by the reduction `op`."""
     return not _is_key(dtype) and (dtype != np.bool_ or op != "sum")
 
 
@@ -219,10 +228,11 @@ class Carried:
     """The value that a carrier carries.
 
     Attributes:
-      aval: its type without the dimensions of `shift_in` and `shift_out`.
-      shift_in, shift_out: the leading dimensions that operands (results) of the carrier have besides: 0 or 1.
+      aval: its type, without the leading dimensions of `shift_in` and `shift_out`.
+      shift_in, shift_out: the number of additional leading dimensions of the carrier's operands, and of its results: 0
+        or 1.
       pin: the user's pin.
-      op: the meaning of P for it.
+      op: the reduction that P stands for.
     """
 
     aval: Any
@@ -363,8 +373,8 @@ class Builder:
         return Nested(entries, scopes, exits, returns, bodies)
 
     def entered(self, eqn: Eqn, value: Value | None, takers: Sequence[tuple[Body, int]], weight: float) -> Node:
-        """The carrier of an operand of a nested equation. `takers`: the bodies and inputs that take it; none: it
-        decides which body runs."""
+        """The carrier of an operand of a nested equation. `takers`: the bodies that take it, and the numbers of their
+        inputs; empty if the operand decides which body runs."""
         if not takers:
             node = self.add(Node("carrier", [value], [], (Signature((B,), ()),), weight))
             self.read(value, node, 0, weight)
@@ -381,7 +391,8 @@ class Builder:
         self, operands: list[Value | None], carried: Carried, outs: Sequence[tuple[Any, float]], weight: float,
         small: bool = False,
     ) -> Node:  # fmt: skip
-        """The carrier of a value that enters a nested equation, and of that of the round before if it is carried."""
+        """The carrier of a value that enters a nested equation; for a loop carry it also takes the value of the last
+        iteration."""
         node = self.carrier("carrier", carried, operands, outs)
         self.read(operands[0], node, 0, weight, small)
         return node
@@ -396,7 +407,7 @@ class Builder:
         return node
 
     def whole(self, value: Value | None, weight: float) -> None:
-        """Requires all of `value` on every device: it decides control flow."""
+        """Require that `value` is replicated, because it decides control flow."""
         if value is not None:
             node = self.add(Node("sink", [value], [], (Signature((B,), ()),), weight))
             self.read(value, node, 0, weight)
@@ -410,7 +421,8 @@ def _offer(op: Operation, operands: Sequence[Value | None]) -> _Offered:
 def _with_ops(
     options: tuple[Signature, ...], operands: Sequence[Value | None], results: int
 ) -> tuple[tuple[Signature, ...], list[ReduceOp]]:
-    """The options whose partial operands fit the values, and the meaning of P for each result."""
+    """The options whose partial operands agree with the values' reductions, and the reduction that P stands for in each
+    result."""
 
     def fits(sbp: object, value: Value | None) -> bool:
         return not isinstance(sbp, P) or value is None or value.op == sbp.op
@@ -429,7 +441,7 @@ def _with_ops(
 
 
 def _of_values(s: Signature, operands: Sequence[Value | None]) -> bool:
-    """Whether a signature depends on the placement of an operand that is no literal."""
+    """Whether a signature depends on the placement of some operand that is not a literal."""
     return any(sbp is not B and v is not None for sbp, v in zip(s.operands, operands, strict=True))
 
 
@@ -482,7 +494,8 @@ def build_problem(
 
 
 def _find_late(b: Builder) -> tuple[int, int]:
-    """Sets `late` of each value; dependence through the next step of a loop does not count. Returns `Problem.late`."""
+    """Set `late` of each value. Dependences through the next iteration of a loop do not count. Returns
+    `Problem.late`."""
     waited = [n for n in b.nodes if n.kind == "operation" and not n.is_light]
     busy = set(waited)
     early: set[int] = set()
@@ -504,8 +517,8 @@ def _find_late(b: Builder) -> tuple[int, int]:
 
 
 def _keep_sums_apart(b: Builder) -> None:
-    """Inserts a carrier that is not partial before a value that is partial by max or min enters a carrier where P is a
-    sum."""
+    """Separate partial maxima and minima from partial sums: insert a carrier that is not partial where a value partial
+    by max or min enters a carrier whose P is a sum."""
     for value in [v for n in b.nodes for v in n.results if v.op != "sum"]:
         for k, reader in enumerate(value.readers):
             same = any(s.operands[reader.port] == P(value.op) for s in reader.node.options)
@@ -518,9 +531,9 @@ def _keep_sums_apart(b: Builder) -> None:
 
 
 def _add_traffic(value: Value) -> None:
-    """Adds a value to the traffic of light operations that move its bytes once fused (`fused_bytes` counts them later).
-    Its maker writes it if another kind of operation reads it. If another kind made it, all light readers together read
-    it once."""
+    """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
+    it later). A light maker writes the value if another kind of operation reads it. If another kind of operation made
+    it, all light readers together read it once."""
     maker = value.maker
     if _says_where(maker):
         return
@@ -539,7 +552,7 @@ def _add_traffic(value: Value) -> None:
 
 
 def _readers(value: Value) -> Iterator[Reader]:
-    """The readers of a value; a pin does not read it, its readers do."""
+    """The readers of a value. A pin is not a reader; the readers of its result are."""
     for r in value.readers:
         if _says_where(r.node):
             yield from _readers(r.node.results[0])

@@ -31,10 +31,10 @@ BYTES_TOLERANCE: Final = 1e-6
 
 
 class DifferingParts:
-    """The parts in which two assignments differ.
+    """The parts in which two assignments differ: connected components of the variables with different values.
 
     Attributes:
-      costs: (parts,) by how much the second assignment costs more than the first.
+      costs: (parts,) the change of the cost if the part is taken from the second assignment.
     """
 
     def __init__(self, memory: MemoryModel, one: Sequence[int], other: Sequence[int]) -> None:
@@ -70,16 +70,18 @@ class DifferingParts:
         return float(table[self.other[i], self.other[j]] - table[self.one[i], self.one[j]])
 
     def of(self, taken: NDArray[np.bool_]) -> list[int]:
-        """The first assignment with the `taken` parts of the second."""
+        """The first assignment, with the parts marked in `taken` from the second one."""
         return np.where(np.append(taken, False)[self.part], self.other, self.one).tolist()
 
     def best(self, room: NDArray[np.float64], taken: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """The parts to take that cost least and fit, about; None if none do.
+        """The cheapest choice of parts from the second assignment that fits in memory, approximately; None if none
+        fits.
 
-        Only points at which a candidate did not fit become constraints.
+        Only points at which a candidate did not fit become constraints of the MIP.
 
         Args:
-          room: (points,) bytes below the limit with the parts `taken`; negative: above it.
+          room: (points,) bytes below the limit if `taken` is chosen; negative: above the limit.
+          taken: (parts,) a choice of parts.
         """
         room, near = room + self._bytes_at(taken), BYTES_TOLERANCE * np.abs(room).max(initial=0.0)
         rows, rooms = list[NDArray[np.float64]](), list[float]()
@@ -105,14 +107,14 @@ class DifferingParts:
         return found
 
     def _bytes_at(self, taken: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """(points,) bytes that some parts add."""
+        """(points,) the change of the bytes in use if these parts are taken from the second assignment."""
         mine = taken[self._parts]
         change, size = self._bytes[mine], self._points + 1
         return (_sums(self._begin[mine], change, size) - _sums(self._end[mine], change, size))[:-1].cumsum()
 
 
 def _sums(of: NDArray[np.intp], amounts: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """(size,) sums of the amounts by number."""
+    """(size,) segment sums: entry k is the sum of the amounts with `of` equal to k."""
     found = np.zeros(size)
     np.add.at(found, of, amounts)
     return found

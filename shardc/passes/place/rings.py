@@ -1,8 +1,9 @@
-"""Products whose pieces may go around a ring: additional choices of a node, and their costs.
+"""Rings as additional choices of a matrix product, and their costs.
 
-A ring of pieces (`shardc.sbp.ring`) replaces a product and the all-gather before it, or the reduce-scatter behind it.
-Each one multiplies the work of the search. So only rings are offered that take clearly less time than the product and
-its boxing, and that divide the work over all axes.
+A ring (`shardc.sbp.ring`) sends pieces of an operand, or of the result, around a mesh axis. It replaces the product and
+the all-gather before it, or the product and the reduce-scatter after it. Each ring multiplies the work of the search.
+So only rings are offered that take clearly less time than the product and its boxing, and that divide the work over all
+axes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ MOST_DEVICES: Final = 16
 
 @dataclass(frozen=True)
 class Rings:
-    """Choices of a node, as in `Domain`; `options` are numbered behind the node's own."""
+    """The rings of a node as choices; fields are as in `Domain`. `options` number their signatures after the node's
+    own."""
 
     options: NDArray[np.int64]
     orders: NDArray[np.intp]
@@ -73,8 +75,8 @@ class _Offer:
         self.dividing = [i for i, s in enumerate(n.options) if s.split]
 
     def of(self, offered: Sequence[tuple[int, int]]) -> Rings:
-        """The rings of some signatures, each on one axis, given by numbers of axes and signatures; arrays have all
-        their choices, one after the other."""
+        """The choices of several rings, concatenated. Each ring is a signature on one axis, given as (number of the
+        axis, number of the signature)."""
         domains, signatures = self.domains, self.signatures
         rings = [self._ring(axis, signatures[number]) for axis, number in offered]
         choices = [
@@ -110,8 +112,8 @@ class _Offer:
         self, rings: Sequence[Ring], which: NDArray[np.intp], options: NDArray[np.int64], orders: NDArray[np.intp],
         rows: Sequence[NDArray[np.int64]],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
-        """For each choice the time of one execution, and by how much its saving over the product with a boxing exceeds
-        the required one."""
+        """For each choice the seconds of one execution, and the saving over a product with a boxing, minus the required
+        saving."""
         mesh, op = self.domains.mesh, operation_of(self.node.equation)
         flops = np.full(len(options), self.rule.flops)
         for factor, counts in self.domains.splits(self.signatures, options).items():

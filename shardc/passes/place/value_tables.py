@@ -20,10 +20,10 @@ from shardc.sbp.signature import Signature
 
 @lru_cache(maxsize=4096)
 def _by_code(rank: int, axes: tuple[str, ...], op: ReduceOp) -> NDArray[np.int64]:
-    """The row in a boxing table of each placement, by the order of its axes, in that of `itertools.permutations`, and
-    by its code: sum over axes of digit·(rank+2)^position.
+    """The row of each placement in a boxing table, indexed by the order of its axes and by its code.
 
-    The order is that in which the axes cut a dimension that several of them split.
+    Orders are as in `itertools.permutations`: the order in which axes split a common dimension. The code is the sum
+    over axes of digit * (rank + 2)^position.
     """
     every = all_placements(rank, axes, op)
     shape = len(every), len(axes)
@@ -48,11 +48,11 @@ def _permutations(count: int) -> NDArray[np.int64]:
 
 
 class ValueTables:
-    """The boxing tables of a problem's values, and choices of one-axis signatures as rows of them.
+    """The boxing tables of a problem's values, and the conversion of one-axis signatures to rows of these tables.
 
     Attributes:
       axes, sizes: the mesh axes along which placements are chosen.
-      all_orders: the orders in which axes may cut a dimension, as permutations of their numbers.
+      all_orders: all permutations of the axes, by number: the order in which they split a common dimension.
       view: the mesh of these axes alone.
     """
 
@@ -73,20 +73,21 @@ class ValueTables:
         return found[0]
 
     def in_all_orders(self, choices: Sequence[Sequence[int] | range]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """All combinations of choices on each axis, each with all orders of the axes."""
+        """All combinations of the choices on each axis, (combinations, axes), with all orders of the axes:
+        (combinations,) indices into `all_orders`."""
         products = list(itertools.product(*choices))
         options = np.asarray(products, np.int64).reshape(len(products), len(self.axes))
         orders = np.arange(len(self.all_orders))
         return np.tile(options, (len(orders), 1)), np.repeat(orders, len(options))
 
     def rows_of(self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]) -> NDArray[np.int64]:
-        """The rows in a value's table for each line of sbps on all axes, coded as in `digits`, and the number of their
-        order."""
+        """The rows of placements in a value's table. `sbps`: (placements, axes) the sbp on each axis, coded as in
+        `digits`; `orders`: (placements,) indices into `all_orders`."""
         codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
         return _by_code(value.rank, self.axes, value.op)[orders, codes]
 
     def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """For each factor the number of devices that split it at each choice."""
+        """For each factor (choices,) the number of devices that split it."""
         numbers = {factor: k for k, factor in enumerate(dict.fromkeys(s.split for s in signatures))}
         by = np.asarray([numbers[s.split] for s in signatures])[options]
         return {

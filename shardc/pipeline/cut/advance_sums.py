@@ -1,4 +1,4 @@
-"""Moves additions to a sum up to their terms, so that a term does not live until the end of its task."""
+"""Moves each addition to a sum up to its term, so that the term is not live until the end of its task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardc.compat import Eqn, Var
 
 
 def advance_sums(eqns: Sequence[Eqn], sums: Collection[Var]) -> list[Eqn]:
-    """The equations with each one that makes one of `sums` moved right behind the equations that it reads.
+    """The equations, in which each equation that makes one of `sums` comes directly after the equations that it reads.
 
         g = f x; h = f y; s' = s + g; t' = t + h   -->   g = f x; s' = s + g; h = f y; t' = t + h
 

@@ -1,10 +1,10 @@
 """Finds the microbatch loop of a program, and assigns each equation of its body to a stage and a task.
 
-With P stages an equation's *position* is its place in the order in which a microbatch passes the stages: F_s is s, B_s
-is 2P-1-s. An equation that depends on the output of cut k comes after the cut. An equation that depends only on the
-loop's inputs is computed where it is first used, or at every use if it is cheap. A mark inside a rematerialised block
-is recompute: its value is the one that crossed the cut in the forward pass. So the block is opened, and each stage
-recomputes its own part.
+With P stages, an equation has a *position*: the index of its task in the order in which a microbatch passes the tasks.
+F_s has position s, B_s has position 2P-1-s. An equation that depends on the output of cut k comes after this cut. An
+equation that depends only on the loop's inputs is computed where it is first used, or at every use if it is cheap. A
+boundary inside a rematerialised block is recompute: its value already crossed the cut in the forward pass. So the block
+is inlined, and each stage recomputes its own part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def backward_position(stage: int, stages: int) -> int:
 
 
 def weight_position(stage: int, stages: int) -> int:
-    """The position of the task W, which computes what the gradient of the stage's input does not need."""
+    """The position of a stage's task W: the part of the backward pass that the gradient of the stage's input does not
+    need."""
     return 3 * stages - 1 - stage
 
 
@@ -61,7 +62,7 @@ def stage_of(position: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class MicrobatchLoop:
-    """The scan over microbatches, and its place among the equations of the program."""
+    """The scan over microbatches, and its index among the equations of the program."""
 
     eqn: Eqn
     index: int
@@ -85,13 +86,13 @@ class MicrobatchLoop:
 
 @dataclass(frozen=True)
 class CarryPart:
-    """A sum over microbatches, or one stage's part of it, `total --> total + ...`; or state.
+    """One carry of the microbatch loop, or one stage's part of it: a sum over microbatches, or state.
 
     Attributes:
       number: the number of the carry.
-      before, after: its values before and after a microbatch.
+      before, after: its variables before and after a microbatch.
       position: the position that makes `after`.
-      state: it is not a sum: a microbatch may read the value that the previous one left.
+      state: whether it is state: a microbatch may read the value that the previous one left.
     """
 
     number: int
@@ -158,7 +159,7 @@ def find_loops(jaxpr: Jaxpr) -> list[MicrobatchLoop]:
 
 
 def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
-    """The end of the error about a program without exactly one loop: what was found, and the fix."""
+    """The end of the error text for a program without exactly one loop: the loops that were found, and the fix."""
     if not loops:
         for eqn in program.jaxpr.eqns:
             if any(e.primitive is microbatches_p for e in _inside(eqn)):
@@ -246,7 +247,7 @@ class _Placer:
         return atom
 
     def at(self, atom: Atom) -> int | None:
-        """The first position at which a value is available under this name; None: everywhere."""
+        """The first position at which a value is available under this name; None if it is available everywhere."""
         found: int | None = None
         while not compat.is_literal(atom):
             if atom not in self.alias:
@@ -307,7 +308,7 @@ class _Placer:
         return cut if cut == END else self.order[cut]
 
     def _lows(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """Remove the boundaries, and find the first position of every other equation."""
+        """Remove the boundaries, and find the earliest position of every other equation."""
         kept: list[Eqn] = []
         crossed: dict[tuple[int, int], Atom] = {}
         wrong: list[str] = []
@@ -372,7 +373,7 @@ class _Placer:
     # -- sums over microbatches, and state
 
     def _ys(self, eqns: list[Eqn]) -> list[Atom]:
-        """The stacked results. State is stacked as a copy."""
+        """The stacked results of the loop; a result that is state becomes a copy of it."""
         loop = self.loop
         carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
         ys = [self.base(a) for a in loop.body.outvars[loop.carries :]]
@@ -421,7 +422,7 @@ class _Placer:
         return parts, extra
 
     def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:
-        """The positions of values that depend on state only and are kept: those of the tasks that replace the state."""
+        """For values that depend on state only: the positions of the tasks that replace this state."""
         states = [p for p in parts if p.state]
         behind: dict[Var, frozenset[Var]] = {p.before: frozenset((p.before,)) for p in states}
         for eqn in eqns:
@@ -455,9 +456,9 @@ class _Placer:
     # -- positions, from the readers back
 
     def _beside(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
-        """The stages of values that do not depend on a microbatch: that of their largest input.
+        """The stage of each value that depends on no microbatch: the stage of its largest input.
 
-        An input lives on the first stage that reads it.
+        The stage of an input is the first one that reads it.
         """
         at: dict[Var, int] = {}
         for eqn in reversed(eqns):

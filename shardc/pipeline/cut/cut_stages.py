@@ -140,7 +140,7 @@ def cut_stages(
 
 
 def _idle(body: PlacedBody) -> list[int]:
-    """The stages that compute only sums over microbatches of other stages' values, or of zeros."""
+    """The stages without work of their own: they only add up values of other stages, or zeros."""
     sums = {c.after for c in body.carries}
     working = {
         stage_of(p, body.stages)
@@ -151,7 +151,7 @@ def _idle(body: PlacedBody) -> list[int]:
 
 
 def _between(stage: int, stages: int, lines: Sequence[str]) -> str:
-    """The boundaries of a stage, for an error."""
+    """The boundaries before and after a stage, as text for an error."""
     if stage == 0:
         return f"before the boundary at {lines[0]}" if lines else "there"
     if stage == stages - 1:

@@ -28,7 +28,7 @@ def largest(values: Sequence[Atom], at: Mapping[Var, int]) -> int | None:
 
 
 def find_homes(eqns: Sequence[Eqn], known: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of each value of more than one element that is connected with others by equations.
+    """The stage of each value with more than one element, found through the equations that connect it to known values.
 
     Args:
       eqns: the equations outside of the loop, in order.
@@ -49,10 +49,10 @@ def find_homes(eqns: Sequence[Eqn], known: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def _beside(eqns: Sequence[Eqn]) -> list[Sequence[Atom]]:
-    """Groups of values that belong to one stage.
+    """Groups of values that must have the same stage.
 
-    They are the operands and results of an equation. For an equation with bodies they are the pairs of equal values
-    outside and inside, and the groups of the bodies.
+    The operands and results of an equation are one group. An equation with bodies gives a pair for each value outside
+    and the equal value inside, and the groups of its bodies.
     """
     found: list[Sequence[Atom]] = []
     for eqn in eqns:

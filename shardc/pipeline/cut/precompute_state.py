@@ -28,7 +28,8 @@ SMALL: Final = 1 << 12
 
 
 def precompute_state(program: Program) -> Program:
-    """The program with such state as rows of the batch; unchanged without exactly one loop over microbatches."""
+    """The program in which state that depends on no data is computed before the loop and read as rows of the batch. A
+    program without exactly one loop over microbatches is unchanged."""
     loops = find_loops(program.jaxpr)
     if len(loops) != 1 or scan_of(loops[0].eqn).reverse:
         return program
@@ -52,7 +53,7 @@ def precompute_state(program: Program) -> Program:
 def _ahead(
     loop: MicrobatchLoop, befores: Sequence[Var], afters: Sequence[Atom], fixed: Sequence[int]
 ) -> tuple[list[int], list[Eqn]]:
-    """The numbers of the carries that are computed before the loop, and the equations that compute them."""
+    """The numbers of the carries that can be computed before the loop, and the equations that compute them."""
     body = loop.body
     made = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
     reads = Counter(a for e in body.eqns for a in e.invars if not compat.is_literal(a))
@@ -107,7 +108,8 @@ def _first_loop(
     loop: MicrobatchLoop, ahead: Sequence[int], eqns: Sequence[Eqn], befores: Sequence[Var], afters: Sequence[Atom],
     starts: Sequence[Atom],
 ) -> tuple[list[Eqn], list[Var]]:  # fmt: skip
-    """The loop over the state, and the rows that the other loop reads from it."""
+    """The equations that compute the state before the main loop, and the stacked values that the main loop reads as
+    rows."""
     body, operand = loop.body, dict(zip(loop.body.invars, loop.eqn.invars, strict=True))
     mine = [befores[j] for j in ahead]
     read = {a for e in eqns for a in e.invars if not compat.is_literal(a)} | {afters[j] for j in ahead}
@@ -126,7 +128,7 @@ def _first_loop(
 
 
 def _rest(loop: MicrobatchLoop, fixed: Sequence[int], ahead: Sequence[int], rows: Sequence[Var]) -> Eqn:
-    """The original loop without the carries that have become constants or rows."""
+    """The main loop, without the carries that have become constants or rows."""
     body, eqn, nc, nk = loop.body, loop.eqn, loop.consts, loop.carries
     left = [j for j in range(nk) if j not in fixed and j not in ahead]
     order = [*range(nc), *(nc + j for j in fixed), *(nc + j for j in left), *range(nc + nk, len(body.invars))]

@@ -21,14 +21,14 @@ from shardc.pipeline.cut.reassociate import StageSum, reassociate, terms_of
 
 
 def regroup(eqns: Sequence[Eqn], anchors: dict[Var, int], outvars: Sequence[Atom]) -> list[Eqn]:
-    """The equations with sums and similar reductions reassociated.
+    """The equations with sums, and similar reductions, reassociated by stage.
 
-    Examples are a global norm, or whether all gradients are finite.
+    Examples are a global norm, or a test whether all gradients are finite.
 
     Args:
       eqns: the equations, in order.
-      anchors: the stage of each value that is made on one stage; those of new values are added.
-      outvars: values that are also read by others.
+      anchors: the stage of each value that is made on one stage; the stages of new values are added.
+      outvars: variables that are also read outside of `eqns`.
     """
     made = {v: e for e in eqns for v in e.outvars}
     readers: dict[Var, int] = {}

@@ -1,10 +1,10 @@
-"""Splits each stage's backward in two: the part that the stage before it waits for, and the rest.
+"""Splits each stage's backward in two tasks: I, for which the stage before it waits, and W, the rest.
 
     B: dx = f(dy); dw = g(x, dy); total' = total + dw   -->   I: dx = f(dy)     W: dw = g(x, dy); total' = total + dw
 
-I computes what the gradient of the stage's input needs, W all else, above all the gradients of weights (Qi et al. 2023,
-"Zero Bubble Pipeline Parallelism"). A rematerialised block is inlined, so that values that both need are recomputed
-once, in I. A scan over layers is split into two scans: the first one keeps the values that the second one reads.
+I computes the gradient of the stage's input, W everything else, mostly the gradients of weights (Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism"). A rematerialised block is inlined, so that values that both need are recomputed once, in
+I. A scan over layers is split into two scans: the first one keeps the values that the second one reads.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int,
 
 
 def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = ()) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations that the awaited values need, and the others. Nested equations that are both are split.
+    """The equations that the awaited values need, and the other equations. A nested equation that is needed for both is
+    split.
 
     Args:
       eqns: the equations.
       awaited: values that another stage waits for.
-      results: further values that are read, but that nobody waits for.
+      results: values that are also read later, but that no stage waits for.
     """
     awaited, used = set(awaited), set(results)
     whole: set[Eqn] = set()  # nested equations that stay as they are
@@ -110,7 +111,7 @@ def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[Eqn]:
 
 
 def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[bool]:
-    """For each result of an equation, whether the first part reads it."""
+    """For each result of an equation, whether the awaited values need it."""
     read = {v for e in eqns if e in needed and e is not eqn for v in _vars(e)} | awaited
     return [v in read for v in eqn.outvars]
 
@@ -174,13 +175,13 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var])
 
 @dataclass(frozen=True)
 class _ScanPart:
-    """Equations of a scan's body that become a scan of their own.
+    """A part of a scan's body that becomes a scan of its own.
 
     Attributes:
       eqns: the equations.
       results: the numbers of the scan's results that they make, carries first.
-      gives: values that it stacks for the other part, with their stacks.
-      takes: values that it reads from the other part, with their stacks.
+      gives: values that it stacks for the other part, with the variables of the stacks.
+      takes: values that it reads from the other part, with the variables of the stacks.
     """
 
     eqns: Sequence[Eqn]

@@ -244,7 +244,8 @@ class _TaskSplitter:
         return made
 
     def _positions(self, body: Jaxpr) -> list[list[int]]:
-        """The positions of each equation of the boxed body. A boxing of a value without a position may have several."""
+        """The positions of each equation of the boxed body. A boxing of a value that is available everywhere may have
+        several."""
         readers: dict[Var, set[int]] = {}
         found: list[list[int]] = []
         made = self._made_at(body)

@@ -1,11 +1,11 @@
-"""Splits conditions and loops outside of the loop over microbatches, by the stages of their results.
+"""Splits conditions and loops outside of the loop over microbatches into one equation for each stage.
 
     a, b = cond p f x y     -->   stage 0: a = cond p f0 x;  stage 1: b = cond p f1 y
 
-An equation is computed on one stage. So an update under a condition (every few steps, if all gradients are finite)
-would move all weights and gradients to one stage. The predicate is a scalar, which goes to every stage; each stage gets
-the branches with only its own results. If one stage's part of a branch makes a value for another stage, such as a part
-of a global norm, the value is a result of an earlier condition, zero if another branch runs:
+An equation is computed on one stage. So an update under a condition (every few steps, or if all gradients are finite)
+would move all weights and gradients to one stage. The predicate is a scalar, which is sent to every stage; each stage
+gets the branches with its own results only. One stage's part of a branch may make a value for another stage, such as a
+part of a global norm. This value is the result of an earlier condition, and zero if another branch runs:
 
     cond p f x y, f sums over x and y   -->   s0 = cond p sum x;  s1 = cond p sum y;  s = cond p add s0 s1;  ...
 """
@@ -31,7 +31,7 @@ ResultGroup: TypeAlias = tuple[int, int]
 
 
 def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
-    """The stage of an equation outside of the loop: that of most bytes of its operands.
+    """The stage of an equation outside of the loop: the stage with most bytes of its operands.
 
     Args:
       eqn: the equation.
@@ -94,14 +94,14 @@ def _barriers(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> li
 
 @dataclass
 class _Branch:
-    """One branch of a condition, with the outside names of its operands.
+    """One branch of a condition. Its operands have their outside names: the variables of the enclosing program.
 
     Attributes:
       eqns, outs: its equations and results.
       anchors: the stage of each value that is made on one stage, outside or here.
-      made: the equation of each value.
-      groups: by equation, the groups that compute it.
-      level: the round in which a group computes an equation.
+      made: the equation that makes each value.
+      groups: for each equation the groups of results that compute it.
+      level: for each equation and group, the round in which the group computes the equation.
     """
 
     eqns: list[Eqn]
@@ -126,13 +126,13 @@ class _Branch:
         return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
 
     def home(self, atom: Atom) -> ResultGroup | None:
-        """The only group that makes a value; None: it comes from outside, or is made wherever it is read."""
+        """The only group that makes a value; None if it comes from outside, or if each reading group makes it."""
         if compat.is_literal(atom) or atom not in self.made or atom not in self.anchors:
             return None
         return self.anchors[atom], 0
 
     def put(self, of_results: Sequence[ResultGroup], first: ResultGroup) -> None:
-        """Find the groups that compute each equation. Effects without a stage go to the group `first`."""
+        """Find the groups that compute each equation. Effects that belong to no stage go to the group `first`."""
         wanted: dict[Var, set[ResultGroup]] = {}
         for a, group in zip(self.outs, of_results, strict=True):
             if not compat.is_literal(a):
@@ -149,7 +149,8 @@ class _Branch:
                 wanted.setdefault(v, set()).update(groups)
 
     def levels(self, of_results: Sequence[ResultGroup]) -> dict[ResultGroup, int]:
-        """The last round of each group. A round reads values that other groups made in earlier rounds."""
+        """The last round of each group. In a round, a group can read values that other groups made in earlier
+        rounds."""
         for eqn in self.eqns:
             for group in self.groups[eqn]:
                 self.level[eqn, group] = max((self._there(a, group) for a in eqn.invars), default=0)
@@ -159,7 +160,7 @@ class _Branch:
         return last
 
     def _there(self, a: Atom, group: ResultGroup) -> int:
-        """The first round of a group that can read a value."""
+        """The first round in which a group can read a value."""
         home = self.home(a)
         if home is None or home == group:
             return 0 if compat.is_literal(a) or a not in self.made else self.level[self.made[a], group]
@@ -188,7 +189,7 @@ class _Branch:
 
 
 def _conditions(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """A condition for each group of results and each round."""
+    """The condition split into several: one for each group of results and each round."""
     branches = [_Branch.of(body, eqn.invars[1:], anchors, homes) for body in bodies_of(eqn)]
     of_results = _groups_of(eqn, branches)
     stages = {g for g in of_results if g[0] >= 0}
@@ -234,7 +235,7 @@ def _groups_of(eqn: Eqn, branches: Sequence[_Branch]) -> list[ResultGroup]:
 
 
 def _behind(branch: _Branch, result: Atom) -> list[Var]:
-    """The large values, made in a branch, that a result without a stage depends on."""
+    """The large values of a branch that a result depends on, if no stage makes them."""
     found: dict[Var, None] = {}
     pending = [result]
     while pending:
@@ -247,11 +248,11 @@ def _behind(branch: _Branch, result: Atom) -> list[Var]:
 
 
 class _Segments:
-    """The conditions that a condition is split into.
+    """The conditions that one condition is split into.
 
     Attributes:
-      names: for each branch, the outside names of the values that one part makes for another, by the group that makes
-        them.
+      names: for each branch, the new outside variable of each value that one condition makes for another, by (group
+        that makes it, value).
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class _Segments:
         return found
 
     def _segment(self, at: int, group: ResultGroup) -> Eqn:
-        """The condition with the equations of a group in one round."""
+        """The condition that computes the equations of one group in one round."""
         mine = [i for i, g in enumerate(self.of_results) if g == group and at == self.last[group]]
         parts = [[e for e in b.eqns if b.level.get((e, group)) == at] for b in self.branches]
         made = [{v for e in eqns for v in e.outvars} for eqns in parts]
@@ -316,7 +317,7 @@ class _Segments:
         )  # fmt: skip
 
     def _outside(self, k: int, group: ResultGroup, v: Var) -> Var:
-        """The outside name of a value that a group reads in a branch."""
+        """The outside variable of a value that a group reads in branch `k`."""
         b = self.branches[k]
         return self.names[k][b.home(v) or group, v] if v in b.made else v
 
@@ -325,9 +326,10 @@ class _Segments:
 
 
 def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
-    """A scan or while loop for each stage of results, with only the operands that these depend on.
+    """A loop split into one scan or while for each stage of its results, each with only the operands that its results
+    need.
 
-    The loop stays whole if a step's results of one stage depend on values of another stage.
+    The loop stays whole if an iteration's results of one stage depend on values of another stage.
     """
     del homes
     if eqn.effects:
@@ -351,7 +353,7 @@ def _loops(eqn: Eqn, anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[
 
 
 def _apart(results: Sequence[int], needs: Sequence[set[int]], eqn: Eqn) -> list[list[int]]:
-    """Groups of results: those that need a common large carry are together."""
+    """Groups of results, by their numbers: results that need a common large carry are in one group."""
     found: list[tuple[list[int], set[int]]] = []
     carries = nested_bodies(eqn)[-1].carried
     for i in results:
@@ -382,7 +384,7 @@ def _needs(eqn: Eqn) -> list[set[int]]:
 
 
 def _only(eqn: Eqn, results: Sequence[int], operands: set[int]) -> Eqn:
-    """A loop with only these results and operands; it keeps the carries that the results need."""
+    """A loop with only these results and operands, and the carries that the results need."""
     bodies = nested_bodies(eqn)
     carried = [i for i, n in enumerate(bodies[-1].carried) if n in operands]
     mine = sorted({*carried, *results})

@@ -40,11 +40,12 @@ class Kernels(Protocol):
 
 
 def kernels_for(tables: Iterable[Given], compiled: float = 5e7) -> Kernels:
-    """The implementation for a problem of these tables: compiled from `compiled` entries on, never by time.
+    """The implementation for a problem of these tables: compiled from `compiled` entries on. It never depends on
+    measured time.
 
     On a new machine numba takes seconds to compile the loops, and 0.5 s in each process to load them. GPT-3, scanned,
-    on three axes has 4.2e7 entries and is planned in 3.3 s of processor time by NumPy, in 2.9 s by compiled loops: too
-    little to compile for. T5-11B has 8.9e7 and takes 19 s and 9 s: the second plan has paid for compiling.
+    on three axes has 4.2e7 entries. NumPy plans it in 3.3 s of processor time, compiled loops in 2.9 s, which does not
+    pay for compiling. T5-11B has 8.9e7 entries and takes 19 s and 9 s: the second plan has paid for compiling.
     (`benchmarks.large_step`)
     """
     if sum(t.size for t in tables) < compiled:

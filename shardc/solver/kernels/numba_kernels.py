@@ -1,8 +1,9 @@
-"""The loops that take most of the time, compiled by numba: each entry is read once, and the next table costs no call.
+"""The loops that take most of the time, compiled by numba: each table entry is read once, without a NumPy call per
+table.
 
-numba is an extra (`shardc[fast]`); only `kernels_for` imports this module. The compiled code is kept in `__pycache__`,
-or in the user's cache folder where that is read-only: the first plan of a large problem on a machine makes it. Sums are
-added in the same order as in `numpy_kernels`.
+numba is an extra (`shardc[fast]`); only `kernels_for` imports this module. The first plan of a large problem on a
+machine compiles the code, which is then kept in `__pycache__`, or in the user's cache folder if `__pycache__` is
+read-only. Sums are added in the same order as in `numpy_kernels`.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def _add_column(g: _Graph, e: Int, value: Int, costs: Table) -> None:
 
 @compiled
 def _best_value(g: _Graph, messages: Table, edges: tuple[Int, Int], costs: Table, values: Index) -> Int:
-    """The best value of a variable beside the values read at the other ends of some edges. Overwrites its costs."""
+    """The best value of a variable, given the values already read at the other ends of some edges. Overwrites
+    `costs`."""
     for e in range(edges[0], edges[1]):
         k = g.at[g.twin[e]]
         for a in range(costs.size):

@@ -111,8 +111,8 @@ def _is_sum(table: Table, error: float) -> bool:
 
 
 def unbeaten(gain: Table) -> Index:
-    """The values a that no other value b beats, which is gain[a, b] >= 0. Of values that beat each other as few stay as
-    possible; each value that is dropped is beaten by one that stays."""
+    """The values that no other value beats: b beats a if gain[a, b] >= 0. Of values that beat each other, as few as
+    possible stay; each dropped value is beaten by one that stays."""
     beaten = gain >= 0
     np.fill_diagonal(beaten, False)
     # of those that beat each other the last one stays
@@ -127,13 +127,14 @@ def unbeaten(gain: Table) -> Index:
 
 
 def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
-    """The minimum of a sum of arrays over the last dimension but one, flat.
+    """The minimum, over the second to last dimension, of a sum of broadcast arrays; flat.
 
     Args:
-      entries: those of all arrays; begins: (arrays,) where each begins.
-      strides: (arrays, dimensions) entries from one index to the next; 0: the array does not depend on it. 1 or 0 in
-        the last.
-      sizes: (dimensions,) of the sum, two at least.
+      entries: the entries of all arrays, one array after the other.
+      begins: (arrays,) offset of each array in `entries`.
+      strides: (arrays, dimensions) strides in entries; 0: the array does not depend on the dimension. Last stride: 0 or
+        1.
+      sizes: (dimensions,) the shape of the sum; at least two dimensions.
     """
     shape: list[int] = sizes.tolist()
     columns, wide, rest = list[Table](), list[Table](), list[Table]()
@@ -152,8 +153,8 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
 
 
 def _add_up(terms: Sequence[Table], rest: Sequence[Table], found: Table, inner: int) -> None:
-    """found = min over the last dimension but one, of `inner` entries, of the sum of `terms`, + the sum of `rest`; in
-    parts whose sums stay in a core's cache."""
+    """found = min(sum of `terms`) + sum of `rest`, the minimum over the second to last dimension, of `inner` entries.
+    It is computed in parts whose sums stay in a core's cache."""
     if found.ndim > 1 and found.size * inner > CHUNK:
         step = CHUNK // (found[0].size * inner)
         for k in range(0, len(found), max(step, 1)):

@@ -1,4 +1,4 @@
-"""Passes over the edges of a problem in NumPy: messages, and what is read from them."""
+"""Message passing over the edges of a problem in NumPy, and what is read from the messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def least_sums(table: Table, here: Table, out: Table, space: Table) -> None:
 
 
 def _space(tables: Sequence[Table]) -> Table:
-    """Space for the sums of a whole table, or of as many of its rows as stay in a core's cache."""
+    """A buffer for the sums of a whole table, or of as many of its rows as stay in a core's cache."""
     most = max((t.size for t in tables), default=0)
     return np.empty(max(min(most, CHUNK), max((t.shape[1] for t in tables), default=0)))
 
@@ -39,11 +39,12 @@ class _Side(NamedTuple):
     """The edges from the variables of a level to earlier ones, or to later ones.
 
     Attributes:
-      edges: their numbers; twins: the numbers of the same edges from the other ends.
-      to: where the messages to the level's variables along these edges lie.
+      edges: the indices of the edges; twins: of the same edges in the other direction.
+      to: indices of the entries of the messages to the level's variables along these edges.
       of: for each entry of `to` the position of its value in the level.
-      begins, counts: where the entries of each edge begin, and their number.
-      parts: for each edge its number and its entries; places: the values of its variable in the level.
+      begins, counts: for each edge the offset of its entries in `to`, and their number.
+      parts: for each edge its index and the slice of its entries; places: the slice of its variable's values in the
+        level.
     """
 
     edges: Index
@@ -57,15 +58,16 @@ class _Side(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Variables that are visited together: none of them is a neighbour of another.
+    """Variables that are visited together: no two of them are neighbours.
 
     Attributes:
-      variables: their numbers; mine: the values of each in the level.
-      values: the position of each value among those of all variables.
-      begins: where the values of each variable begin.
+      variables: their numbers; mine: for each the slice of its values in the level.
+      values: for each value of the level its position among the values of all variables.
+      begins: offset of each variable's values in the level.
       share: `Graph.share` for each value.
-      ranks: positions of values, and of the messages to them along each variable's first edge; second edge; ...
-      earlier, later: the edges to variables visited before and after.
+      ranks: for k = 0, 1, ...: positions of values, and of the entries of the messages to them along the k-th edge of
+        each variable.
+      earlier, later: the edges to variables visited before, and after.
     """
 
     variables: Index
@@ -82,8 +84,9 @@ class _Call(NamedTuple):
     """The arguments of the NumPy calls for one edge. Making these views takes as long as computing with short arrays.
 
     Attributes:
-      table: of the edge; costs: (rows, 1) of its rows.
-      sums: space for the sums of the two; empty if they are too many.
+      table: the table of the edge.
+      costs: (rows, 1) the costs to add to its rows.
+      sums: a buffer for table + costs; empty if the table is too large.
       message: the output, one entry for each column.
     """
 
@@ -94,7 +97,7 @@ class _Call(NamedTuple):
 
 
 class _Sums:
-    """Tables, and the arrays for the sums of tables and costs.
+    """The tables, and buffers for table + costs.
 
     Attributes:
       messages: all messages, before their least entry is subtracted.
@@ -112,7 +115,8 @@ class _Sums:
         self._calls = {id(side): [call(*part) for part in side.parts] for side in sides}
 
     def send(self, side: _Side, given: Table) -> None:
-        """Sends messages along edges whose tables get these costs."""
+        """Compute the messages along the edges of `side`, after adding the costs `given` to the rows of their
+        tables."""
         self._given[: given.size] = given
         for table, costs, sums, message in self._calls[id(side)]:
             if sums.size:
@@ -122,13 +126,14 @@ class _Sums:
 
 
 def _ranges(begins: Index, counts: Index) -> Index:
-    """begins[k], begins[k] + 1, ..., counts[k] numbers for each k."""
+    """Concatenated ranges: begins[k], begins[k] + 1, ..., begins[k] + counts[k] - 1 for each k."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
 
 
 def _levels(graph: Graph) -> list[_Level]:
-    """The variables by levels: each is one level after the last of its earlier neighbours."""
+    """Groups of variables that can be visited at once: a variable is one level after the last of its earlier
+    neighbours."""
     other: list[int] = graph.other.tolist()
     level = [0] * graph.order.size
     for v in graph.order.tolist():
@@ -165,10 +170,10 @@ def _level(graph: Graph, variables: Index) -> _Level:
 
 
 class NumpyPasses:
-    """Passes over the edges of a problem. `own` holds the costs of all values, `messages` all messages.
+    """Passes over the edges of a problem. In all methods `own` holds the costs of all values, `messages` all messages.
 
-    A NumPy call takes as long as a thousand entries. So `send` makes two calls for each edge, and the others for all
-    edges of a level at once: the least entry of a message is subtracted when its variable is visited.
+    A NumPy call takes as long as a thousand entries. So `send` makes two calls for each edge, and all other calls for
+    all edges of a level at once: the least entry of a message is subtracted when its variable is visited.
     """
 
     def __init__(self, graph: Graph, tables: Sequence[Table]) -> None:
@@ -210,8 +215,8 @@ class NumpyPasses:
         return [messages[to].reshape(shape) for to, shape in zip(self._to, self._shape, strict=True)]
 
     def send(self, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
-        """Sends messages along all edges, forward in the order of the visits or back, and may read an assignment into
-        `values`. Returns a lower bound after a pass back."""
+        """Send messages along all edges: a pass in the order of the visits (`forward`), or in reverse. `read`: an
+        assignment is read into `values`. Returns the lower bound after a reverse pass; 0 after a forward pass."""
         leasts, rest = np.zeros(len(self._other)), np.zeros(len(self._order))
         for level in self._levels if forward else reversed(self._levels):
             behind, ahead = (level.earlier, level.later) if forward else (level.later, level.earlier)
@@ -233,7 +238,7 @@ class NumpyPasses:
         return 0.0 if forward else in_order(np.concatenate((self._left * rest, leasts))[self._bound])
 
     def _read(self, level: _Level, behind: _Side, given: Table, messages: Table, values: Index) -> None:
-        """Reads the best value of each variable of a level beside the values read before."""
+        """Set each variable of a level to its best value, given the values of the variables visited before."""
         for (e, _), part in zip(behind.parts, behind.places, strict=True):
             here = given[part]
             here -= messages[self._along[self._twin[e]]]
@@ -242,8 +247,8 @@ class NumpyPasses:
             values[v] = given[part].argmin()
 
     def handed(self, own: Table, messages: Table) -> tuple[Table, Table]:
-        """After a pass back: for each value the part of its costs that no edge gets; and for each edge back, where its
-        message lies, the costs that its values gave to the table less the message from there."""
+        """After a reverse pass: the share of each value's costs that no edge gets; and, at the place of each message
+        from an earlier neighbour, the costs that the variable's values gave to the table, minus this message."""
         left, given = np.empty(own.size), np.zeros(messages.size)
         incoming, outgoing = self._by_variable(messages), self._by_variable(given)
         for v, mine in enumerate(self._values):
@@ -253,7 +258,8 @@ class NumpyPasses:
         return left, given
 
     def excess(self, own: Table, messages: Table) -> Table:
-        """For each value, after a pass back, a lower bound of the cost of assignments that have it, less the bound."""
+        """For each value, after a reverse pass, a lower bound of the cost of assignments that have it, minus the
+        bound."""
         left, given = self.handed(own, messages)
         found, space = np.empty(left.size), _space(self._tables)
         for mine in self._values:
@@ -272,7 +278,8 @@ class NumpyPasses:
         return found
 
     def improve(self, own: Table, values: Index, passes: int) -> float:
-        """Sets each variable in turn to its best value, the others unchanged. Returns the cost of the assignment."""
+        """Coordinate descent: set each variable in turn to its best value, in place. Returns the cost of the
+        assignment."""
         for _ in range(passes):
             changed = False
             for v in self._order:
@@ -292,7 +299,8 @@ class NumpyPasses:
         return total
 
     def better_of(self, own: Table, best: Index, other: Index) -> Index:
-        """An assignment with the better of two in each part of the graph in which they differ."""
+        """The cheaper of two assignments, chosen separately in each connected part of the graph in which they
+        differ."""
         before, after = best.tolist(), other.tolist()
         differ: list[bool] = (best != other).tolist()
         leader, change = list(range(len(before))), [0.0] * len(before)
@@ -336,5 +344,5 @@ def _root(leader: list[int], v: int) -> int:
 
 
 def in_order(terms: Table) -> float:
-    """The sum of terms, added one after the other: `np.sum` adds in pairs."""
+    """The sum of terms, added from left to right; `np.sum` uses pairwise summation."""
     return float(np.add.accumulate(terms)[-1]) if terms.size else 0.0
