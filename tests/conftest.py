@@ -75,10 +75,12 @@ start cost what it does on the users' `cpu`."""
 
 @pytest.fixture(autouse=True, scope="module")
 def meshes_as_they_were():
-    """JAX has one mesh object for equal meshes, so what `make_mesh(hbm=, calibration=)` says in one file would hold for
-    the mesh that another file made when it was collected."""
-    tables = shardc.machine.mesh._hbm_of_mesh, shardc.machine.mesh._calibration_of_mesh
+    """JAX has one mesh object for equal meshes, so what `make_mesh(hbm=, calibration=)` and pipelines note of one in a
+    file would hold for the mesh that another file made when it was collected."""
+    mesh = shardc.machine.mesh
+    tables = mesh._hbm_of_mesh, mesh._calibration_of_mesh, mesh._STAGES
     before = [dict(table) for table in tables]
+    mesh._STAGES.clear()
     yield
     for table, then in zip(tables, before, strict=True):
         table.clear()

@@ -278,6 +278,7 @@ def in_a_shard_map(x, w):
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize("program", [counted_up, counted_down, counted_twice, in_a_shard_map], ids=lambda f: f.__name__)
 def test_a_while_whose_trips_xla_knows_moves_what_is_planned_in_each(program):
     x, w = np.ones((64, 64), np.float32) / 99, np.ones((64, 64), np.float32) / 99

@@ -61,6 +61,7 @@ def test_along_a_split_dimension(name: str, rows: int, axes: tuple[str, ...]) ->
     assert not audit.missing, audit
 
 
+@pytest.mark.plans_eagerly
 @pytest.mark.parametrize("name", [*RUNNING, *REDUCED])
 def test_little_is_told(name: str) -> None:
     fn = {**RUNNING, **REDUCED}[name]
