@@ -291,11 +291,12 @@ def test_who_waits_for_a_script_that_has_ended_fails_at_once(tmp_path, capfd):
 
 def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
     """Process 0 begins the second epoch and ends in it before process 1, late to see the loss, is started in it."""
-    waits = threading.Event()
+    waits, begun = threading.Event(), threading.Event()
 
     def script(cluster):
         if cluster.me == 2:
             if cluster.epoch == 0:
+                begun.wait(10)  # a process 0 that begins later would begin in the second epoch
                 raise OSError("no disk")
         elif cluster.me == 1 and cluster.epoch == 0:
             waits.wait(10)
@@ -303,6 +304,7 @@ def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
         elif cluster.me == 1:
             cluster.gather("never", "", [0, 1])
         else:
+            begun.set()
             with pytest.raises(PeerLostError):
                 cluster.gather("all", "")
             cluster.rejoin()

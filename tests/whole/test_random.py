@@ -105,7 +105,7 @@ def test_of_every_generator(generator, name):
     rng = np.random.default_rng(zlib.crc32(f"{name}{generator}".encode()))
     key, fn = jax.random.key(5, impl=generator), at_shape(PROGRAMS[name], (6, 5))
     where = placement(rng, MESHES[1], len(jax.eval_shape(fn, key).shape))
-    check(fn, key, where=where, mesh=MESHES[1])
+    check(fn, key, where=where, mesh=MESHES[1], exact=name not in ROUNDED)
 
 
 @pytest.mark.sampled(2)
