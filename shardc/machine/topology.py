@@ -288,8 +288,9 @@ def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
             fit = next(m for m in range(most, 0, -1) if n % m == 0)
             better = "x".join(map(str, (*shape[:dim], fit, n // fit)))
             raise MeshError(
-                f"topology={text!r}: {'a switch' if dim else 'NVLink'} joins at most {most} {machine.kind}; write the "
-                f"GPUs of a domain, then the number of domains, as in {machine.kind}:{better}."
+                f"topology={text!r}: {'a switch' if dim else 'NVLink'} joins at most {most} {'domains of ' * bool(dim)}"
+                f"{machine.kind}; write the GPUs of a domain, then the number of domains"
+                f"{' of each switch, then the number of switches' * bool(dim)}, as in {machine.kind}:{better}."
             )
 
 

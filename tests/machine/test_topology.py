@@ -227,7 +227,7 @@ def test_a_view_of_a_part_of_the_axes_keeps_what_they_lie_along() -> None:
     assert dict(part.spans) == {a: whole.spans[a] for a in part.spans}
 
 
-def test_a_third_tier_is_data():
+def test_a_third_tier_is_data(monkeypatch: pytest.MonkeyPatch):
     """Racks of 9 NVLink domains of 8, and a spine between them: an all-reduce over all passes all three."""
     rack, spine = Fabric("switch", 1e11, 2e-6, tier=1, most=9), Fabric("switch", 5e10, 5e-6, tier=2)
     machine = replace(TOPOLOGIES["h100"], kind="racks", fabrics=(TOPOLOGIES["h100"].fabrics[0], rack, spine))
@@ -236,3 +236,6 @@ def test_a_third_tier_is_data():
     assert [(s.dim, s.count) for s in mesh.spans["far"]] == [(2, 2)]
     sent = [send_price("all_reduce", 10**8, mesh, axes).seconds for axes in (("near",), ("far", "near"))]
     assert 0 < sent[0] < sent[1]
+    monkeypatch.setattr("shardc.machine.topology.TOPOLOGIES", {**TOPOLOGIES, "racks": machine})
+    with pytest.raises(MeshError, match=r"a switch joins at most 9 domains of racks; .* as in racks:8x9x2\.$"):
+        make_mesh(topology="racks:8x18", a=144)

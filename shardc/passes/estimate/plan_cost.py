@@ -474,8 +474,15 @@ def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placeme
     """Seconds that a device computes in one execution of an operation that reads and writes `memory` bytes."""
     if not rule.is_heavy:
         return light_seconds(memory, mesh)
-    shared = shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh)) if rule.flops else 1.0
-    return float(heavy_seconds(rule.flops / shared, memory, mesh, work_dtype(eqn), rule.passes))
+    flops = device_flops(eqn, rule, placements, mesh)
+    return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes))
+
+
+def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
+    """Floating-point operations of a device in one execution of an operation."""
+    if not rule.flops:
+        return 0.0
+    return rule.flops / shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh))
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
