@@ -12,6 +12,7 @@ import functools
 import gc
 import math
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ import shardc.machine.topology
 from shardc.machine.topology import Fabric
 from tests import turns
 from tests.releases import IS_OLDEST, OLDEST
+from tests.runtime import watchdog
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,6 +87,12 @@ def meshes_as_they_were():
     for table, then in zip(tables, before, strict=True):
         table.clear()
         table.update(then)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_other_files():
+    watchdog.OTHERS.clear()
+    watchdog.OTHERS.update(threading.enumerate())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,10 @@ def within(seconds, fn, *args):
     return value
 
 
+OTHERS = set()
+"""The threads that were there when the tests of this file began: functions of other files may still be alive."""
+
+
 def actor_threads():
-    """The threads of executors."""
-    return [t for t in threading.enumerate() if ": actor" in t.name]
+    """The threads of executors that tests of this file have made."""
+    return [t for t in threading.enumerate() if ": actor" in t.name and t not in OTHERS]

@@ -16,6 +16,7 @@ from shardc.sbp import rules
 from shardc.sbp.piece import mask_padding
 from shardc.sbp.placement import P, Placement, S
 from shardc.sbp.signature import Site, bind_same, find_rule, rule_names, signatures
+from tests.releases import IS_OLDEST
 from tests.sbp.cases import CASES, INTO_ROWS, ROWS, TAME, primitive_of
 from tests.sbp.harness import Equation, equation_of, placements_of, prove
 
@@ -85,7 +86,8 @@ def test_signatures_of_two_axes(name: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(rule_names()) == {_equation(name).op.name for name in CASES}
+    cases = {_equation(name).op.name for name in CASES}
+    assert cases <= set(rule_names()) and (IS_OLDEST or cases == set(rule_names()))  # it has not all primitives
 
 
 REDUCTIONS = (lax.reduce_sum, lax.reduce_max)
