@@ -49,7 +49,7 @@ letters: 2F0 is stage 2, forward, microbatch 0; B a full backward, I the input g
 example: python -m shardc schedule zb-h1 --stages 4 --microbatches 16
 """
 _RANKS, _MICROBATCHES = 4, 8
-"""What a schedule that is named as an argument is shown for, if nothing else is said."""
+"""The ranks and microbatches that a schedule is shown for by default, if it is named as an argument."""
 _NO_REGISTERS: Final = """\
 The pipeline deadlocks: rank {0} waits for itself. It is at 0F0, its first action, and waits for a register of its own
 stash, which has none. Each stash and each edge needs at least 1 register; --credits auto finds the fewest that keep the

@@ -32,7 +32,7 @@ def arrives(x: Any) -> bool:
 
 
 def arrived(x: FarArray, value: NDArray[Any]) -> FarArray:
-    """The same remote array, with the value that this island has received."""
+    """A copy of the remote array with the value that this island has received."""
     return FarArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
 
 

@@ -57,7 +57,7 @@ EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
 arrays need none."""
 
 _ABOUT: Final = """\
-Formula of an example of one of the primitives: dimensions that may be split, operands -> results; _ stays whole. Behind
+A formula is that of one example call: dimensions that may be split, operands -> results; _ stays whole. Behind
 it are the partial values that splits of summed dimensions leave, and the dimensions along which pieces communicate."""
 
 

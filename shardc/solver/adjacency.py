@@ -56,7 +56,7 @@ class Adjacency:
         return np.arange(which.size) + np.repeat(self.start[variables] - (np.cumsum(degree) - degree), degree), which
 
     def without(self, gone: NDArray[np.bool_]) -> Adjacency:
-        """The same variables without the edges from or to those that are marked as `gone`."""
+        """A graph of the same variables without the edges from or to those that are marked as `gone`."""
         kept = ~(gone[self.source] | gone[self.other])
         return Adjacency(_before(kept)[self.start], self.other[kept], self.table[kept])
 

@@ -3,20 +3,20 @@
 from shardc.launch.job import Job, Script
 from shardc.runtime.cluster import RunConfig
 
-SEAT = RunConfig(1, 4, 2, "unix:/tmp/x/store", bytes(range(32)), "unix:/tmp/x/1", 3, 2, 5.0, 60.0)
+CONFIG = RunConfig(1, 4, 2, "unix:/tmp/x/store", bytes(range(32)), "unix:/tmp/x/1", 3, 2, 5.0, 60.0)
 
 
 def test_a_job_is_one_line_of_text():
-    job = Job(SEAT, 2, "/cache", "0,1", "/private", "/log")
+    job = Job(CONFIG, 2, "/cache", "0,1", "/private", "/log")
     text = job.to_json()
     assert "\n" not in text
     assert Job.from_json(text) == job
 
 
 def test_a_job_without_the_secret():
-    text = Job(SEAT).to_json(secret=False)
-    assert SEAT.secret.hex() not in text
-    assert Job.from_json(text, SEAT.secret) == Job(SEAT)
+    text = Job(CONFIG).to_json(secret=False)
+    assert CONFIG.secret.hex() not in text
+    assert Job.from_json(text, CONFIG.secret) == Job(CONFIG)
 
 
 def test_the_environment_of_devices():
