@@ -49,7 +49,7 @@ SECONDS: Final = 600.0
 GRACE: Final = 30.0
 """Seconds for which a loop that failed waits for its last checkpoint."""
 HURRY: Final = 3.0
-"""The same number of seconds for a run that is interrupted, as by Ctrl-C."""
+"""Seconds for which a loop that is interrupted, as by Ctrl-C, waits for its last checkpoint."""
 APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
