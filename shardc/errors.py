@@ -53,13 +53,15 @@ class PipelineTaskError(StepFailedError):
       actor: number of the actor that ran it.
       label: of the step, such as the Action `2F0`.
       source: origin of the task; empty if unknown.
+      round: of the run; 0 in a call of a pipeline.
     """
 
-    def __init__(self, message: str, actor: int, label: object, source: str) -> None:
+    def __init__(self, message: str, actor: int, label: object, source: str, round: int = 0) -> None:
         super().__init__(message)
         self.actor = actor
         self.label = label
         self.source = source
+        self.round = round
 
 
 class ClusterError(ShardcError, RuntimeError):

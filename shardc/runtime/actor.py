@@ -4,6 +4,9 @@ An actor runs its steps in one fixed order. Its next step may fire when every me
 every channel that it gives to has a free register. A register is taken when the producing step starts and given back
 when the consuming step ends: this is credit-based flow control, as in OneFlow (Yuan et al. 2021, section 4).
 
+A network is periodic: its steps are those of one period of a round or more, which is run any number of times. A call of
+a pipeline is one round.
+
 The machine has no clock and no threads. Its driver decides what a message carries: the time of arrival in the simulator
 (`shardc.pipeline.schedule.simulate`), an array in the executor (`shardc.runtime.executor`), nothing where only the
 order matters (`shardc.runtime.deadlock`). An actor has no choices, so its behaviour does not depend on speed: a network
@@ -12,7 +15,7 @@ either finishes under every timing or stops at the same steps under every timing
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -20,7 +23,8 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 T = TypeVar("T")
 
 Message: TypeAlias = tuple[int, Hashable]
-"""Channel number, key. The key (the microbatch) tells the messages of a channel apart."""
+"""Channel number, key. The key (the microbatch) tells the messages of a channel in one period apart; those of later
+periods follow them in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class Channel:
       source, target: actor numbers; equal for what an actor keeps for itself (a stash).
       registers: the number of messages that may be in transit or in use at once; None: no bound.
       bytes: size of one message.
+      delay: the rounds by which messages are late: a step of round r takes what was given in round r - delay. What is
+        taken in the first rounds is in the channel when a run begins, and occupies registers.
     """
 
     name: str
@@ -39,6 +45,7 @@ class Channel:
     target: int
     registers: int | None = None
     bytes: int = 0
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +55,13 @@ class Step:
     Attributes:
       label: an Action (`2F0`) or any text (`U0`).
       takes, gives: messages. A consumer may take them in another order than they were made.
+      round: its round within the period.
     """
 
     label: Hashable
     takes: tuple[Message, ...] = ()
     gives: tuple[Message, ...] = ()
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,25 @@ class Network:
 
     Every message is given by one step, of its channel's source, and taken by one step, of its channel's target:
     `check_network` lists what violates this.
+
+    Attributes:
+      actors: the steps of one period.
+      period: its rounds.
     """
 
     actors: tuple[tuple[Step, ...], ...]
     channels: tuple[Channel, ...]
+    period: int = 1
+
+    def first_messages(self) -> list[Message]:
+        """The messages that are in delayed channels when a run begins, each channel's in the order of their rounds."""
+        late = {i: c.delay for i, c in enumerate(self.channels) if c.delay}
+        if not late:
+            return []
+        taken = [(step.round, m) for steps in self.actors for step in steps for m in step.takes if m[0] in late]
+        periods = range(-(-max(late.values()) // self.period))
+        dated = sorted((k * self.period + r, i) for k in periods for i, (r, _) in enumerate(taken))
+        return [taken[i][1] for r, i in dated if r < late[taken[i][1][0]]]
 
     def with_registers(self, registers: Sequence[int | None]) -> Network:
         """This network with other numbers of registers, one for each channel."""
@@ -79,10 +103,18 @@ class Span(NamedTuple):
     label: Hashable
     start: float
     end: float
+    round: int = 0
 
 
 class Actor(Generic[T]):
     """The state of one actor: its next step, the messages that have arrived, its free registers.
+
+    Attributes:
+      position: of the next step, in the period.
+      period: of the next step.
+      fired: the number of steps fired.
+      step: the next step; None when all rounds are done.
+      rounds: the rounds to run.
 
     Example:
       >>> net = Network(((Step("give", (), ((0, "x"),)),), (Step("take", ((0, "x"),)),)), (Channel("c", 0, 1, 1),))
@@ -94,22 +126,51 @@ class Actor(Generic[T]):
       (True, (['value'], []), None)
     """
 
-    __slots__ = ("_free", "_held", "_inbox", "_steps", "number", "position", "step")
+    __slots__ = (
+        "_free", "_held", "_inbox", "_later", "_length", "_steps", "_whole", "fired", "number", "period", "position",
+        "rounds", "step",
+    )  # fmt: skip
 
-    def __init__(self, net: Network, number: int, free: T) -> None:
-        """`free` is the value that a register carries before its first use (the time 0 in the simulator)."""
+    def __init__(self, net: Network, number: int, free: T, rounds: int | None = None) -> None:
+        """
+        Args:
+          net: the network.
+          number: the actor's.
+          free: the value that a register carries before its first use (the time 0 in the simulator).
+          rounds: to run; None: one period. The driver delivers `net.first_messages()`.
+        """
         self.number = number
-        self.position = 0
+        self.position = self.period = self.fired = 0
         self._steps = net.actors[number]
-        self.step: Step | None = self._steps[0] if self._steps else None
-        """The next step; None when all are done."""
+        self._length = net.period
+        self.step: Step | None = None
         self._inbox: dict[Message, T] = {}
+        self._later: dict[Message, deque[T]] = {}
+        taken = Counter(c for c, _ in net.first_messages())
         self._free: dict[int, deque[T] | None] = {
-            i: None if c.registers is None else deque([free] * c.registers)
+            i: None if c.registers is None else deque([free] * (c.registers - taken[i]))
             for i, c in enumerate(net.channels)
             if c.source == number
         }
         self._held: list[T] = []
+        self.run_until(net.period if rounds is None else rounds)
+
+    @property
+    def round(self) -> int:
+        """The round of the next step; after the last step, the rounds that were run."""
+        return self.rounds if self.step is None else self.period * self._length + self.step.round
+
+    def run_until(self, rounds: int) -> None:
+        """Set the number of rounds to run, counted from the first."""
+        self.rounds = rounds
+        self._whole = rounds // self._length  # periods that are run whole
+        self._find_step()
+
+    def _find_step(self) -> None:
+        steps = self._steps
+        self.step = steps[self.position] if steps else None
+        if self.step is not None and self.period * self._length + self.step.round >= self.rounds:
+            self.step = None
 
     def ready(self) -> bool:
         """Whether the next step may fire. Reserves the registers that it needs as they become free."""
@@ -146,14 +207,43 @@ class Actor(Generic[T]):
         step = self.step
         assert step is not None
         values = [self._inbox.pop(message) for message in step.takes]
+        if self._later:
+            self._refill(step.takes)
         held, self._held = self._held, []
+        self.fired += 1
         self.position += 1
-        self.step = self._steps[self.position] if self.position < len(self._steps) else None
+        if self.position < len(self._steps):
+            self.step = self._steps[self.position]
+        else:
+            self.position = 0
+            self.period += 1
+            self.step = self._steps[0]
+        if self.period >= self._whole:
+            self._find_step()
         return values, held
+
+    def _refill(self, taken: Sequence[Message]) -> None:
+        for message in taken:
+            later = self._later.get(message)
+            if later is not None:
+                self._inbox[message] = later.popleft()
+                if not later:
+                    del self._later[message]
 
     def deliver(self, message: Message, value: T) -> None:
         """Record a message that has arrived."""
-        self._inbox[message] = value
+        if message in self._inbox:
+            self._later.setdefault(message, deque()).append(value)
+        else:
+            self._inbox[message] = value
+
+    def arrived(self) -> dict[Message, list[T]]:
+        """The messages that no step has taken yet, in order."""
+        return {m: [value, *self._later.get(m, ())] for m, value in self._inbox.items()}
+
+    def free_registers(self) -> list[T]:
+        """What the free registers of this actor's bounded channels carry."""
+        return [value for free in self._free.values() if free is not None for value in free]
 
     def credit(self, channel: int, value: T) -> None:
         """Record that a register of a bounded channel that this actor gives to is free again."""
@@ -193,6 +283,18 @@ def check_network(net: Network) -> list[str]:
         f'channel {i} "{c.name}" has {c.registers} registers; it needs at least 1 (None: no bound).'
         for i, c in enumerate(net.channels)
         if c.registers is not None and c.registers < 1
+    ]
+    first = Counter(c for c, _ in net.first_messages())
+    wrong += [
+        f'channel {i} "{c.name}" has {c.registers} registers, and {first[i]} messages when a run begins: it needs at '
+        f"least {first[i]}."
+        for i, c in enumerate(net.channels)
+        if c.registers is not None and 1 <= c.registers < first[i]
+    ]
+    wrong += [
+        f'channel {i} "{c.name}" has a delay of {c.delay} rounds; it has to be 0 or more.'
+        for i, c in enumerate(net.channels)
+        if c.delay < 0
     ]
     return wrong if _fits(net) else wrong + _wrong_messages(net)
 

@@ -1,7 +1,9 @@
 """Deadlock detection before the run: the actors run without a clock until they end or stop.
 
 The actors of a network have no choices, so the point where they stop does not depend on speed: one run without a clock
-decides for all runs (Kahn 1974, The semantics of a simple language for parallel programming).
+decides for all runs (Kahn 1974, The semantics of a simple language for parallel programming). One period decides for all
+of them: after it every channel holds as many messages as before (Lee and Messerschmitt 1987, Static scheduling of
+synchronous data flow programs).
 """
 
 from __future__ import annotations
@@ -88,9 +90,10 @@ class Deadlock:
     def _for_register(self, wait: ActorWait) -> str:
         channel = self.network.channels[wait.channel]
         source, target = self.network.actors[wait.actor], self.network.actors[channel.target]
-        given = [m for s in source[: self.positions[wait.actor]] for m in s.gives if m[0] == wait.channel]
-        taken = {m for s in target[: self.positions[channel.target]] for m in s.takes}
-        held = [m for m in given if m not in taken]
+        held = [m for m in self.network.first_messages() if m[0] == wait.channel]
+        held += [m for s in source[: self.positions[wait.actor]] for m in s.gives if m[0] == wait.channel]
+        for m in (m for s in target[: self.positions[channel.target]] for m in s.takes if m[0] == wait.channel):
+            held.remove(m)
         me = f'actor {wait.actor} is at {wait.label} and waits for a register of "{channel.name}"'
         if not held:
             at_once = sum(m[0] == wait.channel for m in source[self.positions[wait.actor]].gives)
@@ -184,15 +187,17 @@ def _stop_of(net: Network) -> Deadlock | None:
     actors = run_without_time(net)
     if all(a.step is None for a in actors):
         return None
-    return Deadlock(net, tuple(a.position for a in actors), _cycle(net, actors))
+    return Deadlock(net, tuple(a.fired for a in actors), _cycle(net, actors))
 
 
 def run_without_time(net: Network) -> list[Actor[None]]:
-    """All actors, each run as far as it can go."""
+    """All actors, each run as far as it can go in one period."""
     actors: list[Actor[None]] = [Actor(net, a, None) for a in range(len(net.actors))]
     source = [c.source for c in net.channels]
     target = [c.target for c in net.channels]
     bounded = [c.registers is not None for c in net.channels]
+    for message in net.first_messages():
+        actors[target[message[0]]].deliver(message, None)
     queue = deque(actors)
     waiting = [False] * len(actors)  # not in the queue
     while queue:

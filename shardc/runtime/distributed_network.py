@@ -181,6 +181,9 @@ class DistributedNetwork:
                     self._message(peer, frame)
                 case FrameKind.CREDIT:
                     self._credit(peer, frame)
+                case FrameKind.END:
+                    for mailbox in dict.fromkeys(self._mailboxes.values()):
+                        mailbox.end(frame.run, frame.key)
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
                 case FrameKind.OPEN:
@@ -394,6 +397,10 @@ class _FarPort:
     def credit(self, run: int, channel: int) -> None:
         for link in self._links:
             link.send(Frame(FrameKind.CREDIT, self._network.number, run, channel))
+
+    def end(self, run: int, rounds: int) -> None:
+        for link in self._links:
+            link.send(Frame(FrameKind.END, self._network.number, run, 0, rounds))
 
     def stop(self, run: int, why: Exception) -> None:
         self._network.stop(run, why)

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_offenders
-from shardc.runtime.actor import Channel, Network, Span
+from shardc.runtime.actor import Channel, Message, Network, Span
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 from shardc.runtime.stalls import StallWatch
 from shardc.runtime.window import LaunchLimit, LaunchWindow
-from shardc.runtime.worker import Task, ThreadShare, Transport, Worker
+from shardc.runtime.worker import RoundsEnded, RunOrder, Task, ThreadShare, Transport, Worker
 
-__all__ = ["Executor", "LaunchLimit", "ProcessShare", "Task", "Tasks", "Threads"]
+__all__ = ["Executor", "LaunchLimit", "ProcessShare", "RoundsEnded", "Task", "Tasks", "Threads"]
 
 Tasks: TypeAlias = Mapping[Hashable, Task] | Callable[[Hashable], Task]
 
@@ -112,13 +112,28 @@ class Executor:
         self._patience, self._look = share.patience, share.look
         self.runs = 0
         """The number of the last run."""
+        self._is_late = any(c.delay for c in net.channels)
+        self.left: dict[Message, list[Any]] = {}
+        """The messages that the last run left in delayed channels of this process, each one's in order: the first ones
+        of a run that goes on from it."""
         self._running = threading.Lock()
         for w, s in zip(self._workers, shares, strict=True):
             w.start(f"{threads.name}: actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}")
         self._finalizer = weakref.finalize(self, _close, self._workers)
 
-    def run(self, *, record: bool = False) -> list[Span]:
+    def run(
+        self,
+        *,
+        record: bool = False,
+        rounds: int | None = None,
+        first: Mapping[Message, Sequence[Any]] | None = None,
+    ) -> list[Span]:
         """Run all steps of the actors of this process, and return when the last one is launched.
+
+        Args:
+          record: whether to keep the times of all steps.
+          rounds: to run, unless a task ends the run before with `RoundsEnded`. None: one period.
+          first: the values of `net.first_messages()`, each message's in order.
 
         Returns:
           with `record`, the host times of all steps by actor, in seconds of `time.perf_counter`: from the arrival of
@@ -136,7 +151,7 @@ class Executor:
             if not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor is closed.")
             self.runs += 1
-            return self._run(self.runs, record)
+            return self._run(RunOrder(self.runs, record, rounds, first or {}))
         finally:
             self._running.release()
 
@@ -158,9 +173,9 @@ class Executor:
         finally:
             self._running.release()
 
-    def _run(self, run: int, record: bool) -> list[Span]:
-        interrupt = self._wait_for_workers(run, record)
-        spans, failed, stopped = self._collect(run)
+    def _run(self, order: RunOrder) -> list[Span]:
+        interrupt = self._wait_for_workers(order)
+        spans, failed, stopped = self._collect(order.run)
         try:
             if interrupt is not None:
                 raise interrupt
@@ -186,7 +201,7 @@ class Executor:
             return PeerLostError(f"{why}{waits}", why.process)
         return PipelineError(f"{why}{waits}")
 
-    def _wait_for_workers(self, run: int, record: bool) -> BaseException | None:
+    def _wait_for_workers(self, order: RunOrder) -> BaseException | None:
         """Order a run and wait until it has ended in all threads. Returns the exception that interrupted the wait."""
         interrupt: BaseException | None = None
         ordered = False
@@ -195,17 +210,17 @@ class Executor:
                 try:
                     if not ordered:  # a worker ignores an order that comes twice
                         for w in self._workers:
-                            w.orders.put((run, record))
+                            w.orders.put(order)
                         ordered = True
-                    self._wait_patiently(run)
+                    self._wait_patiently(order.run)
                     return interrupt
                 except BaseException as error:  # KeyboardInterrupt, at any line
                     if interrupt is not None:  # the second one: the user does not wait for a task that hangs
                         for w in self._workers:
-                            w.abandoned = w.done < run
+                            w.abandoned = w.done < order.run
                         raise
                     interrupt = error
-                    stop_all(self._ports.values(), run, PipelineError(f"the run was interrupted: {error!r}."))
+                    stop_all(self._ports.values(), order.run, PipelineError(f"the run was interrupted: {error!r}."))
         finally:
             del interrupt  # this frame and the exception would hold each other
 
@@ -228,14 +243,18 @@ class Executor:
                     since = monotonic()
 
     def _collect(self, run: int) -> tuple[list[Span], list[PipelineTaskError], bool]:
-        """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""
+        """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped. What
+        delayed channels hold at its end is left in `left`."""
         spans = [span for w in self._workers for span in w.spans]
         failed = _first_cause(self._net, sorted((f for w in self._workers for f in w.failures), key=lambda f: f[0]))
         stopped = any(w.stopped for w in self._workers)
+        self.left = {}
         for w in self._workers:
             w.spans, w.failures = [], []
             if failed or stopped:
                 w.mailbox.clear(run)
+            elif self._is_late:
+                self.left |= w.take_left(run)
         return spans, failed, stopped
 
     def watch(self) -> StallWatch:

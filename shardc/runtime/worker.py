@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -36,6 +36,35 @@ class Task:
     settled: bool = False
 
 
+class RoundsEnded(Exception):
+    """Raised by a task whose source has no more: the run ends as if it had been asked for fewer rounds.
+
+    Attributes:
+      rounds: the rounds that are complete.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__(f"the run ends after {rounds} rounds")
+        self.rounds = rounds
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The order to run a network.
+
+    Attributes:
+      run: number of the run.
+      record: whether to keep spans.
+      rounds: None: one period.
+      first: the values of `net.first_messages()`, by message in order.
+    """
+
+    run: int
+    record: bool = False
+    rounds: int | None = None
+    first: Mapping[Message, Sequence[Any]] = field(default_factory=dict[Message, Sequence[Any]])
+
+
 class _ActorState:
     """The state of one actor in its thread."""
 
@@ -44,8 +73,8 @@ class _ActorState:
         self.routes: list[_StepRoute] = []
         self.rewind()
 
-    def rewind(self) -> None:
-        self.actor: Actor[Any] = Actor(self.net, self.number, None)
+    def rewind(self, rounds: int | None = None) -> None:
+        self.actor: Actor[Any] = Actor(self.net, self.number, None, rounds)
         self.prepared = False
         self.changed = True
         """Whether a message or credit has come since the actor was last found stuck."""
@@ -113,7 +142,7 @@ class Worker:
         reports: SimpleQueue[None],
     ) -> None:
         self.mailbox = share.mailbox
-        self.orders: SimpleQueue[tuple[int, bool] | None] = SimpleQueue()
+        self.orders: SimpleQueue[RunOrder | None] = SimpleQueue()
         self.thread = threading.Thread()
         self.done = 0
         """The last run that ended; `spans`, `failures` (with their times) and `stopped` are its outcome."""
@@ -164,10 +193,10 @@ class Worker:
     def loop(self) -> None:
         """The body of the thread: executes the ordered runs until the order is None."""
         while (order := self.orders.get()) is not None:
-            run, record = order
-            if run > self.done:
-                self._run(run, record)
-                self._report(run)
+            if order.run > self.done:
+                self._run(order)
+                self._report(order.run)
+            del order  # it holds values
         self.stopped = True
         self._report(ALL_RUNS)  # for a caller that waits for a run ordered too late
 
@@ -176,8 +205,31 @@ class Worker:
         self.abandoned = False
         self._reports.put(None)
 
-    def _run(self, run: int, record: bool) -> None:
+    def end(self, rounds: int) -> None:
+        """End the current run after fewer rounds."""
+        for state in self._here.values():
+            state.actor.run_until(min(rounds, state.actor.rounds))
+
+    def take_left(self, run: int) -> dict[Message, list[Any]]:
+        """The messages of delayed channels that a run has left. For another thread, once the run has ended in all."""
+        left: dict[Message, list[Any]] = {}
+        while not self.mailbox.empty:
+            self.mailbox.feed(run, self)
+        for state in self._states:
+            left |= state.actor.arrived()
+            state.rewind()
+        return left
+
+    def _run(self, order: RunOrder) -> None:
+        run, record = order.run, order.record
         self.spans, self.failures, self.stopped, self.waits = [], [], False, []
+        for state in self._states:
+            state.rewind(order.rounds)
+        for message, values in order.first.items():
+            if self._net.channels[message[0]].target in self._here:
+                for value in values:
+                    self.deliver(message, value)
+        del order
         self.mailbox.open(run, self)
         left = [p for p in self._states if p.actor.step is not None]
         while left and not self.failures:
@@ -197,7 +249,7 @@ class Worker:
         for state in self._states:
             if self.stopped or self.failures:
                 self._drain(state)
-            state.rewind()  # a failed run may have left messages
+                state.rewind()  # of the messages that it has left
 
     def _wait(self, states: Sequence[_ActorState], run: int, record: bool) -> None:
         """Wait until one of these stuck actors may go on: for a launched step, else for a message or credit."""
@@ -248,7 +300,7 @@ class Worker:
         actor = state.actor
         route = state.routes[actor.position]
         task = route.task
-        label, source = route.who
+        label, source, at = *route.who, actor.round
         if self.failures:
             return False
         try:
@@ -261,20 +313,24 @@ class Worker:
                 assert state.window is not None
                 state.changed = wait or state.window.may_go_on
                 if state.changed:
-                    label, source = state.window.oldest
+                    label, source, at = state.window.oldest
                     state.window.make_room()
             if not state.changed:
                 return False
-            label, source = route.who
+            label, source, at = *route.who, actor.round
             begin = perf_counter()
-            end = self._launch(state, route, run)
+            end = self._launch(state, route, run, at)
+        except RoundsEnded as ended:
+            for port in self._ports.values():
+                port.end(run, ended.rounds)
+            return False
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
-            self._fail(run, _task_error(error, state.number, label, source))
+            self._fail(run, _task_error(error, state.number, label, source, at))
             return False
         state.prepared = False
         self.fired += 1
         if record:
-            self.spans.append(Span(state.number, label, begin, end))
+            self.spans.append(Span(state.number, label, begin, end, at))
         return True
 
     def _fail(self, run: int, failure: PipelineTaskError) -> None:
@@ -287,10 +343,10 @@ class Worker:
         """Wait for the launched steps of a failed run. One of them may be the first cause."""
         earlier = None if state.window is None else state.window.drain()
         if earlier is not None:
-            (label, source), error = earlier
-            self.failures.append((float("inf"), _task_error(error, state.number, label, source)))
+            (label, source, at), error = earlier
+            self.failures.append((float("inf"), _task_error(error, state.number, label, source, at)))
 
-    def _launch(self, state: _ActorState, route: _StepRoute, run: int) -> float:
+    def _launch(self, state: _ActorState, route: _StepRoute, run: int, at: int) -> float:
         """Run a step. Returns its end, read before the registers go back: their next users start later."""
         values, _ = state.actor.fire()
         given = route.task.run(values)
@@ -302,7 +358,7 @@ class Worker:
         for i, move in route.moves:
             given[i] = move(given[i])
         if state.window is not None:
-            state.window.add(route.who, given, tokens)
+            state.window.add((*route.who, at), given, tokens)
         given.reverse()
         for reader, message in route.sends:  # keep no reference: the taker may finish before this thread continues
             if isinstance(reader, _ActorState):
@@ -322,7 +378,7 @@ def _since(state: _ActorState) -> float:
     return 0.0 if state.window is None else state.window.since
 
 
-def _task_error(error: BaseException, actor: int, label: Hashable, source: str) -> PipelineTaskError:
+def _task_error(error: BaseException, actor: int, label: Hashable, source: str, at: int) -> PipelineTaskError:
     """The error of a failed task, without the runtime's frames: they would keep values alive with the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
@@ -334,6 +390,7 @@ def _task_error(error: BaseException, actor: int, label: Hashable, source: str) 
         actor,
         label,
         source,
+        at,
     )
     failure.__cause__ = error.with_traceback(trace)
     return failure
