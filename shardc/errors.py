@@ -84,6 +84,30 @@ class PeerLostError(StepFailedError):
         self.process = process
 
 
+class FlowError(ShardcError, ValueError):
+    """An invalid dataflow: a round that no order of rounds can run, a node whose result is not what it declared."""
+
+
+class RoundFailedError(StepFailedError):
+    """A dataflow that failed while it ran; the exception of its node is the cause.
+
+    Attributes:
+      node: the name of the node that failed.
+      round: the round that it was in.
+      rounds: the rounds that were complete.
+      state: the state after them; None if a part of it is lost.
+      given: what each of them gave.
+    """
+
+    def __init__(self, message: str, node: str, round: int, rounds: int, state: object, given: object) -> None:
+        super().__init__(message)
+        self.node = node
+        self.round = round
+        self.rounds = rounds
+        self.state = state
+        self.given = given
+
+
 class CheckpointError(ShardcError, RuntimeError):
     """A checkpoint that cannot be written, or one that does not hold the state that is asked for."""
 
