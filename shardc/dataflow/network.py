@@ -14,6 +14,7 @@ from shardc.dataflow.round import Fixed, Node, Origin, Round
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError
+from shardc.machine.mesh import AnyMesh
 from shardc.runtime.actor import Channel, Message, Network, Step
 
 MOST_STEPS: Final = 100_000
@@ -223,7 +224,7 @@ class FlowNetwork:
         here, there = edge.places(move)
         if here.mesh is None or there.mesh is None:
             return there.mesh is None
-        return bool(_devices(here) & _devices(there))
+        return bool(devices_of(here.mesh) & devices_of(there.mesh))
 
     # -- the network
 
@@ -260,8 +261,8 @@ class FlowNetwork:
                 yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
 
 
-def _devices(place: Place) -> frozenset[Any]:
-    mesh = place.mesh
+def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
+    """The devices of a mesh; of one without devices, the mesh itself."""
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
 
 
@@ -269,7 +270,7 @@ def _rows(nodes: Sequence[Node]) -> list[list[Node]]:
     """The nodes of each actor: those whose meshes share devices are together, in the order of calls."""
     rows: list[tuple[set[Any], list[Node]]] = []
     for node in nodes:
-        devices = {d for m in node.work.meshes for d in _devices(Place(m))}
+        devices = {d for m in node.work.meshes for d in devices_of(m)}
         key = devices if node.work.actor is None else {node.work.actor}
         touched = [row for row in rows if key and row[0] & key]
         merged = {d for known, _ in touched for d in known} | key, [n for _, ns in touched for n in ns] + [node]

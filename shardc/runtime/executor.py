@@ -257,6 +257,10 @@ class Executor:
                 self.left |= w.take_left(run)
         return spans, failed, stopped
 
+    def is_stopping(self) -> bool:
+        """Whether the current run is being abandoned: for a task that waits for something else than messages."""
+        return any(w.mailbox.why_stopped(self.runs) is not None for w in self._workers)
+
     def watch(self) -> StallWatch:
         """A watch that finds stalled actors. It does not keep the executor alive."""
         return StallWatch(self._workers)
