@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from shardc.errors import PipelineError
 
-
 Launched: TypeAlias = tuple[Hashable, str, int]
 """Label, source and round of a launched step."""
 
