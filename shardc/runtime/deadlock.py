@@ -198,9 +198,9 @@ def _stop_of(net: Network) -> Deadlock | None:
     return Deadlock(net, tuple(a.fired for a in actors), _cycle(net, actors))
 
 
-def run_without_time(net: Network) -> list[Actor[None]]:
-    """All actors, each run as far as it can go in one period."""
-    actors: list[Actor[None]] = [Actor(net, a, None) for a in range(len(net.actors))]
+def run_without_time(net: Network, rounds: int | None = None) -> list[Actor[None]]:
+    """All actors, each run as far as it can go in some rounds; None: one period."""
+    actors: list[Actor[None]] = [Actor(net, a, None, rounds) for a in range(len(net.actors))]
     source = [c.source for c in net.channels]
     target = [c.target for c in net.channels]
     bounded = [c.registers is not None for c in net.channels]

@@ -233,10 +233,13 @@ class Worker:
     def _run(self, order: RunOrder) -> None:
         run, record = order.run, order.record
         self._begin(order)
-        left = [p for p in self._states if p.unfinished]
-        while left and not self.failures:
+        left = self._states
+        while not self.failures:
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
+            left = [p for p in left if p.unfinished]
+            if not left:
+                break
             if self.mailbox.why_stopped(run) is not None:
                 self.stopped = True
                 self.waits = [self._wait_text(p) for p in left]
@@ -247,7 +250,6 @@ class Worker:
                     ran |= self._advance(state, run, record, wait=False)
             if not ran and not self.failures:
                 self._wait(left, run, record)
-            left = [p for p in left if p.unfinished]
         self._finish()
 
     def _begin(self, order: RunOrder) -> None:
