@@ -3,10 +3,10 @@
 from shardc.runtime.actor import Channel, Network, Step
 
 
-def build(actors, channels):
-    """`actors`: for each a list of (label, "messages taken", "messages given"), a message being `channel.key`.
+def build(actors, channels, **options):
+    """`actors`: for each a list of (label, "messages taken", "messages given"[, round]), a message being `channel.key`.
 
-    `channels`: name -> (source, target[, registers[, bytes]]).
+    `channels`: name -> (source, target[, registers[, bytes[, delay]]]).
     """
     numbers = {name: i for i, name in enumerate(channels)}
 
@@ -14,8 +14,32 @@ def build(actors, channels):
         return tuple((numbers[m.split(".")[0]], m.split(".")[1]) for m in text.split())
 
     return Network(
-        tuple(tuple(Step(label, messages(t), messages(g)) for label, t, g in steps) for steps in actors),
+        tuple(tuple(Step(label, messages(t), messages(g), *at) for label, t, g, *at in steps) for steps in actors),
         tuple(Channel(name, *ends) for name, ends in channels.items()),
+        **options,
+    )
+
+
+def looped(delay, registers=None):
+    """Two actors: `a` takes what `b` made some rounds ago."""
+    registers = delay + 1 if registers is None else registers
+    return build(
+        [[("a", "c.0", "d.0")], [("b", "d.0", "c.0")]], {"c": (1, 0, registers, 0, delay), "d": (0, 1, 1)},
+        names=("actor", "learner"), kind="flow",
+    )  # fmt: skip
+
+
+def two_rates(delay):
+    """A period of 6 rounds: `g` runs in each second one, `t` in each third one, and takes what `g` gave so
+    many rounds ago, if it ran then."""
+    gives = {(r - delay) % 6: f"c.{r}" for r in (0, 3)}
+    return build(
+        [
+            [(f"g{r}", "", gives.get(r, ""), r) for r in (0, 2, 4)],
+            [(f"t{r}", f"c.{r}" * ((r - delay) % 2 == 0), "", r) for r in (0, 3)],
+        ],
+        {"c": (0, 1, 2, 0, delay)},
+        period=6,
     )
 
 
@@ -190,7 +214,7 @@ def random_periodic(rng, nodes=5, actors=3):
         for a in range(count)
     ]
     net = Network(tuple(rows), tuple(channels), period)
-    least = 0 if rng.random() < 0.1 else 1
+    least = 0 if rng.random() < 0.2 else 1
     most = [max(least, least * most_between_rounds(net, c)) for c in range(len(channels))]
     return net.with_registers(
         [None if c.registers is None else c.registers + n for c, n in zip(channels, most, strict=True)]
