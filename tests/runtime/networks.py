@@ -185,7 +185,7 @@ def random_periodic(rng, nodes=5, actors=3):
 
     for edge in range(rng.randint(0, 2 * len(every))):
         giver, taker, delay = rng.randrange(len(every)), rng.randrange(len(every)), rng.choice((0, 0, 1, 1, 2, 3))
-        if not delay and (giver == taker or giver > taker and rng.random() < 0.95):
+        if not delay and (giver == taker or (giver > taker and rng.random() < 0.95)):
             giver, taker = min(giver, taker), max(giver, taker)
             if giver == taker:
                 continue
@@ -230,8 +230,11 @@ def most_between_rounds(net, channel):
 
 
 def interpret(net, rounds, work, first=()):
-    """The results of all steps of a run in plain Python, round after round: `work(label, round, values)` gives the value
-    of each message; the first ones have `first[message]`, a list. Returns them by label and round, and what is left."""
+    """The results of all steps of a run in plain Python, round after round, and what is left.
+
+    `work(label, round, values)` gives a result; the k-th message has k times of it. The first messages have
+    `first[message]`, a list.
+    """
     late = {m: list(values) for m, values in dict(first).items()}
     now, results = {}, {}
     for at in range(rounds):

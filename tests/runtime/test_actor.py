@@ -167,7 +167,10 @@ def test_a_step_is_taken_back():
 @pytest.mark.parametrize(
     ("net", "wrong"),
     [
-        (looped(2, registers=1), 'channel 0 "c" has 1 registers, and 2 messages between two rounds: it needs at least 2.'),
+        (
+            looped(2, registers=1),
+            'channel 0 "c" has 1 registers, and 2 messages between two rounds: it needs at least 2.',
+        ),
         (looped(-1, registers=1), 'channel 0 "c" has a delay of -1 rounds; it has to be 0 or more.'),
         (build([[]], {}, period=0), "the period is 0 rounds; it has to be at least 1."),
         (

@@ -96,7 +96,7 @@ def tasks_of(net, log, delays, ends=None):
 
 
 def check_threads(net, rng):
-    """Check a run in threads against plain Python, then one that goes on, one that a source ends, and one that fails."""
+    """Check a run in threads against plain Python, then one that goes on, and one that a source ends."""
     first, log = first_values(net), []
     threads = Threads(rng.choice((None, 1, 2)))
     rounds = rng.randint(0, 4 * net.period + 3)
