@@ -156,7 +156,7 @@ class Executor:
                 raise PipelineError("Executor.run: the executor is closed.")
             given = self._first_of(first or {}, rounds)
             del first  # the values go as they are taken
-            self.left = {}
+            self.left, self.rounds = {}, self._net.period if rounds is None else rounds
             self.runs += 1
             return self._run([RunOrder(self.runs, record, rounds, f) for f in given])
         finally:
@@ -270,7 +270,7 @@ class Executor:
         spans = [span for w in workers for span in w.spans]
         failed = _first_cause(self._net, sorted((f for w in workers for f in w.failures), key=lambda f: f[0]))
         stopped = any(w.stopped for w in workers)
-        self.rounds = min((w.rounds for w in workers), default=0)
+        self.rounds = min([self.rounds, *(w.rounds for w in workers)])
         left = {m: values for w in workers for m, values in w.left.items()}
         if not failed and not stopped:
             counts = ((m, late.waiting(self.rounds)) for m, late in self._late.items())
