@@ -126,6 +126,8 @@ class DistributedNetwork:
         """The reasons why runs were stopped."""
         self._reported: set[int] = set()
         """The runs of whose stop the other processes were notified. Kept for ever: each is reported once."""
+        self._ends: dict[int, int] = {}
+        """The rounds after which runs end, where a task has ended them."""
         self._parts: dict[tuple[int, int, int], dict[int, deque[Packed]]] = {}
         """By run, channel and key the parts that have come from each process, those of later rounds behind."""
         self._joining: set[tuple[int, int, int]] = set()
@@ -186,8 +188,7 @@ class DistributedNetwork:
                 case FrameKind.CREDIT:
                     self._credit(peer, frame)
                 case FrameKind.END:
-                    for mailbox in dict.fromkeys(self._mailboxes.values()):
-                        mailbox.end(frame.run, frame.key)
+                    self.end(frame.run, frame.key)
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
                 case FrameKind.OPEN:
@@ -316,6 +317,17 @@ class DistributedNetwork:
             return
         self._stop_all(run, why, self._reported_as(why))
 
+    def end(self, run: int, rounds: int) -> None:
+        """End a run after fewer rounds, in all processes."""
+        with self._changed:
+            if self._ends.get(run, rounds + 1) <= rounds:
+                return
+            self._ends[run] = rounds
+        for mailbox in dict.fromkeys(self._mailboxes.values()):
+            mailbox.end(run, rounds)
+        for link in self.links.values():  # as with a stop: some processes have no link to the first one
+            link.send(Frame(FrameKind.END, self.number, run, 0, rounds))
+
     def stop_frame(self, run: int, why: Exception) -> Frame:
         return self._stop_frame(run, self._reported_as(why))
 
@@ -374,6 +386,7 @@ class DistributedNetwork:
             self._credits = {at: counts for at, counts in self._credits.items() if at[0] > run}
             self._stopped = {at: why for at, why in self._stopped.items() if at > run}
             self._parts = {at: parts for at, parts in self._parts.items() if at[0] > run}
+            self._ends = {at: rounds for at, rounds in self._ends.items() if at > run}
             self._joining = {at for at in self._joining if at[0] > run}
 
     def send_value(self, run: int, number: int, peer: int, pack: Callable[[], Packed]) -> None:
@@ -422,8 +435,7 @@ class _FarPort:
             link.send(Frame(FrameKind.CREDIT, self._network.number, run, channel))
 
     def end(self, run: int, rounds: int) -> None:
-        for link in self._links:
-            link.send(Frame(FrameKind.END, self._network.number, run, 0, rounds))
+        self._network.end(run, rounds)
 
     def stop(self, run: int, why: Exception) -> None:
         self._network.stop(run, why)

@@ -811,7 +811,43 @@ def test_an_island_gives_and_takes_rounds(places):
     assert len(givers) == 1 or max(most) > 1
 
 
-def test_a_source_ends_the_run_in_all_processes():
+def test_parts_are_joined_in_order():
+    """The second message is complete in another thread while the first one is unpacked."""
+    net = Network(((Step("give", (), ((0, 0),)),), (Step("take", ((0, 0),)),)), (Channel("c", 0, 1, 5),))
+    first, second = threading.Event(), threading.Event()
+
+    class Waits(Codec):
+        def unpack(self, channel, parts):
+            value = super().unpack(channel, parts)
+            if value[0] == 0:
+                first.set()
+                second.wait(5)
+            return value
+
+    def part(j):
+        return Frame(FrameKind.MESSAGE, 7, 1, 0, 0, *Codec().pack(0, 2, np.full(3, float(j))))
+
+    seen = []
+    tasks = lambda process: lambda label: Task(lambda values: seen.append(values[0][0]) or [])  # noqa: E731
+    with sides_of(net, [[0, 1], [2]], tasks, codec=Waits()) as sides:
+        spread = sides[2].spread
+
+        def of_one():
+            spread.receive(0, part(0))
+
+        def of_other():
+            assert first.wait(5)
+            spread.receive(0, part(1))
+            spread.receive(1, part(1))
+            second.set()
+
+        spread.receive(1, part(0))
+        together(of_one, of_other, lambda: sides[2].executor.run(rounds=2))
+    assert seen == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("without", [(), ((0, 2),)], ids=["all links", "one by one"])
+def test_a_source_ends_the_run_in_all_processes(without):
     """The source in process 0, who takes from it in 1, and one in 2 that needs nobody."""
     net = Network(
         ((Step("read", (), ((0, 0),)),), (Step("train", ((0, 0), (1, 0)), ((1, 0),)),), (Step("log"),)),
@@ -827,7 +863,7 @@ def test_a_source_ends_the_run_in_all_processes():
         counts[label] += 1
         return sum(values, np.ones(3))
 
-    with sides_of(net, [[0], [1], [2]], tasks_of(net, run)) as sides:
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run), without=without) as sides:
         run_rounds(sides, 10_000, [{}, {(1, 0): ones(0)}, {}])
         assert [s.executor.rounds for s in sides] == [5, 5, 5]
         assert counts["read"] == counts["train"] == 5 and counts["log"] < 5000
@@ -836,6 +872,10 @@ def test_a_source_ends_the_run_in_all_processes():
         run_rounds(sides, 3, [{}, sides[1].executor.left, {}])
         assert [s.executor.rounds for s in sides] == [3, 3, 3]
         assert [v[0] for v in sides[1].executor.left[1, 0]] == [16.0]
+        for s in sides:
+            assert s.spread._ends == {1: 5}
+            s.spread.forget(2)
+            assert s.spread._ends == {}
 
 
 def test_several_sources_of_which_one_ends():

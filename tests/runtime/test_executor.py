@@ -11,7 +11,15 @@ import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
 from shardc.runtime.actor import Network, Step
-from shardc.runtime.executor import Executor, LaunchLimit, ProcessShare, RoundsEnded, Task, Threads
+from shardc.runtime.executor import (
+    Executor,
+    LaunchLimit,
+    ProcessShare,
+    RoundsEnded,
+    Task,
+    Threads,
+    _is_before,
+)
 from tests.runtime.networks import build, looped, two_rates
 from tests.runtime.watchdog import actor_threads, within
 
@@ -891,6 +899,30 @@ def test_the_first_cause_of_several_rounds():
         assert caught.value.__notes__ == ["After it actor failed in a of round 3: ValueError: reads a broken value"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "before"),
+    [
+        (("b", 2), ("a", 3), True),
+        (("b", 3), ("a", 3), False),
+        (("a", 3), ("b", 3), True),
+        (("a", 3), ("a", 3), False),
+        (("a", 0), ("b", 900), True),
+        (("b", 900), ("a", 0), False),
+    ],
+)
+def test_which_failure_comes_before_which(one, other, before):
+    errors = [PipelineTaskError("", "ab".index(label), label, "", at) for label, at in (one, other)]
+    assert _is_before(looped(1), *errors) == before
+
+
+def test_which_failure_comes_before_which_with_rates():
+    net = two_rates(delay=2)
+    given = {at: PipelineTaskError("", 0, f"g{at % 6}", "", at) for at in (2, 4, 8, 10)}
+    taken = PipelineTaskError("", 1, "t0", "", 6)  # takes what is given in round 4
+    assert [at for at, error in given.items() if _is_before(net, error, taken)] == [2, 4]
+    assert not any(_is_before(net, taken, error) for error in given.values())
+
+
 class Number:
     """A number that can be watched."""
 
@@ -942,6 +974,26 @@ def test_what_nobody_takes_when_a_source_ends_is_let_go():
     with Executor(net, tasks_for(net, run)) as executor:
         within(5, lambda: executor.run(rounds=9))
         assert len(refs) == 5 and not any(r() for r in refs)
+
+
+def test_what_comes_when_its_taker_has_ended_is_let_go():
+    net = build([[("x", "", "c.0")], [("y", "", "d.0")], [("z", "c.0 d.0", "")]], {"c": (0, 2, 5), "d": (1, 2)})
+    refs, begun = [], threading.Event()
+
+    def run(label, values):
+        if label == "y":
+            begun.wait(5)
+            raise RoundsEnded(0)
+        begun.set()
+        while executor._workers[2].done < executor.runs:
+            time.sleep(0.001)
+        value = Value()
+        refs.append(weakref.ref(value))
+        return [value]
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=9))
+        assert len(refs) == 1 and refs[0]() is None
 
 
 def test_registers_of_a_delayed_channel_are_never_exceeded():
