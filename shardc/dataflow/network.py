@@ -57,14 +57,14 @@ class Edge:
       giver, taker: the nodes.
       delay: in rounds.
       moves: the leaves; none if the taker only waits for the giver.
-      registers: of its channel.
+      registers: of its channel; None: as many as are needed.
     """
 
     giver: Node
     taker: Node
     delay: int
     moves: list[Move] = field(default_factory=list[Move])
-    registers: int = 1
+    registers: int | None = 1
 
     def places(self, move: Move) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
@@ -109,6 +109,8 @@ class FlowNetwork:
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
       ends: the nodes that end a run by having no more.
+      apart: the rounds by which shared states let actors be apart; None: any. If it is 0, no node is in a round that is
+        not in the inputs and in all loaders.
     """
 
     def __init__(self, round: Round, credits: int) -> None:
@@ -119,6 +121,8 @@ class FlowNetwork:
         self.edges = self._edges()
         self.state = [round.origin(v) for v in round.state]
         self.outs: list[Origin | None] = [round.origin(x) if isinstance(x, Value) else None for x in round.outs]
+        bounds = [n.work.apart for n in round.nodes]
+        self.apart = None if None in bounds else max(b for b in bounds if b is not None)
         self.ends = self._ends()
         self._gate()
         self.period = math.lcm(*(n.every for n in round.nodes))
@@ -168,7 +172,7 @@ class FlowNetwork:
 
     def _gate(self) -> None:
         """Let no node begin a round that the run's sources may not have."""
-        for source in self.ends:
+        for source in self.ends if self.apart == 0 else self.ends[:1]:
             reached = self._reached(source)
             for row in self.rows:
                 gated = False
@@ -192,6 +196,8 @@ class FlowNetwork:
         late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
         same = self.actor[edge.giver] == self.actor[edge.taker]
         edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        if edge.giver.number == 0:  # all read the same inputs
+            edge.registers = None if self.apart is None else edge.registers + self.apart
         return edge
 
     def _safe(self, edge: Edge) -> Edge:

@@ -339,7 +339,8 @@ class _Current:
         made = round + 1 - origin.delay
         if made < 0:
             return _known(origin.first[round + 1], first)
-        return self._state[origin.node, origin.index][made]
+        kept = self._state[origin.node, origin.index]
+        return kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)])
 
     def last_complete(self, first: Sequence[Any]) -> tuple[int, list[Any] | None]:
         """The last rounds of which the whole state is there: their number, and the state; None if a part is lost."""

@@ -95,7 +95,7 @@ class Shared:
         read = _Read(self, work.places)
         read.actor = work.actor
         node = round.add(f"{name} seen", read, [], self.avals, 1, source)
-        bound = None if quorum is not None else stale
+        bound = read.apart = None if quorum is not None else stale
         members.append((changed, node))
         read.wanted = (changed.number, bound)
         return self.tree.unflatten(round.values_of(node))
@@ -117,6 +117,7 @@ class Shared:
         read = _Read(self, None)
         read.actor = "shared", id(self), f"read {len(round.nodes)}"
         read.wanted = (None, None if stale is None else stale + 1)
+        read.apart = stale
         return self.tree.unflatten(
             round.values_of(round.add("shared state", read, [], self.avals, 1, compat.users_line()))
         )
@@ -314,6 +315,7 @@ class _Read:
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
+    apart: int | None = 0
 
     def __init__(self, shared: Shared, places: Sequence[Place] | None) -> None:
         self.shared = shared
