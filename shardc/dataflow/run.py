@@ -9,7 +9,10 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import jax
+from jax.sharding import Mesh
 
+from shardc.arrays.far import FarArray, is_small
+from shardc.dataflow.far import FarFlow, process_of_rows, sender
 from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge, devices_of
 from shardc.dataflow.plan import PlannedFlow
@@ -17,7 +20,9 @@ from shardc.dataflow.round import Fixed, Node, Origin
 from shardc.dataflow.shared import Shared, pots, read_only_what_is_used, shared_states
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
-from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
+from shardc.errors import FlowError, PipelineError, PipelineTaskError, RoundFailedError
+from shardc.execute.far_values import bring
+from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
@@ -64,6 +69,8 @@ class FlowRun:
         self._current: _Current | None = None
         self._executor: Executor | None = None
         self._lock = threading.Lock()
+        self._processes = process_of_rows(plan.built)
+        self._far: FarFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         built, nodes = plan.built, plan.nodes
         self._kept_outs: dict[Node, list[int]] = {n: [] for n in nodes}
@@ -74,17 +81,20 @@ class FlowRun:
         self._copied = {(n, i) for n, i in logged if n is not None and built.is_donated(n, i)}
         self._shared = shared_states(nodes)
         self._pots = pots(nodes)
-        self._rounds = 0
-        """The rounds of the current run, as far as they are known."""
         read_only_what_is_used(built)
         self._in_state = {(o.node, o.index) for o in built.state if o.node is not None}
 
     # -- opening
 
     def _opened(self) -> Executor:
+        if self._far is not None and self._far.epoch != self._far.cluster.epoch:
+            self.close()  # other processes were started again
         if self._executor is None:
+            several = set(self._processes) != {me()}
+            far = self._far = FarFlow(self.plan, self._processes, bool(settings()[0])) if several else None
             for node in self.plan.nodes:
-                node.work.begin()
+                if self.is_here(node):
+                    node.work.begin()
             actors = len(self._built.rows)
             edges = {id(c): e for c, e in zip(self.plan.network.channels, self._built.edges, strict=True)}
             self._executor = Executor(
@@ -93,8 +103,15 @@ class FlowRun:
                 transports=lambda c: self._mover(edges[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
+                share=None if far is None else far.share,
             )
+            if far is not None:
+                far.open(self._executor)
         return self._executor
+
+    def is_here(self, node: Node) -> bool:
+        """Whether a node runs in this process."""
+        return self._processes[self._built.actor[node]] == me()
 
     def _locks(self, node: Node) -> list[Any]:
         """The locks of shared states on a node's devices: programs begin in one order on all of them."""
@@ -102,6 +119,10 @@ class FlowRun:
         return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
 
     def _mover(self, edge: Edge) -> Callable[[Any], Any]:
+        if not self.is_here(edge.giver):
+            return _stay
+        if not self.is_here(edge.taker):
+            return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
         move = mover(edge)
         if move is None:
             return _stay
@@ -109,6 +130,9 @@ class FlowRun:
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
+        far, self._far = self._far, None
+        if far is not None:
+            far.close()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
@@ -144,7 +168,6 @@ class FlowRun:
                     made = start(given if on_mesh else on_host(given), round)
                 except StopIteration:
                     if may_end:
-                        self._rounds = min(self._rounds, round)
                         raise RoundsEnded(round) from None
                     raise FlowError(
                         f"{node} has no more in round {round}, and no new state needs it: let it return a value in "
@@ -193,25 +216,75 @@ class FlowRun:
                     raise FlowError(f"{self.plan.round.where}: another flow that is running changes its shared state.")
                 taken.append(shared)
             executor = self._opened()
+            if self._far is not None:
+                state = self._brought(state)
             self._current = current = _Current(self, state, items)
             first = self._first(state, pending)
-            self._rounds = rounds
             for change, pot in self._pots:
                 pot.begin()
-                change.rounds, change.is_stopped = lambda: self._rounds, executor.is_stopping
+                change.rounds, change.is_stopped = executor.known_rounds, executor.is_stopping
             try:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
                 raise self._failure(error, current, state) from error.__cause__
-            complete = min(current.rounds_of(n) for n in self._built.ends)
+            except PipelineError as error:  # another process has stopped the run
+                raise self._far_failure("", 0, str(error)) from None
+            except BaseException as error:
+                executor.abandon(executor.runs, error)
+                raise
+            if self._far is not None and (failed := self._far.outcome(None)) is not None:
+                raise self._far_error(*failed)
+            complete = executor.rounds
+            if self._far is not None:
+                current.share_logs(self._far)
             left = self._pending(executor.left, complete)
             executor.left = {}
-            return current.state(complete - 1, state), Rounds(current.given_in(complete), left, spans)
+            return self._last_state(current, complete - 1, state), Rounds(current.given_in(complete), left, spans)
         finally:
             self._current = None
             for shared in taken:
                 shared.in_use.release()
             self._lock.release()
+
+    def _brought(self, state: Sequence[Any]) -> list[Any]:
+        """The state with those leaves here that several processes read when a run begins."""
+        readers: dict[int, set[int]] = {}
+        for edge in self._built.edges:
+            for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
+                readers.setdefault(i, set()).add(self._processes[self._built.actor[edge.taker]])
+        for node, constants in self._built.constants.items():
+            for i in constants.values():
+                readers.setdefault(i, set()).add(self._processes[self._built.actor[node]])
+        wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
+        found = list(state)
+        for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
+            found[i] = x
+        return found
+
+    def _last_state(self, current: _Current, round: int, first: Sequence[Any]) -> list[Any]:
+        """The state after the last round: of what is in another process its value if it is small."""
+        far = self._far
+        if far is None:
+            return current.state(round, first)
+        origins = list(enumerate(self._built.state))
+        made = {i: o.node for i, o in origins if o.node is not None}
+        here = {i: current.leaf(self._built.state[i], round, first) for i, n in made.items() if self.is_here(n)}
+        avals = {i: v.aval for i, v in enumerate(self.plan.round.state)}
+        sent = {(n.number, i): avals[i] for i, n in made.items() if is_small(avals[i]) or not n.work.meshes}
+        told = far.exchange({(n.number, i): [here[i]] for i, n in made.items() if i in here}, sent)
+        found: list[Any] = []
+        for i, origin in origins:
+            if origin.node is None:
+                found.append(first[origin.index])
+            elif i in here:
+                found.append(here[i])
+            elif (origin.node.number, i) in told:
+                found.append(told[origin.node.number, i][0])
+            else:
+                place = origin.node.work.gives[origin.index]
+                assert isinstance(place.mesh, Mesh) and place.placement is not None
+                found.append(FarArray(avals[i], place.placement, place.mesh))
+        return found
 
     def _pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
         """What delayed channels hold after so many rounds, by channel, in the order in which it would be taken."""
@@ -228,13 +301,18 @@ class FlowRun:
         """What delayed channels hold when a run begins."""
         found: dict[Message, list[Any]] = {}
         count: Counter[int] = Counter()
-        entries = [[self._entry(e, i) for i in range(len(e.moves))] if e.delay else [] for e in self._built.edges]
+        entries = [
+            [self._entry(e, i) for i in range(len(e.moves))] if e.delay and self.is_here(e.taker) else []
+            for e in self._built.edges
+        ]
         messages = self.plan.network.first_messages()
         if pending is not None:
             self._check_pending(messages, pending)
         for message in messages:
             channel, turn = message[0], count[message[0]]
             count[channel] += 1
+            if not self.is_here(self._built.edges[channel].taker):
+                continue
             if pending is not None:
                 found.setdefault(message, []).append(pending[self.plan.network.channels[channel].name][turn])
                 continue
@@ -246,7 +324,7 @@ class FlowRun:
 
     def _check_pending(self, messages: Sequence[Message], pending: Mapping[str, Sequence[Any]]) -> None:
         names = self.plan.network.channels
-        wanted = Counter(names[c].name for c, _ in messages)
+        wanted = Counter(names[c].name for c, _ in messages if self.is_here(self._built.edges[c].taker))
         if wanted != {name: len(values) for name, values in pending.items()}:
             period = self.plan.network.period
             rule = f", or the run that left it was no multiple of {period} rounds" if period > 1 else ""
@@ -259,9 +337,25 @@ class FlowRun:
         to = _entering(place, aval)
         return (lambda x: to(copied(x))) if move.copied else to
 
+    def _far_failure(self, node: str, round: int, text: str) -> RoundFailedError:
+        """The error of a run that failed in one of several processes; all of them raise it."""
+        assert self._far is not None
+        failed = self._far.outcome((node, round, text))
+        assert failed is not None
+        return self._far_error(*failed)
+
+    def _far_error(self, node: str, round: int, text: str) -> RoundFailedError:
+        where = f"{node} failed in round {round}, in " if node else ""
+        return RoundFailedError(
+            f"{self.plan.round.where}: {where}{text}\nThe run has stopped in all processes; go on from a checkpoint.",
+            node, round, 0, None, [],
+        )  # fmt: skip
+
     def _failure(self, error: PipelineTaskError, current: _Current, state: Sequence[Any]) -> RoundFailedError:
         assert isinstance(error.label, Call)
         node = self.plan.nodes[error.label.node]
+        if self._far is not None:
+            return self._far_failure(str(node), error.round, f"{type(error.__cause__).__name__}: {error.__cause__}")
         complete, leaves = current.last_complete(state)
         kept = None if leaves is None else self.plan.round.state_tree.unflatten(leaves)
         cause = error.__cause__
@@ -291,7 +385,7 @@ class _Current:
         self.given: dict[Node, list[Any]] = {}
         for node in run.plan.nodes:
             leaves = [None if isinstance(x, Value) else x for x in node.given]
-            for at, i in run.plan.built.constants[node].items():
+            for at, i in run.plan.built.constants[node].items() if run.is_here(node) else ():
                 leaves[at] = _entering(node.work.takes[at], node.given[at].aval)(state[i])
             self.given[node] = leaves
         inputs = run.plan.nodes[0]
@@ -324,16 +418,18 @@ class _Current:
                     for r in [r for r in kept if r < whole]:
                         del kept[r]
 
-    def rounds_of(self, node: Node) -> int:
-        """The rounds in which a node has given something, of one that runs in each."""
-        return sum(n for label, n in self.fired.items() if isinstance(label, Call) and label.node == node.number)
+    def share_logs(self, far: FarFlow) -> None:
+        """Let all processes know what the rounds gave."""
+        types = {(n.number, i): n.results[i] for n, i in self._logs}
+        found = far.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
+        self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
 
     def state(self, round: int, first: Sequence[Any]) -> list[Any]:
         """The state after a round; -1: before the first one."""
-        return [self._leaf(i, o, round, first) for i, o in enumerate(self._built.state)]
+        return [self.leaf(o, round, first) for o in self._built.state]
 
-    def _leaf(self, i: int, origin: Origin, round: int, first: Sequence[Any]) -> Any:
-        """Leaf i after a round: its origin is what the next round takes."""
+    def leaf(self, origin: Origin, round: int, first: Sequence[Any]) -> Any:
+        """A leaf after a round: its origin is what the next round takes."""
         if origin.node is None:
             return first[origin.index]
         made = round + 1 - origin.delay
