@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StepFailedError,
         TracingError,
     )
+    from shardc.gangs import Gang
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "DisagreementError",
+    "Gang",
     "MemoryLimitError",
     "MeshError",
     "P",
@@ -124,6 +126,7 @@ _MODULES = {
     "CheckpointError": "shardc.errors",
     "ClusterError": "shardc.errors",
     "DisagreementError": "shardc.errors",
+    "Gang": "shardc.gangs",
     "MemoryLimitError": "shardc.plans",
     "MeshError": "shardc.errors",
     "P": "shardc.sbp.placement",
