@@ -8,7 +8,7 @@ begins at the virtual time of the others, so it saves nothing up.
 
 Anticipation (Iyer and Druschel, 2001): a client is away for a moment between two calls. If others always began a
 program then, a large weight would count for little. So the next call of a client that came back at once before is
-waited for, up to a millisecond.
+waited for: as long as its last program costs, but 1 ms at least and 5 ms at most.
 
 In several processes, process 0 decides the order of the programs that run in more than one: it sends the others a
 ticket for each, and they launch in the order of the tickets.
@@ -30,8 +30,9 @@ from shardc.runtime.cluster import Cluster, processes_text
 
 _LEAST: Final = 1e-6
 """The least price of a program in seconds: one that costs nothing would always go next."""
-_PATIENCE: Final = 1e-3
-"""Seconds for which the next call of a client is waited for that came back within this time before."""
+_PATIENCE: Final = 1e-3, 5e-3
+"""The least and the most seconds for which the next call of a client is waited for. Python may keep a thread away for 5
+ms while another one computes."""
 _LOG: Final = 10_000
 """The most entries of `Scheduler.log`."""
 _LOOK: Final = 1.0
@@ -75,8 +76,10 @@ class Client:
         self.has_watcher = False
         self.left = -math.inf
         """When its last turn ended, or its last program, if that was later."""
+        self.patience = _PATIENCE[0]
+        """Seconds for which its next call is waited for: the price of its last program, within limits."""
         self.returns = False
-        """Whether its last call came within `_PATIENCE`."""
+        """Whether its last call came within this time."""
 
     @contextmanager
     def calling(self) -> Generator[None, None, None]:
@@ -90,6 +93,7 @@ class Client:
     def charge(self, seconds: float) -> None:
         self.seconds += seconds
         self.passed += seconds / self.weight
+        self.patience = min(max(_PATIENCE[0], seconds), _PATIENCE[1])
 
 
 class Turn:
@@ -256,7 +260,7 @@ class Scheduler:
         with self._changed:
             if not any(t.client is client for t in (*self._waiting, *self._unfinished)):
                 client.passed = max(client.passed, self._now)
-            client.returns = perf_counter() - client.left < _PATIENCE
+            client.returns = perf_counter() - client.left < client.patience
             self._waiting.append(turn)
             try:
                 while (pause := self._pause(turn)) != 0:
@@ -277,7 +281,7 @@ class Scheduler:
             return None
         waiting = {t.client for t in self._waiting}
         until = [
-            c.left + _PATIENCE
+            c.left + c.patience
             for c in self.clients.values()
             if c.returns and c.passed < turn.client.passed and c not in waiting
         ]

@@ -16,7 +16,6 @@ from shardc.execute.process_group import group_of_mesh
 from shardc.runtime import cluster
 from shardc.tuning.calibrate import calibrate
 from tests.runtime.peers import others, together
-from tests.runtime.watchdog import within
 
 ME, ALL = jax.process_index(), jax.process_count()
 MESH = shardc.make_mesh(data=ALL * jax.local_device_count())
@@ -228,7 +227,7 @@ def test_clients_of_a_gang_take_turns_in_one_order():
         found[name] = np.asarray(y.addressable_shards[0].data)
 
     loops = [("one", MESH, 1), ("other", back, 3), ("here", here, 1)]
-    within(120, together, *(lambda each=each: loop(*each) for each in loops))
+    together(*(lambda each=each: loop(*each) for each in loops), seconds=120)
     order = [name for name in gang.log if name != "here"]
     assert len(order) == 200 and len(gang.log) == 300
     group_of_mesh(MESH).agree("the gang", {"its log": " ".join(order)})

@@ -29,7 +29,6 @@ jax.devices()  # starts the backend, before the tests' own module of settings as
 
 from tests.pipeline import test_parity as parity  # noqa: E402
 from tests.runtime.peers import together  # noqa: E402
-from tests.runtime.watchdog import within  # noqa: E402
 
 CASES = {}
 
@@ -120,7 +119,7 @@ def two_pipelines_take_turns():
 
     pipelines = [shardc.function(fn, mesh=mesh, pipeline=shardc.Pipeline()) for fn in (sgd, score)]
     shared = [gang.share(fn) for fn in (pipelines if current().me else pipelines[::-1])]
-    within(90, together, *(partial(loop, each, (params,)) for each in shared))
+    together(*(partial(loop, each, (params,)) for each in shared), seconds=120)
     assert sorted(gang.log) == ["score"] * 10 + ["sgd"] * 10
     group_of_run().agree("the gang", {"its log": " ".join(gang.log)})
     want = {"sgd": trained(jax.jit(sgd), (params,), batches)[0], "score": [score(params, b)[0] for b in batches]}
