@@ -68,6 +68,7 @@ class Gang(Scheduler):
       (2.0, ['train'])
     """
 
+    @compat.face
     def share(
         self, fn: Callable[..., Any], weight: float = 1, *, name: str | None = None, seconds: float | None = None
     ) -> SharedCallable:

@@ -24,9 +24,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Final, Self
 
-from shardc.errors import ArgumentError, ClusterError, PeerLostError
-from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, processes_text
+from shardc.errors import ArgumentError
+from shardc.runtime.tickets import Tickets
 
 _LEAST: Final = 1e-6
 """The least price of a program in seconds: one that costs nothing would always go next."""
@@ -35,8 +34,6 @@ _PATIENCE: Final = 1e-3, 5e-3
 ms while another one computes."""
 _LOG: Final = 10_000
 """The most entries of `Scheduler.log`."""
-_LOOK: Final = 1.0
-"""Seconds after which a process that waits for a ticket looks whether process 0 still gives any."""
 
 
 class _Thread(threading.local):
@@ -132,42 +129,6 @@ class Turn:
             self.client.gang.end(self, kind is not None)
 
 
-class Tickets:
-    """The order of the programs that run in several processes, as process 0 gives it."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._tag = f"gang {cluster.count('gangs')}"
-        self.are_given_here = cluster.me == 0
-
-    def give(self, name: str, members: Sequence[int]) -> None:
-        """Tell the other members that a program of this client is the next one."""
-        for p in members:
-            if p != self._cluster.me:
-                self._cluster.link(p, "to take a ticket").send_tagged(self._tag, (name.encode(), ()))
-
-    def take(self) -> str:
-        """Wait for the next ticket, and return the name of its client.
-
-        Raises:
-          PeerLostError: a process died.
-          ClusterError: the run ends, or the script of process 0 has ended.
-        """
-        cluster = self._cluster
-        while True:
-            try:
-                return cluster.link(0, "to give a ticket").receive_tagged(self._tag, _LOOK)[0].decode()
-            except PeerLostError:
-                raise
-            except ClusterError:  # nothing has come yet
-                cluster.check()
-                if cluster.has_ended(0):
-                    raise ClusterError(
-                        f"process 0's script has ended; process {cluster.me} waits for it to give a ticket. Each "
-                        "process has to make the same calls of a gang's clients."
-                    ) from None
-
-
 class Scheduler:
     """The turns of a gang's clients.
 
@@ -195,8 +156,7 @@ class Scheduler:
         self._launching: Turn | None = None
         self._now = 0.0
         """The virtual time of the last client that was chosen."""
-        cluster = clusters.current()
-        self._tickets = Tickets(cluster) if cluster is not None and cluster.processes > 1 else None
+        self._tickets = Tickets()
         self._ticket = ""
         """The ticket that no program has taken yet; empty if there is none."""
         self._takes_ticket = False
@@ -244,13 +204,13 @@ class Scheduler:
         if len(turn.members) < 2:
             self._wait_for_share(turn)
             return
-        tickets = self._checked_tickets(turn)
-        if not tickets.are_given_here:
-            self._wait_for_ticket(turn, tickets)
+        self._tickets.check(turn.client.name, turn.members)
+        if not self._tickets.are_given_here:
+            self._wait_for_ticket(turn)
             return
         self._wait_for_share(turn)
         try:
-            tickets.give(turn.client.name, turn.members)
+            self._tickets.give(turn.client.name, turn.members)
         except BaseException:
             self.end(turn, failed=True)
             raise
@@ -293,21 +253,7 @@ class Scheduler:
         self._unfinished.append(turn)
         turn.client.watched.append(turn)
 
-    def _checked_tickets(self, turn: Turn) -> Tickets:
-        where = f"Gang: {turn.client.name} runs in {processes_text(turn.members)}"
-        if self._tickets is None:
-            raise ClusterError(
-                f"{where}, which this gang has no links to; start them with python -m shardc run --processes "
-                f"{len(turn.members)}, and make the gang in the script."
-            )
-        if 0 not in turn.members:
-            raise ClusterError(
-                f"{where}. Process 0 decides the order of programs that run in several processes, so it has to run "
-                "them too; give the function a mesh with devices of process 0, or call it outside the gang."
-            )
-        return self._tickets
-
-    def _wait_for_ticket(self, turn: Turn, tickets: Tickets) -> None:
+    def _wait_for_ticket(self, turn: Turn) -> None:
         """Wait until process 0 says that it is this turn. One of the waiting threads takes the next ticket for all."""
         name = turn.client.name
         while True:
@@ -323,7 +269,7 @@ class Scheduler:
                 self._takes_ticket = True
             ticket = ""
             try:
-                ticket = tickets.take()
+                ticket = self._tickets.take()
             finally:
                 with self._changed:
                     self._ticket, self._takes_ticket = ticket, False
