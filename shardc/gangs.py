@@ -23,8 +23,9 @@ class SharedCallable:
     """
 
     def __init__(self, fn: Callable[..., Any], client: Client) -> None:
-        functools.update_wrapper(self, fn)
-        self._fn, self.client = fn, client
+        functools.update_wrapper(self, fn, updated=())
+        self._fn: Any = fn
+        self.client = client
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +40,7 @@ class SharedCallable:
     @property
     def plan(self) -> Any:
         """The callable's own `plan`: of a function, the method that plans a call."""
-        return getattr(self._fn, "plan")  # noqa: B009 - an AttributeError says that it has none
+        return self._fn.plan
 
     def __repr__(self) -> str:
         return f"SharedCallable({self.client.name}, weight={self.client.weight:g})"
@@ -83,7 +84,7 @@ class Gang(Scheduler):
           weight: its part of the devices' time, relative to the weights of the others.
           name: its name in the log and in errors; by default that of `fn`.
           seconds: the price of one of its programs. By default the seconds of the plan that the call uses; without a
-            plan, the seconds that the program is measured to take.
+            plan, the seconds that the program is measured to take, compilation included.
 
         Raises:
           ArgumentError: `fn` cannot be called; `weight` or `seconds` is not positive; the name is taken.

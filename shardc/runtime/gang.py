@@ -255,12 +255,15 @@ class Scheduler:
 
     def _wait_for_ticket(self, turn: Turn) -> None:
         """Wait until process 0 says that it is this turn. One of the waiting threads takes the next ticket for all."""
-        name = turn.client.name
+
+        def ready() -> bool:
+            if not self._ticket:
+                return not self._takes_ticket  # this thread takes the next one
+            return self._ticket == turn.client.name and self._launching is None
+
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: not (self._takes_ticket if not self._ticket else self._launching or self._ticket != name)
-                )
+                self._changed.wait_for(ready)
                 if self._ticket:
                     self._ticket = ""
                     self._start(turn)
