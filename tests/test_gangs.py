@@ -1,5 +1,6 @@
 """Functions, pipelines and other callables share eight devices."""
 
+import doctest
 import re
 import threading
 from collections import Counter, defaultdict
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import shardc
-from shardc import S
+from shardc import S, gangs
 from shardc.runtime import gang as gang_module
 from shardc.runtime.gang import Turn
 from tests.runtime.peers import until
@@ -349,3 +350,8 @@ def test_explain():
     assert rows[0][:5] == ["train", "3", "1", "2.00", "ms"] and rows[0][-2:] == ["75%", "67%"]
     assert rows[1][:5] == ["score", "1", "1", "1.00", "ms"] and rows[1][-2:] == ["25%", "33%"]
     assert repr(train) == "SharedCallable(train, weight=3)"
+
+
+def test_the_example_of_the_docstring():
+    found = doctest.testmod(gangs)
+    assert found.attempted and not found.failed

@@ -123,7 +123,11 @@ def test_shares(weights, monkeypatch):
         while len(gang.log) < 1000:
             call(client, 1.0, lambda: time.sleep(1e-4), lambda: time.sleep(1e-4) or True)
 
-    together(*(lambda c=c: loop(c) for c in clients), seconds=60)
+    with gang.turn(gang.client("starts them")):
+        threads = [in_thread(loop, c) for c in clients]
+        waiting(gang, 4)
+    for thread in threads:
+        within(60, thread.join)
     counts = Counter(list(gang.log)[:1000])
     for client in clients:
         assert counts[client.name] == pytest.approx(1000 * client.weight / sum(weights), rel=0.1)
