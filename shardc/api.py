@@ -24,6 +24,8 @@ from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
 from shardc.compiled import Compiled, run
+from shardc.dataflow.call import call_in_round
+from shardc.dataflow.round import traced_round
 from shardc.errors import (
     ArgumentError,
     MeshError,
@@ -155,6 +157,8 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._plain(args, kwargs)
+        if traced_round() is not None:
+            return self.call_every(args, kwargs, 1)
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
@@ -167,6 +171,26 @@ class Function:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundFunction(self, instance)
+
+    # -- as a node of a flow
+
+    def call_every(self, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
+        """A call in the round of a flow that is traced, which runs every so many rounds."""
+        return call_in_round(self, args, kwargs, every)
+
+    @property
+    def arguments(self) -> Arguments:
+        return self._arguments
+
+    @property
+    def donates(self) -> tuple[str, ...]:
+        """The names of the arguments whose buffers results may take."""
+        return self._options.donate
+
+    @property
+    def meshes(self) -> tuple[AnyMesh, ...]:
+        """The mesh; of a pipeline, those of its ranks."""
+        return (self.mesh,) if self._ranks is None else tuple(self._ranks)
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:

@@ -213,6 +213,12 @@ def users_level() -> int:
     return next((i for i, file in enumerate(callers, 1) if _owner_of(file) in ("user", "library")), len(callers))
 
 
+def users_line() -> str:
+    """The user's line that led here: `train.py:41`."""
+    frames = [f for f in inspect.stack(0) if _owner_of(f.filename) == "user"]
+    return f"{os.path.basename(frames[0].filename)}:{frames[0].lineno}" if frames else ""
+
+
 def with_line_of(eqn: Eqn, caller: Eqn) -> Eqn:
     """`eqn`, of the body of `caller`, with the user's line of `caller` if it has none: a body's traceback ends
     there."""

@@ -53,13 +53,15 @@ class PipelineTaskError(StepFailedError):
       actor: number of the actor that ran it.
       label: of the step, such as the Action `2F0`.
       source: origin of the task; empty if unknown.
+      round: of the run; 0 in a call of a pipeline.
     """
 
-    def __init__(self, message: str, actor: int, label: object, source: str) -> None:
+    def __init__(self, message: str, actor: int, label: object, source: str, round: int = 0) -> None:
         super().__init__(message)
         self.actor = actor
         self.label = label
         self.source = source
+        self.round = round
 
 
 class ClusterError(ShardcError, RuntimeError):
@@ -80,6 +82,30 @@ class PeerLostError(StepFailedError):
     def __init__(self, message: str, process: int) -> None:
         super().__init__(message)
         self.process = process
+
+
+class FlowError(ShardcError, ValueError):
+    """An invalid dataflow: a round that no order of rounds can run, a node whose result is not what it declared."""
+
+
+class RoundFailedError(StepFailedError):
+    """A dataflow that failed while it ran; the exception of its node is the cause.
+
+    Attributes:
+      node: the name of the node that failed.
+      round: the round that it was in.
+      rounds: the rounds that were complete.
+      state: the state after them; None if a part of it is lost.
+      given: what each of them gave.
+    """
+
+    def __init__(self, message: str, node: str, round: int, rounds: int, state: object, given: object) -> None:
+        super().__init__(message)
+        self.node = node
+        self.round = round
+        self.rounds = rounds
+        self.state = state
+        self.given = given
 
 
 class CheckpointError(ShardcError, RuntimeError):

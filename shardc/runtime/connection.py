@@ -44,6 +44,7 @@ class FrameKind(IntEnum):
     ALIVE = 6
     LEAVE = 7
     CLOCK = 8
+    END = 9
 
 
 _KINDS: Final = tuple(FrameKind)

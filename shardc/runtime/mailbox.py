@@ -18,7 +18,10 @@ ALL_RUNS: Final = 2**63 - 1
 """Stands for every run in a stop."""
 
 Posted: TypeAlias = tuple[int, Message | int | None, Any]
-"""Number of the run; a message with its value, the channel of a credit, or None to stop."""
+"""Number of the run; a message with its value, the channel of a credit (`_END`: rounds), or None to stop."""
+
+_END: Final = -1
+"""Stands for a channel where a run is to end after fewer rounds."""
 
 
 class Port(Protocol):
@@ -32,6 +35,10 @@ class Port(Protocol):
         """Post that a register of a channel that this actor gives to is free again."""
         ...
 
+    def end(self, run: int, rounds: int) -> None:
+        """Post that the run ends after fewer rounds."""
+        ...
+
     def stop(self, run: int, why: Exception) -> None:
         """Post that an actor failed: this one abandons `run`, or ALL_RUNS. It may still be at an earlier run."""
         ...
@@ -42,6 +49,7 @@ class MailboxReader(Protocol):
 
     def deliver(self, message: Message, value: Any) -> None: ...
     def credit(self, channel: int, value: Any) -> None: ...
+    def end(self, rounds: int) -> None: ...
 
 
 class Mailbox:
@@ -64,6 +72,9 @@ class Mailbox:
 
     def credit(self, run: int, channel: int) -> None:
         self._posted.put([(run, channel, None)])
+
+    def end(self, run: int, rounds: int) -> None:
+        self._posted.put([(run, _END, rounds)])
 
     def stop(self, run: int, why: Exception) -> None:
         self._stopped.setdefault(run, why)
@@ -106,6 +117,8 @@ class Mailbox:
             self._later.append(posted)
         elif number < run or content is None:
             return
+        elif content == _END:
+            reader.end(value)
         elif isinstance(content, int):
             reader.credit(content, None)
         else:

@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardc.errors import PipelineError
+
+Launched: TypeAlias = tuple[Hashable, str, int]
+"""Label, source and round of a launched step."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class LaunchWindow:
 
     def __init__(self, limit: LaunchLimit) -> None:
         self._limit = limit
-        self._launched: deque[tuple[tuple[Hashable, str], list[weakref.ref[Any]], list[Any]]] = deque()
+        self._launched: deque[tuple[Launched, list[weakref.ref[Any]], list[Any]]] = deque()
         self._times: deque[float] = deque()
 
     @property
-    def oldest(self) -> tuple[Hashable, str]:
-        """Label and source of the step that `make_room` waits for."""
+    def oldest(self) -> Launched:
+        """The step that `make_room` waits for."""
         return self._launched[0][0]
 
     @property
@@ -81,9 +84,9 @@ class LaunchWindow:
         self._launched.popleft()
         self._times.popleft()
 
-    def drain(self) -> tuple[tuple[Hashable, str], BaseException] | None:
+    def drain(self) -> tuple[Launched, BaseException] | None:
         """Wait for all steps, also after an error. Returns the first step that failed, with its error."""
-        first: tuple[tuple[Hashable, str], BaseException] | None = None
+        first: tuple[Launched, BaseException] | None = None
         while self._launched:
             who = self.oldest
             try:
@@ -93,7 +96,7 @@ class LaunchWindow:
                 first = first or (who, error)
         return first
 
-    def add(self, who: tuple[Hashable, str], values: Iterable[Any], tokens: list[Any]) -> None:
+    def add(self, who: Launched, values: Iterable[Any], tokens: list[Any]) -> None:
         self._launched.append((who, [] if tokens else list(_weak(values)), tokens))
         self._times.append(perf_counter())
 

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.runtime.actor import Actor, Channel, Network, Span, Step
+from shardc.runtime.actor import Actor, Channel, Message, Network, Span, Step
 from shardc.runtime.deadlock import ActorWait, Deadlock, find_deadlock
 
 __all__ = [
@@ -50,7 +50,7 @@ class Timeline:
 
     Attributes:
       network: the network.
-      starts, ends: times by actor, in the order of its steps.
+      starts, ends: times by actor, in the order of its steps, period after period.
       sequence: by actor and step, a number that grows along every dependence; it orders events of the same time.
     """
 
@@ -63,13 +63,20 @@ class Timeline:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """The steps of each actor with their times, in order."""
         return tuple(
-            tuple(Span(a, s.label, b, e) for s, b, e in zip(steps, starts, ends, strict=True))
-            for a, (steps, starts, ends) in enumerate(zip(self.network.actors, self.starts, self.ends, strict=True))
+            tuple(Span(a, s.label, b, e, at) for (at, s), b, e in zip(self._steps(a), starts, ends, strict=True))
+            for a, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True))
         )
+
+    def _steps(self, actor: int) -> list[tuple[int, Step]]:
+        """The steps that an actor ran, with their rounds."""
+        steps, period = self.network.actors[actor], self.network.period
+        return [
+            (i // len(steps) * period + (s := steps[i % len(steps)]).round, s) for i in range(len(self.ends[actor]))
+        ]
 
     def order(self) -> tuple[tuple[Hashable, ...], ...]:
         """The labels of each actor's steps, in the order in which they ran."""
-        return tuple(tuple(s.label for s in steps) for steps in self.network.actors)
+        return tuple(tuple(s.label for _, s in self._steps(a)) for a in range(len(self.network.actors)))
 
     @cached_property
     def makespan(self) -> float:
@@ -108,7 +115,8 @@ class Timeline:
     def messages(self) -> int:
         """The number of messages between different actors."""
         crosses = [c.source != c.target for c in self.network.channels]
-        return sum(crosses[m[0]] for steps in self.network.actors for step in steps for m in step.gives)
+        steps = (s for a in range(len(self.network.actors)) for _, s in self._steps(a))
+        return sum(crosses[m[0]] for step in steps for m in step.gives)
 
     @cached_property
     def _uses(self) -> tuple[list[tuple[float, int]], ...]:
@@ -118,8 +126,10 @@ class Timeline:
         length, then starts.
         """
         events: list[list[tuple[float, int, int]]] = [[] for _ in self.network.channels]
-        for steps, starts, ends, after in zip(self.network.actors, self.starts, self.ends, self.sequence, strict=True):
-            for step, start, end, number in zip(steps, starts, ends, after, strict=True):
+        for channel, _ in self.network.first_messages():
+            events[channel].append((0.0, _FIRST, 1))
+        for a, (starts, ends, after) in enumerate(zip(self.starts, self.ends, self.sequence, strict=True)):
+            for (_, step), start, end, number in zip(self._steps(a), starts, ends, after, strict=True):
                 starting, ending = (2 * number, 2 * number + 1) if start == end else (_LAST, _FIRST)
                 for channel, _ in step.gives:
                     events[channel].append((start, starting, 1))
@@ -140,41 +150,78 @@ def _last_of_each_time(uses: Sequence[tuple[float, int]]) -> list[tuple[float, i
     return [use for i, use in enumerate(uses) if i + 1 == len(uses) or uses[i + 1][0] != use[0]]
 
 
-def simulate(net: Network, cost: Cost, link: LinkCost | None = None) -> Timeline:
+def simulate(net: Network, cost: Cost, link: LinkCost | None = None, rounds: int | None = None) -> Timeline:
     """Run the network under virtual time.
 
     Args:
       net: actors and channels.
-      cost: seconds of a step, by its label.
+      cost: seconds of a step, by its label. An actor's steps ask for it in order.
       link: for a channel between two actors its latency, and the seconds for which one message occupies the link;
         both 0 if not given. The messages from one actor to another, on all their channels, go one after the other: a
         message leaves when its step has ended and the messages before it have left, and arrives seconds per message
         plus latency later. A register is free for its sender as soon as the receiving step ends.
+      rounds: to run; None: one period.
 
     Raises:
       PipelineError: the network deadlocks (the error names the cycle), or a cost is not a number of 0 or more.
     """
-    timeline = run_timed(net, cost, link)
+    timeline = run_timed(net, cost, link, rounds)
     if timeline is None:
         raise PipelineError(str(find_deadlock(net)))
     return timeline
+
+
+_ALIKE: Final = 1e-10
+"""Times that differ by less than this share of a round are the same."""
+
+
+def seconds_of_rounds(net: Network, cost: Cost, link: LinkCost | None, rounds: int) -> float:
+    """The end of the last step of a run of many rounds, as `simulate` finds it.
+
+    A network of steps with fixed costs repeats itself after some periods: each one then begins as an earlier one did,
+    only later (Cohen, Dubois, Quadrat and Viot 1985, A linear-system-theoretic view of discrete-event processes). The
+    rounds after that are not run but counted. Parts that do not hold each other back, by credits or values, may never
+    repeat their common state: then all rounds are run.
+
+    Args:
+      net, cost, link: as in `simulate`; the network has no deadlock.
+      rounds: number of rounds.
+    """
+    run = _SimulatedRun(net, cost, link or _no_link, 0)
+    before, then, kept = 0, 0.0, list[float]()
+    for period in range(1, -(-rounds // net.period)):
+        run.go_on(period * net.period)
+        at, state = run.time, run.state()
+        if before and all(abs(a - b) <= _ALIKE * at / period for a, b in zip(state, kept, strict=True)):
+            turns = (rounds // net.period - period) // (period - before)
+            run.go_on(rounds - turns * (period - before) * net.period)
+            return run.time + turns * (at - then)
+        if not period & (period - 1):  # Brent 1980: the state kept is at last one of the cycle, and before it ends
+            before, then, kept = period, at, state
+    run.go_on(rounds)
+    return run.time
+
+
+def _by_message(item: tuple[Message, object]) -> tuple[int, str]:
+    (channel, key), _ = item
+    return channel, str(key)
 
 
 def _no_link(channel: Channel) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def run_timed(net: Network, cost: Cost, link: LinkCost | None) -> Timeline | None:
+def run_timed(net: Network, cost: Cost, link: LinkCost | None, rounds: int | None = None) -> Timeline | None:
     """`simulate` without its checks; None if the network deadlocks."""
-    return _SimulatedRun(net, cost, link or _no_link).timeline()
+    return _SimulatedRun(net, cost, link or _no_link, net.period if rounds is None else rounds).timeline()
 
 
 class _SimulatedRun:
     """One run of the simulator."""
 
-    def __init__(self, net: Network, cost: Cost, link: LinkCost) -> None:
+    def __init__(self, net: Network, cost: Cost, link: LinkCost, rounds: int) -> None:
         self.net, self.cost = net, cost
-        self.actors = [Actor(net, a, 0.0) for a in range(len(net.actors))]
+        self.actors = [Actor(net, a, 0.0, rounds) for a in range(len(net.actors))]
         self.source = [c.source for c in net.channels]
         self.target = [c.target for c in net.channels]
         self.bounded = [c.registers is not None for c in net.channels]
@@ -186,12 +233,41 @@ class _SimulatedRun:
         self.number = 0
         self.queue = deque(self.actors)
         self.waiting = [False] * len(self.actors)  # not in the queue
+        for message in net.first_messages():
+            self.actors[self.target[message[0]]].deliver(message, 0.0)
 
-    def timeline(self) -> Timeline | None:
+    def _run(self) -> None:
         while self.queue:
             actor = self.queue.popleft()
             self._advance(actor)
             self.waiting[actor.number] = True
+
+    def go_on(self, rounds: int) -> None:
+        """Run until this round; only the last times are kept."""
+        for actor in self.actors:
+            actor.run_until(rounds)
+            del self.starts[actor.number][:-1], self.ends[actor.number][:-1], self.sequence[actor.number][:-1]
+        self.queue, self.waiting = deque(self.actors), [False] * len(self.actors)
+        self._run()
+
+    @property
+    def time(self) -> float:
+        """The end of the last step so far."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+    def state(self) -> list[float]:
+        """After a whole period: all times that later steps depend on, from the end of the last step. Two equal states
+        go on alike. A time before an actor's last end is as good as that."""
+        now = self.time
+        state: list[float] = []
+        for actor, ends, sent in zip(self.actors, self.ends, self.sent, strict=True):
+            end = ends[-1] if ends else 0.0
+            arrivals = [t for _, found in sorted(actor.arrived().items(), key=_by_message) for t in found]
+            state += [max(t, end) - now for t in (end, *arrivals, *actor.free_registers(), *sent)]
+        return state
+
+    def timeline(self) -> Timeline | None:
+        self._run()
         if any(a.step is not None for a in self.actors):
             return None
         return Timeline(self.net, tuple(self.starts), tuple(self.ends), tuple(self.sequence))

@@ -1,0 +1,1 @@
+"""Dataflows: rounds of functions and host code, run by actors with credits."""

@@ -1,0 +1,110 @@
+"""The sections of a flow plan's `explain()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardc.dataflow.network import Edge
+from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.round import Node
+from shardc.report.tables import (
+    MOST,
+    Section,
+    bytes_text,
+    mesh_text,
+    number_text,
+    seconds_text,
+)
+
+
+def where_text(node: Node) -> str:
+    """`data=4`, or `host`."""
+    return " and ".join(mesh_text(m) for m in node.work.meshes) or "host"
+
+
+def flow_sections(plan: PlannedFlow) -> list[Section | None]:
+    """The report of a flow."""
+    return [_head(plan), _nodes(plan), _edges(plan), _memory(plan)]
+
+
+def _head(plan: PlannedFlow) -> Section:
+    built = plan.built
+    unknown = [n.name for n in plan.nodes if n.work.seconds is None and n.number]
+    lines = [
+        f"{number_text(len(plan.nodes) - (not _has_inputs(plan)), 'node')} in {number_text(len(built.rows), 'actor')}; "
+        f"{bytes_text(plan.bytes)} move in a round",
+        f"A round takes {seconds_text(plan.seconds)} of many"
+        + (f", without {_some(unknown)}, whose seconds nobody knows" if unknown else ""),
+        "It cannot deadlock: shown by one run without time",
+    ]
+    if len(built.ends) > 1 or _has_inputs(plan):
+        ends = [n.name for n in built.ends if n.number or _has_inputs(plan)]
+        lines.append(f"It ends early if {' or '.join(ends)} has no more")
+    return Section(f"Flow {plan.round.where}", lines=lines)
+
+
+def _has_inputs(plan: PlannedFlow) -> bool:
+    return bool(plan.nodes[0].results)
+
+
+def _some(names: Sequence[str]) -> str:
+    first = list(dict.fromkeys(n.partition("[")[0] for n in names))
+    return ", ".join(first[:MOST]) + (", ..." if len(first) > MOST else "")
+
+
+def _nodes(plan: PlannedFlow) -> Section:
+    actor = plan.built.actor
+    rows = [
+        (
+            str(actor[n]), n.name, where_text(n), "each round" if n.every == 1 else f"every {n.every} rounds",
+            "" if n.work.seconds is None else seconds_text(n.work.seconds), n.source,
+        )
+        for n in plan.nodes
+        if n.number or _has_inputs(plan)
+    ]  # fmt: skip
+    return Section(
+        "Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), sorted(rows, key=_number)
+    )
+
+
+def _number(row: Sequence[str]) -> int:
+    return int(row[0])
+
+
+def _edges(plan: PlannedFlow) -> Section | None:
+    rows = [_edge(e) for e in plan.edges if e.moves]
+    if not rows:
+        return None
+    return Section(
+        "What is handed over", ("from", "to", "late", ">values", "how", ">bytes", ">registers", ">of bytes"), rows
+    )
+
+
+def _edge(e: Edge) -> tuple[str, ...]:
+    late = "" if not e.delay else f"{number_text(e.delay, 'round')}"
+    return (
+        e.giver.name, e.taker.name, late, str(len(e.moves)), how_text(e), bytes_text(e.bytes) if e.bytes else "-",
+        "any" if e.registers is None else str(e.registers), bytes_text(e.held_bytes),
+    )  # fmt: skip
+
+
+def how_text(e: Edge) -> str:
+    """`stays`, `to the host`, `to data=4 at B`, with `copied` where the giver keeps a copy."""
+    moved = [m for m in e.moves if not e.stays(m)]
+    copied = ", copied" if any(m.copied for m in e.moves) else ""
+    if not moved:
+        return f"stays{copied}"
+    there = {str(e.places(m)[1]) for m in moved}
+    mesh = e.places(moved[0])[1].mesh
+    if mesh is None:
+        return f"to the host{copied}"
+    return f"to {mesh_text(mesh)} at {there.pop() if len(there) == 1 else 'several placements'}{copied}"
+
+
+def _memory(plan: PlannedFlow) -> Section:
+    rows = [
+        (name, bytes_text(need), "" if most is None else bytes_text(most))
+        for name, need, most in plan.memory_by_row
+        if need
+    ]
+    return Section("Memory on each device, with all registers full", ("actor", ">at most", ">it has"), rows)

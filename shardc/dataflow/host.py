@@ -1,0 +1,243 @@
+"""`shardc.host`: plain Python as a node of a round: a reader, a simulator, an evaluation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.dataflow.round import aval_of, traced_round
+from shardc.dataflow.work import HostWork, stacked_gives
+from shardc.errors import ArgumentError, FlowError
+from shardc.passes.trace.trace import where_of
+
+WHERE: Final = ("thread", "process", "ray")
+
+
+class Host:
+    """A function of Python as a node of rounds; made by `shardc.host`. Outside a round it is the function itself."""
+
+    def __init__(  # noqa: PLR0913  # the options of a public face
+        self, fn: Callable[..., Any], gives: Any, copies: int | None, where: str, credits: int | None,
+        deadline: float | None, seconds: float | None,
+    ) -> None:  # fmt: skip
+        self.fn, self.copies, self.where = fn, copies, where
+        self.gives = jax.tree.map(aval_of, gives)
+        self.credits, self.deadline, self.seconds = credits, deadline, seconds
+        self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
+        self.__name__ = self.name
+
+    @compat.face
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(args, kwargs, 1)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
+        """A call, every so many rounds."""
+        round = traced_round()
+        if round is None:
+            return self.fn(*args, **kwargs)
+        source = compat.users_line()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if self.copies is None:
+            work = self._work(self.fn, tree, len(leaves))
+            return work.out_tree.unflatten(
+                round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+            )
+        made: list[Any] = []
+        for copy in range(self.copies):
+            work = self._work(partial(self.fn, copy), tree, len(leaves))
+            made += round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+        count = len(jax.tree.leaves(self.gives))
+        one_by_one = jax.tree.structure((tuple(made), {}))
+        stack = HostWork(
+            partial(_stacked, count), one_by_one, len(made), stacked_gives(self.gives, self.copies),
+            f"{self.name} together", seconds=0.0,
+        )  # fmt: skip
+        leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))
+        return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
+
+    def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
+        keywords: Any = {"credits": self.credits, "seconds": self.seconds}
+        if self.where == "thread" and self.deadline is None:
+            return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
+        make = {"thread": _Thread, "process": _Process}[self.where]
+        return _ElsewhereWork(make, call, self.deadline, tree, leaves, self.gives, self.name, **keywords)
+
+
+def _stacked(count: int, *made: Any) -> Any:
+    """Results of `count` leaves each, stacked leaf by leaf."""
+    return tuple(np.stack(made[i::count]) for i in range(count)) if count else ()
+
+
+class _ElsewhereWork(HostWork):
+    """Python that runs in a thread or a process of its own, started again if it is lost."""
+
+    def __init__(
+        self,
+        make: type[_Thread | _Process],
+        call: Callable[..., Any],
+        deadline: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(call, *args, **kwargs)
+        self._make, self._deadline = make, deadline
+        self._helper: _Thread | _Process | None = None
+        self.restarts = 0
+        """How often it was started again."""
+
+    def end(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.close()
+
+    def run(self, given: list[Any], round: int) -> list[Any]:
+        args, kwargs = self._tree.unflatten(given)
+        lost = 0
+        while True:
+            helper = self._helper
+            if helper is None:
+                helper = self._helper = self._make(self._call, self.name)
+            answer = helper.ask((args, kwargs), self._deadline)
+            if answer is not None:
+                made, error = answer
+                if error is not None:
+                    raise error
+                return self.checked(made, round)
+            alive = helper.alive
+            self.end()
+            if alive:
+                raise FlowError(
+                    f"{self.name} has not returned within its deadline of {self._deadline:g} s, in round {round}."
+                )
+            lost += 1
+            self.restarts += 1
+            if lost == _TRIES:
+                raise FlowError(f"{self.name}: its process has died {_TRIES} times in round {round}: {helper.death}.")
+
+
+_TRIES: Final = 3
+"""So often a call is made again whose process dies."""
+
+
+class _Thread:
+    """A thread that calls a function. One that never returns is left alone."""
+
+    alive = True
+    death = ""
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        self._asked: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=_serve, args=(call, self._asked, self._answers), name=name, daemon=True).start()
+
+    def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
+        self._asked.put(given)
+        try:
+            return self._answers.get(timeout=deadline)
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        self._asked.put(None)
+
+
+def _serve(call: Callable[..., Any], asked: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+    while (given := asked.get()) is not None:
+        answers.put(_answer(call, given))
+
+
+def _answer(call: Callable[..., Any], given: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return call(*given[0], **given[1]), None
+    except BaseException as error:  # noqa: BLE001 - it is raised where the answer is read
+        return None, error
+
+
+class _Process:
+    """A process that calls a function, which pickle must be able to find by name."""
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve_process, args=(there, call), name=name, daemon=True)
+        try:
+            self._process.start()
+        except Exception as error:
+            raise FlowError(
+                f"{name} cannot be sent to a process of its own: {type(error).__name__}: {error}. Let it be a function "
+                'of a module, or write where="thread".'
+            ) from error
+        there.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def death(self) -> str:
+        return f"exit status {self._process.exitcode}"
+
+    def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
+        try:
+            self._here.send(given)
+            if self._here.poll(deadline):
+                return self._here.recv()
+        except (EOFError, OSError):
+            self._process.join()
+        return None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._here.close()
+
+
+def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
+    """The body of a simulator's process. It computes on the CPU: the devices are the flow's."""
+    jax.config.update("jax_platforms", "cpu")
+    while True:
+        try:
+            given = there.recv()
+        except EOFError:
+            return
+        made, error = _answer(call, given)
+        try:
+            there.send((jax.tree.map(np.asarray, made), error))
+        except Exception as failed:  # noqa: BLE001 - an error that pickle cannot take is told as text
+            there.send((None, FlowError(f"{type(error or failed).__name__}: {error or failed}")))
+
+
+def checked_host(  # noqa: PLR0913  # the options of a public face
+    fn: Callable[..., Any], gives: Any, copies: int | None, where: str, credits: int | None, deadline: float | None,
+    seconds: float | None,
+) -> Host:  # fmt: skip
+    """A host function, its options checked."""
+    said = where_of(fn) if callable(fn) else repr(fn)
+    wrong: list[str] = []
+    if not callable(fn):
+        wrong.append(f"{fn!r} is no function")
+    if copies is not None and (type(copies) is not int or copies < 1):
+        wrong.append(f"copies={copies!r} is no whole number of 1 or more")
+    if where not in WHERE:
+        wrong.append(f"where={where!r} is none of {', '.join(map(repr, WHERE))}")
+    if credits is not None and (type(credits) is not int or credits < 1):
+        wrong.append(f"credits={credits!r} is no whole number of 1 or more")
+    if deadline is not None and not deadline > 0:
+        wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
+    wrong += [
+        f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
+        for x in jax.tree.leaves(gives)
+        if not (hasattr(x, "shape") and hasattr(x, "dtype"))
+    ]
+    if wrong:
+        raise ArgumentError(f"shardc.host, {said}: {'; '.join(wrong)}.")
+    return Host(fn, gives, copies, where, credits, deadline, seconds)

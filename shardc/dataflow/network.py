@@ -1,0 +1,286 @@
+"""A round as a network: nodes of one mesh are one actor in the order of calls, values between nodes are channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+from jax.sharding import Mesh
+
+from shardc.dataflow.round import Fixed, Node, Origin, Round
+from shardc.dataflow.value import Value
+from shardc.dataflow.work import Place
+from shardc.errors import FlowError
+from shardc.machine.mesh import AnyMesh
+from shardc.runtime.actor import Channel, Message, Network, Step
+
+MOST_STEPS: Final = 100_000
+"""The most steps of a period."""
+
+
+class Call(NamedTuple):
+    """The label of a step: one call of a node in the period. It prints as the node's name."""
+
+    name: str
+    node: int
+    round: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Move:
+    """A leaf that a channel carries.
+
+    Attributes:
+      output: the number of the giver's result leaf.
+      argument: the number of the taker's argument leaf.
+      first: what stands for it in the first rounds: numbers of state leaves, or arrays.
+      copied: whether the taker gets a copy, because another node may overwrite the value before it is read.
+    """
+
+    output: int
+    argument: int
+    first: tuple[int | Fixed, ...]
+    copied: bool = False
+
+
+@dataclass
+class Edge:
+    """What one node hands to another.
+
+    Attributes:
+      giver, taker: the nodes.
+      delay: in rounds.
+      moves: the leaves; none if the taker only waits for the giver.
+      registers: of its channel; None: as many as are needed.
+    """
+
+    giver: Node
+    taker: Node
+    delay: int
+    moves: list[Move] = field(default_factory=list[Move])
+    registers: int | None = 1
+
+    def places(self, move: Move) -> tuple[Place, Place]:
+        """Where a leaf is given and taken."""
+        return self.giver.work.gives[move.output], self.taker.work.takes[move.argument]
+
+    def stays(self, move: Move) -> bool:
+        """Whether a leaf is taken from the devices that hold it, or from the host."""
+        here, there = self.places(move)
+        return here.mesh == there.mesh
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes that arrive for one message, on all devices together; 0 if the values stay where they are."""
+        return sum(self.bytes_of(m) for m in self.moves)
+
+    def bytes_of(self, move: Move) -> int:
+        if self.stays(move):
+            return 0
+        there, aval = self.places(move)[1], self.giver.results[move.output]
+        return there.bytes(aval) * (1 if there.mesh is None or there.placement is None else there.mesh.size)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of one message on one device of the taker."""
+        return sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in self.moves)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of one message that arrive at one device."""
+        return sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in self.moves if not self.stays(m))
+
+
+class FlowNetwork:
+    """The network of a round, and what its channels and steps stand for.
+
+    Args:
+      round: the traced round.
+      credits: registers of a channel beside those of its delay, where the giver does not say.
+
+    Attributes:
+      rows: the nodes of each actor.
+      edges: by channel.
+      constants: for each node the state leaves that it takes and that never change, by argument.
+      ends: the nodes that end a run by having no more.
+      apart: the rounds by which shared states let actors be apart; None: any. If it is 0, no node is in a round that is
+        not in the inputs and in all loaders.
+    """
+
+    def __init__(self, round: Round, credits: int) -> None:
+        self.round, self.credits = round, credits
+        self.rows = _rows(round.nodes)
+        self.actor = {n: a for a, row in enumerate(self.rows) for n in row}
+        self.constants: dict[Node, dict[int, int]] = {n: {} for n in round.nodes}
+        self.edges = self._edges()
+        self.state = [round.origin(v) for v in round.state]
+        self.outs: list[Origin | None] = [round.origin(x) if isinstance(x, Value) else None for x in round.outs]
+        bounds = [n.work.apart for n in round.nodes]
+        self.apart = None if None in bounds else max(b for b in bounds if b is not None)
+        self.ends = self._ends()
+        self._gate()
+        self.period = math.lcm(*(n.every for n in round.nodes))
+        self._check_period()
+        self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
+        self.network = self._network()
+
+    def _edges(self) -> list[Edge]:
+        found: dict[tuple[int, int, int], Edge] = {}
+        for node in self.round.nodes:
+            for at, v in enumerate(node.given):
+                if not isinstance(v, Value):
+                    continue
+                origin = self.round.origin(v)
+                if origin.node is None:
+                    self.constants[node][at] = origin.index
+                    continue
+                key = origin.node.number, node.number, origin.delay
+                edge = found.setdefault(key, Edge(origin.node, node, origin.delay))
+                edge.moves.append(Move(origin.index, at, tuple(origin.first)))
+            for giver, delay in node.work.waits:
+                found.setdefault((giver, node.number, delay), Edge(self.round.nodes[giver], node, delay))
+        return list(found.values())
+
+    # -- the end of the inputs
+
+    def _makes_state(self) -> list[Node]:
+        """The nodes that change what outlives the run."""
+        found = {o.node for o in self.state if o.node is not None}
+        return [n for n in self.round.nodes if n in found or n.work.changes]
+
+    def _reached(self, node: Node) -> set[Node]:
+        """The nodes that need a node's result of the same round."""
+        reached, todo = {node}, [node]
+        while todo:
+            at = todo.pop()
+            new = [e.taker for e in self.edges if e.giver is at and not e.delay and e.taker not in reached]
+            reached.update(new)
+            todo += new
+        return reached
+
+    def _ends(self) -> list[Node]:
+        """The nodes on the host that the new state of a round needs: the inputs and loaders."""
+        makers = set(self._makes_state())
+        hosts = [n for n in self.round.nodes if not n.work.meshes and n not in makers]
+        return [n for n in hosts if n.number == 0 or (n.every == 1 and self._reached(n) & makers)]
+
+    def _gate(self) -> None:
+        """Let no node begin a round that the run's sources may not have."""
+        for source in self.ends if self.apart == 0 else self.ends[:1]:
+            reached = self._reached(source)
+            for row in self.rows:
+                gated = False
+                for node in row:
+                    if not (gated or node in reached or (node in self.ends and source.number)):
+                        self.edges.append(Edge(source, node, 0))
+                    gated |= node.every == 1
+
+    # -- registers and copies
+
+    def _check_period(self) -> None:
+        steps = sum(self.period // n.every for n in self.round.nodes)
+        if steps > MOST_STEPS:
+            rates = ", ".join(str(r) for r in sorted({n.every for n in self.round.nodes} - {1}))
+            raise FlowError(
+                f"{self.round.where}: the rates {rates} repeat together only every {self.period:,} rounds; choose "
+                "rates that divide one another."
+            )
+
+    def _with_registers(self, edge: Edge) -> Edge:
+        late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
+        same = self.actor[edge.giver] == self.actor[edge.taker]
+        edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        if edge.giver.number == 0:  # all read the same inputs
+            edge.registers = None if self.apart is None else edge.registers + self.apart
+        return edge
+
+    def _safe(self, edge: Edge) -> Edge:
+        """An edge whose values are copied where another node may overwrite them before they are read."""
+        edge.moves = [
+            Move(m.output, m.argument, m.first, any(self._overwrites(e, edge, m) for e in self.edges))
+            for m in edge.moves
+        ]
+        return edge
+
+    def is_donated(self, node: Node, output: int) -> bool:
+        """Whether a node may overwrite a result of another one."""
+        return any(
+            e.giver is node and m.output == output and m.argument in e.taker.work.donated and self._shares(e, m)
+            for e in self.edges for m in e.moves
+        )  # fmt: skip
+
+    def _overwrites(self, other: Edge, edge: Edge, move: Move) -> bool:
+        """Whether what another edge hands on is donated, and this edge's taker may read it later."""
+        if other is edge or other.giver is not edge.giver or not self._shares(edge, move):
+            return False
+        if not any(m.output == move.output and m.argument in other.taker.work.donated and self._shares(other, m)
+                   for m in other.moves):  # fmt: skip
+            return False
+        mine, theirs = (edge.delay, edge.taker.number), (other.delay, other.taker.number)
+        return self.actor[edge.taker] != self.actor[other.taker] or mine > theirs
+
+    def _shares(self, edge: Edge, move: Move) -> bool:
+        """Whether the taker's value may lie in the giver's memory."""
+        here, there = edge.places(move)
+        if here.mesh is None or there.mesh is None:
+            return there.mesh is None
+        return bool(devices_of(here.mesh) & devices_of(there.mesh))
+
+    # -- the network
+
+    def _network(self) -> Network:
+        takes: dict[Node, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
+        gives: dict[Node, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
+        channels: list[Channel] = []
+        for number, e in enumerate(self.edges):
+            late = f", {e.delay} late" if e.delay else ""
+            channels.append(
+                Channel(
+                    f"{e.giver} -> {e.taker}{late}", self.actor[e.giver], self.actor[e.taker], e.registers,
+                    e.most_bytes,
+                    e.delay,
+                )
+            )  # fmt: skip
+            takes[e.taker].append((number, e))
+            gives[e.giver].append((number, e))
+        actors = [tuple(self._steps(row, takes, gives)) for row in self.rows]
+        return Network(tuple(actors), tuple(channels), self.period)
+
+    def _steps(
+        self, row: Sequence[Node], takes: Mapping[Node, list[tuple[int, Edge]]],
+        gives: Mapping[Node, list[tuple[int, Edge]]],
+    ) -> Iterator[Step]:  # fmt: skip
+        for r in range(self.period):
+            for node in row:
+                if (r + 1) % node.every:
+                    continue
+                taken: list[Message] = [(c, r) for c, _ in takes[node]]
+                given: list[Message] = [
+                    (c, (r + e.delay) % self.period) for c, e in gives[node] if (r + e.delay + 1) % e.taker.every == 0
+                ]
+                yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
+
+
+def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
+    """The devices of a mesh; of one without devices, the mesh itself."""
+    return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
+
+
+def _rows(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The nodes of each actor: those whose meshes share devices are together, in the order of calls."""
+    rows: list[tuple[set[Any], list[Node]]] = []
+    for node in nodes:
+        devices = {d for m in node.work.meshes for d in devices_of(m)}
+        key = devices if node.work.actor is None else {node.work.actor}
+        touched = [row for row in rows if key and row[0] & key]
+        merged = {d for known, _ in touched for d in known} | key, [n for _, ns in touched for n in ns] + [node]
+        first = next((i for i, row in enumerate(rows) if row in touched), len(rows))
+        rows = [row for row in rows if row not in touched]
+        rows.insert(first, merged)
+    return [sorted(ns, key=lambda n: n.number) for _, ns in rows]

@@ -1,0 +1,150 @@
+"""The plan of a flow: its nodes, what moves between them, and what a round takes. Needs no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from shardc.dataflow.network import Call, Edge, FlowNetwork
+from shardc.dataflow.round import Node, Round
+from shardc.errors import FlowError, all_offenders
+from shardc.machine.mesh import AnyMesh, view
+from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
+from shardc.report.tables import bytes_text
+from shardc.runtime.actor import Channel
+from shardc.runtime.deadlock import find_deadlock
+
+
+class PlannedFlow:
+    """A flow with its network.
+
+    Attributes:
+      round: the traced round.
+      built: its network.
+    """
+
+    def __init__(self, round: Round, credits: int) -> None:
+        """
+        Raises:
+          FlowError: the round can never end, or its values do not fit in memory.
+        """
+        self.round = round
+        self.built = FlowNetwork(round, credits)
+        self.network = self.built.network
+        deadlock = find_deadlock(self.network)
+        if deadlock is not None:
+            raise FlowError(f"{round.where}: {deadlock}")
+        full = [
+            f"{name}: {bytes_text(need)} on each device, and it has {bytes_text(most)}."
+            for name, need, most in self.memory_by_row
+            if most is not None and need > most
+        ]
+        if full:
+            fix = "Give fewer credits, delay less, or split what is sent."
+            raise FlowError(f"{all_offenders(f'{round.where} does not fit in memory:', full)}\n{fix}")
+
+    @property
+    def name(self) -> str:
+        return self.round.name
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The calls of a round, in order; the first one gives the inputs."""
+        return self.round.nodes
+
+    @property
+    def edges(self) -> list[Edge]:
+        """What nodes hand to one another."""
+        return self.built.edges
+
+    @cached_property
+    def row_names(self) -> list[str]:
+        """A name for each actor: its first two nodes, and how many more it has."""
+        rows = self.built.rows
+        return [
+            ", ".join(n.name for n in row[:2]) + (f" and {len(row) - 2} more" if len(row) > 2 else "") for row in rows
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that move between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
+        return sum(e.bytes // e.taker.every for e in self.edges)
+
+    @cached_property
+    def memory_by_row(self) -> list[tuple[str, int, int | None]]:
+        """For each actor its name, the bytes that a device needs, and those that it may use if that is known.
+
+        What is taken lies in registers; beside them stands the largest need of a node while it runs.
+        """
+        found: list[tuple[str, int, int | None]] = []
+        for name, row in zip(self.row_names, self.built.rows, strict=True):
+            held = sum((e.registers or 1) * e.held_bytes for e in self.edges if e.taker in row)
+            meshes = [m for n in row for m in n.work.meshes]
+            limits = [limit for m in meshes if (limit := _limit(m)) is not None]
+            found.append((name, held + max(n.work.peak for n in row), min(limits, default=None)))
+        return found
+
+    # -- time
+
+    def cost(self, seconds: Mapping[str, Any] | None = None) -> Callable[[Call], float]:
+        """The seconds of a step by its label.
+
+        Args:
+          seconds: of nodes by name: a number, or a function that gives those of the next run. The name of a call stands
+            for all calls of that name. Others take what their plan says, and host functions nothing.
+        """
+        known = dict(seconds or {})
+        names = {n.name for n in self.nodes} | {n.name.partition("[")[0] for n in self.nodes}
+        if strange := sorted(set(known) - names):
+            raise FlowError(
+                f"{self.round.where}: seconds= names {', '.join(strange)}; nodes are {', '.join(sorted(names))}."
+            )
+        each: dict[int, Any] = {}
+        for n in self.nodes:
+            each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
+
+        def cost(label: Call) -> float:
+            found: Any = each[label.node]
+            return float(found() if callable(found) else found)
+
+        return cost
+
+    def link(self, channel: Channel) -> tuple[float, float]:
+        """Latency, and seconds that a message of a channel keeps its link busy."""
+        if not channel.bytes:
+            return 0.0, 0.0
+        rows = self.built.rows
+        meshes = [m for a in (channel.target, channel.source) for n in rows[a] for m in n.work.meshes]
+        link = view(meshes[0]).link
+        return link.latency, channel.bytes / link.bandwidth
+
+    def simulate(self, rounds: int = 8, *, seconds: Mapping[str, Any] | None = None) -> Timeline:
+        """Some rounds under virtual time: makespan, busy and idle actors, registers in use.
+
+        Args:
+          rounds: how many.
+          seconds: of nodes by name, as a host function has none: a number, or a function that gives those of the next
+            run (a sample of a distribution). `run(...)[1].seconds` has those of a run.
+        """
+        return simulate(self.network, self.cost(seconds), self.link, rounds)
+
+    def seconds_of(self, rounds: int, *, seconds: Mapping[str, float] | None = None) -> float:
+        """Seconds of so many rounds. A million take no longer to find than some hundreds."""
+        return seconds_of_rounds(self.network, self.cost(seconds), self.link, rounds)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a round, of many: host functions without `seconds=` take none."""
+        many = 1000 * self.network.period
+        return self.seconds_of(many) / many
+
+    def __repr__(self) -> str:
+        return (
+            f"FlowPlan({self.name}: {len(self.nodes)} nodes, {len(self.built.rows)} actors, {self.bytes} bytes a "
+            f"round, {self.seconds:.3g} s)"
+        )
+
+
+def _limit(mesh: AnyMesh) -> int | None:
+    return view(mesh).limit

@@ -1,0 +1,275 @@
+"""A round: the calls that a flow's function makes, traced once, as nodes and the values between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+
+from shardc.dataflow.value import Held, Late, Made, Value
+from shardc.dataflow.work import Work
+from shardc.errors import FlowError, all_offenders
+from shardc.passes.trace.trace import path_text
+
+_TRACED: Final[ContextVar[Round | None]] = ContextVar("the round that is traced", default=None)
+
+
+@dataclass(eq=False)
+class Node:
+    """One call of a round.
+
+    Attributes:
+      number: in the order of calls.
+      name: of what is called; calls of one name are numbered: `grad[1]`.
+      work: what runs.
+      given: the flat arguments: Values, arrays and constants.
+      results: shape and dtype of each result leaf.
+      every: it runs in every so many rounds, in the last one of each.
+      source: the user's line.
+    """
+
+    number: int
+    name: str
+    work: Work
+    given: list[Any]
+    results: Sequence[Any]
+    every: int = 1
+    source: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Origin:
+    """The rounds of a value: in round r it is what `node` makes in round r - delay.
+
+    Attributes:
+      node, index: the node and its result leaf; node is None for a leaf of the state that never changes.
+      delay: in rounds.
+      first: what stands for it in the first `delay` rounds: numbers of state leaves, or arrays in a `Fixed`.
+    """
+
+    node: Node | None
+    index: int
+    delay: int
+    first: list[int | Fixed] = field(default_factory=list["int | Fixed"])
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """An array that is known when the round is traced."""
+
+    array: Any
+
+
+class Round:
+    """The nodes of one round, and what it returns.
+
+    Attributes:
+      name, where: of the flow, and with its line.
+      nodes: in the order of calls. The first one gives the inputs.
+      state, state_tree: the state's leaves as the round begins, and their structure.
+      held: each state leaf as the round ends.
+      outs, out_tree: what the round gives besides.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self.name, self.where = name, where
+        self.nodes: list[Node] = []
+        self.state: list[Value] = []
+        self.held: list[Value] = []
+        self.outs: list[Any] = []
+        self.state_tree: Any = None
+        self.out_tree: Any = None
+        self.on_end: list[Callable[[], None]] = []
+        """What is to be done when all calls are known."""
+        self._names: Counter[str] = Counter()
+
+    # -- tracing
+
+    def trace(self, fn: Callable[..., Any], state: Any, inputs: Node | None, item_tree: Any) -> None:
+        """Calls the flow's function with Values.
+
+        Args:
+          fn: the function of one round.
+          state: pytree of arrays, or of shapes and dtypes.
+          inputs: the node that gives the item of each round; None if the function takes none.
+          item_tree: the structure of the item.
+
+        Raises:
+          FlowError: what it returns is no new state with what the round gives.
+        """
+        pairs, self.state_tree = jax.tree_util.tree_flatten_with_path(state)
+        self.state = [
+            Value(_aval(x), Held(i), self, "/".join(filter(None, ("state", path_text(path)))))
+            for i, (path, x) in enumerate(pairs)
+        ]
+        args = [self.state_tree.unflatten(self.state)]
+        if inputs is not None:
+            args.append(item_tree.unflatten(self.values_of(inputs)))
+        token = _TRACED.set(self)
+        try:
+            given = fn(*args)
+        finally:
+            _TRACED.reset(token)
+        if not (isinstance(given, tuple) and len(given) == 2):
+            raise FlowError(
+                f"{self.where} returned {_kind(given)}; a round returns two things, its new state and what it gives: "
+                "`return state, {'loss': loss}`."
+            )
+        self._end(*given)
+        for then in self.on_end:
+            then()
+
+    def _end(self, state: Any, outs: Any) -> None:
+        pairs, tree = jax.tree_util.tree_flatten_with_path(state)
+        if tree != self.state_tree:
+            raise FlowError(
+                f"{self.where}: the state that the round returns has another structure than the one that it takes:\n"
+                f"  takes   {self.state_tree}\n  returns {tree}"
+            )
+        wrong: list[str] = []
+        for (path, x), was in zip(pairs, self.state, strict=True):
+            name = "/".join(filter(None, ("state", path_text(path))))
+            if not isinstance(x, Value):
+                wrong.append(f"{name} is {_kind(x)}, and not a value of the round.")
+            elif (x.shape, x.dtype) != (was.shape, was.dtype):
+                wrong.append(f"{name} was {was.dtype.name}{list(was.shape)} and is {x.dtype.name}{list(x.shape)}.")
+            elif isinstance(x.origin, Made) and (n := self.nodes[x.origin.node]).every > 1:
+                wrong.append(
+                    f"{name} is made by {n}, which runs every {n.every} rounds, and has no value in the others; let it "
+                    "run every round, or decide inside it."
+                )
+        if wrong:
+            raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
+        self.held = [x for _, x in pairs]
+        self._check(self.held)
+        self.outs, self.out_tree = jax.tree.flatten(outs)
+        self._check([x for x in self.outs if isinstance(x, Value)])
+
+    def _check(self, values: Sequence[Value]) -> None:
+        for v in values:
+            if v.round is not self:
+                raise FlowError(f"{self.where}: {v!r} is a value of another round, {v.round.where}.")
+
+    def name_of(self, name: str) -> str:
+        """A name for the next call of this name: `grad`, `grad[1]`."""
+        count = self._names[name]
+        self._names[name] += 1
+        return f"{name}[{count}]" if count else name
+
+    def add(
+        self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = ""
+    ) -> Node:
+        """Add a node.
+
+        Raises:
+          FlowError: a value comes from another round, or from a node that runs in other rounds.
+        """
+        values = [x for x in given if isinstance(x, Value)]
+        self._check(values)
+        node = Node(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
+        wrong = [line for v in values for line in self._wrong_rate(node, v)]
+        if wrong:
+            raise FlowError(
+                all_offenders(f"{self.where}: {node} ({source}) is called in rounds without its values:", wrong)
+            )
+        self.nodes.append(node)
+        return node
+
+    def _wrong_rate(self, node: Node, v: Value) -> Iterator[str]:
+        delay = 0
+        while isinstance(v.origin, Late):
+            delay, v = delay + v.origin.rounds, v.origin.value
+        if isinstance(v.origin, Made):
+            giver = self.nodes[v.origin.node]
+            if node.every % giver.every or delay % giver.every:
+                yield (
+                    f"{v.name} is there every {giver.every} rounds, and {node} runs every {node.every}: call it in "
+                    f"shardc.every({giver.every}, ...) too."
+                )
+
+    def values_of(self, node: Node) -> list[Value]:
+        """The results of a node."""
+        return [
+            Value(aval, Made(node.number, i), self, f"{node}/{i}" if len(node.results) > 1 else str(node))
+            for i, aval in enumerate(node.results)
+        ]
+
+    # -- what it says
+
+    def origin(self, v: Value) -> Origin:
+        """The node that a value comes from, and by how many rounds it is late.
+
+        Raises:
+          FlowError: state leaves that only change places.
+        """
+        return self._origin(v, ())
+
+    def _origin(self, v: Value, through: tuple[int, ...]) -> Origin:
+        match v.origin:
+            case Made(node=node, index=index):
+                return Origin(self.nodes[node], index, 0)
+            case Held(index=i):
+                after = self.held[i]
+                if isinstance(after.origin, Held) and after.origin.index == i:
+                    return Origin(None, i, 0, [i])
+                if i in through:
+                    raise FlowError(f"{self.where}: {v.name} only changes places with other leaves of the state.")
+                found = self._origin(after, (*through, i))
+                if found.node is None:
+                    raise FlowError(f"{self.where}: {v.name} becomes {after.name}, which never changes.")
+                return Origin(found.node, found.index, found.delay + 1, [i, *found.first])
+            case Late(value=value, rounds=n, first=first):
+                found = self._origin(value, through)
+                if found.node is None:
+                    return found
+                if first is None and not found.first:
+                    raise FlowError(
+                        f"{self.where}: shardc.late({value.name}, {n}): there is no value of {n} rounds ago in the "
+                        f"first round; give it, as first={_zeros(value)}."
+                    )
+                begin = found.first[0] if first is None else Fixed(first)
+                return Origin(found.node, found.index, found.delay + n, [begin] * n + found.first)
+        raise AssertionError(v.origin)
+
+
+def _aval(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x) if not hasattr(x, "dtype") else x.dtype)
+
+
+def aval_of(x: Any) -> Any:
+    """Shape and dtype of an array, a number, or what says them already, without where it lives."""
+    aval = _aval(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _zeros(v: Value) -> str:
+    return f"jnp.zeros({v.shape}, {v.dtype.name!r})"
+
+
+def _kind(x: Any) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else "None" if x is None else f"a {type(x).__name__}"
+
+
+def traced_round() -> Round | None:
+    """The round that this thread traces; None if there is none."""
+    return _TRACED.get()
+
+
+@contextmanager
+def outside() -> Generator[None]:
+    """A context in which calls are plain calls, though a round is traced."""
+    token = _TRACED.set(None)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)

@@ -1,0 +1,124 @@
+"""The values of a round while it is traced: they stand for arrays that do not exist yet."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from shardc.errors import TracingError
+
+if TYPE_CHECKING:
+    from shardc.dataflow.round import Round
+
+
+class Made:
+    """The origin of a value that a node makes: result leaf `index` of node `node`."""
+
+    __slots__ = ("index", "node")
+
+    def __init__(self, node: int, index: int) -> None:
+        self.node, self.index = node, index
+
+
+class Held:
+    """The origin of a leaf of the state: what the round before gave for it."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Late:
+    """The origin of a value of `rounds` rounds ago.
+
+    Attributes:
+      first: the array that stands for it in the first rounds; None: what `value` begins with.
+    """
+
+    __slots__ = ("first", "rounds", "value")
+
+    def __init__(self, value: Value, rounds: int, first: Any = None) -> None:
+        self.value, self.rounds, self.first = value, rounds, first
+
+
+class Value:
+    """A leaf of a round: an array that the round will have, of known shape and dtype.
+
+    It is handed to functions, returned, and kept in pytrees. Anything that would need its number is an error.
+
+    Attributes:
+      aval: its shape and dtype.
+      origin: where it comes from.
+      round: the round.
+      name: for people: `state/params/w`, `update/0`.
+    """
+
+    __slots__ = ("aval", "name", "origin", "round")
+
+    def __init__(self, aval: Any, origin: Made | Held | Late, round: Round, name: str) -> None:
+        self.aval, self.origin, self.round, self.name = aval, origin, round, name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        return f"Value({self.dtype.name}[{dims}], {self.name})"
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the error for a use that needs a number."""
+        raise TracingError(
+            f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). A "
+            "round is traced once, and its values have no numbers then: do this inside a function that the round calls, "
+            "a shardc.function or a shardc.host."
+        )
+
+
+_USES: Final = {
+    "__bool__": "a Python branch, or bool(), of",
+    "__int__": "int() of",
+    "__float__": "float() of",
+    "__complex__": "complex() of",
+    "__index__": "an index from",
+    "__iter__": "a Python loop over",
+    "__getitem__": "an item of",
+    "__len__": "len() of",
+    "__array__": "a NumPy array of",
+    "__jax_array__": "a JAX operation on",
+} | {
+    f"__{side}{name}__": f"{text} with"
+    for name, text in {
+        "add": "a sum", "sub": "a difference", "mul": "a product", "truediv": "a quotient", "floordiv": "a quotient",
+        "matmul": "a matrix product", "pow": "a power", "mod": "a remainder",
+    }.items()
+    for side in ("", "r")
+} | {f"__{name}__": "a comparison with" for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {
+    f"__{name}__": "a sign of" for name in ("neg", "pos", "abs")
+}  # fmt: skip
+"""Methods of Python, and what they do with a value."""
+
+
+def _refused(what: str) -> Any:
+    def method(self: Value, *_: Any, **__: Any) -> NoReturn:
+        self.refuse(what)
+
+    return method
+
+
+for _name, _what in _USES.items():
+    setattr(Value, _name, _refused(_what))
+Value.__hash__ = object.__hash__

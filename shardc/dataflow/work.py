@@ -1,0 +1,264 @@
+"""What the nodes of a round do: a function on a mesh, or Python on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardc.errors import FlowError, all_offenders
+from shardc.ir.walk import itemsize_of, local_shape
+from shardc.machine.mesh import AnyMesh, view
+from shardc.passes.trace.trace import Arguments, is_array, path_text
+from shardc.pipeline.plan import HOST_SECONDS
+from shardc.sbp.layout import is_plain, physical_spec
+from shardc.sbp.placement import Placement
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a leaf lives: on a mesh at a placement, on the devices of a pipeline (no placement), or on the host (no
+    mesh)."""
+
+    mesh: AnyMesh | None
+    placement: Placement | None = None
+
+    def bytes(self, aval: Any) -> int:
+        """Bytes of a leaf on one device, or on the host."""
+        shape = aval.shape
+        if self.mesh is not None and self.placement is not None:
+            shape = local_shape(shape, self.placement, view(self.mesh).sizes)
+        return math.prod(shape) * itemsize_of(aval)
+
+    def sharding(self, aval: Any) -> NamedSharding | None:
+        """The place as JAX says it; None if JAX cannot say it, or if it has no devices."""
+        if not isinstance(self.mesh, Mesh) or self.placement is None:
+            return None
+        if not is_plain(aval.shape, self.placement, dict(self.mesh.shape)):
+            return None
+        return NamedSharding(self.mesh, physical_spec(self.placement))
+
+    def __str__(self) -> str:
+        if self.mesh is None:
+            return "host"
+        return "its stages" if self.placement is None else str(self.placement)
+
+
+HOST: Final = Place(None)
+
+
+class Work(Protocol):
+    """The work of a node.
+
+    Attributes:
+      meshes: the meshes whose devices it uses; empty on the host.
+      takes: where each argument leaf is taken.
+      gives: where each result leaf is given.
+      donated: the argument leaves whose buffers results may take.
+      seconds: of one run, as planned; None if nobody knows.
+      peak: bytes that a device needs while it runs, without its arguments.
+      credits: registers of its channels beyond those of delays; None: as the flow says.
+      actor: the name of the actor that it shares with other nodes; None: it shares one with those of its devices.
+      waits: nodes that it waits for, and the rounds by which they may be behind.
+      changes: whether it changes something that outlives the run.
+      apart: the rounds by which it lets actors be apart that no value joins; None: any.
+    """
+
+    @property
+    def meshes(self) -> tuple[AnyMesh, ...]: ...
+    @property
+    def takes(self) -> Sequence[Place]: ...
+    @property
+    def gives(self) -> Sequence[Place]: ...
+    @property
+    def donated(self) -> frozenset[int]: ...
+    @property
+    def seconds(self) -> float | None: ...
+    @property
+    def peak(self) -> int: ...
+    @property
+    def credits(self) -> int | None: ...
+    @property
+    def actor(self) -> object | None: ...
+    @property
+    def waits(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def changes(self) -> bool: ...
+    @property
+    def apart(self) -> int | None: ...
+
+    def run(self, given: list[Any], round: int) -> Sequence[Any]:
+        """The result leaves."""
+        ...
+
+    def begin(self) -> None:
+        """Ready the work for a run."""
+        ...
+
+    def end(self) -> None:
+        """Free what a run held."""
+        ...
+
+
+class Callee(Protocol):
+    """The part of a `shardc.function` that a node uses."""
+
+    mesh: AnyMesh
+
+    @property
+    def arguments(self) -> Arguments: ...
+    @property
+    def donates(self) -> tuple[str, ...]: ...
+    @property
+    def meshes(self) -> tuple[AnyMesh, ...]: ...
+    def plan(self, *args: Any, **kwargs: Any) -> Any: ...
+    def compile(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _Slot:
+    """A placeholder for a leaf."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class FunctionWork:
+    """A `shardc.function`, or a pipeline, as a node.
+
+    Args:
+      function: the function.
+      leaves, tree: its arguments, flat: arrays, shapes and dtypes with the sharding that is known, constants.
+    """
+
+    credits: int | None = None
+    actor: object | None = None
+    waits: Sequence[tuple[int, int]] = ()
+    changes = False
+    apart: int | None = 0
+
+    def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
+        self._function, self._tree = function, tree
+        args, kwargs = tree.unflatten(leaves)
+        self._leaves = list(leaves)
+        self.plan = function.plan(*args, **kwargs)
+        self.meshes = function.meshes
+        mesh = function.mesh if len(self.meshes) == 1 else None
+        slots, named = tree.unflatten([_Slot(i) for i in range(len(leaves))])
+        call = function.arguments.flatten(slots, named)
+        takes: list[Place] = [HOST] * len(leaves)
+        donated: set[int] = set()
+        arrays = [
+            (name, x) for name, x in zip(call.names, call.leaves, strict=True)
+            if is_array(leaves[x.index] if isinstance(x, _Slot) else x)
+        ]  # fmt: skip
+        for (name, x), placement in zip(arrays, self.plan.inputs, strict=True):
+            if isinstance(x, _Slot):
+                takes[x.index] = self._place(mesh, placement)
+                if name in function.donates:
+                    donated.add(x.index)
+        self.takes, self.donated = takes, frozenset(donated)
+        self.gives = [self._place(mesh, p) for p in self.plan.outputs]
+        self.out_tree = self.plan.program.out_tree
+        self.results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.program.out_avals]
+        self.seconds = max(self.plan.seconds, HOST_SECONDS)
+        memory = self.plan.memory
+        self.peak = max(0, memory.peak - memory.arguments) if mesh is not None else 0
+
+    def _place(self, mesh: AnyMesh | None, placement: Placement) -> Place:
+        return Place(self.meshes[0]) if mesh is None else Place(mesh, placement)
+
+    def begin(self) -> None:
+        """Compile, in the thread that runs the flow: JAX's settings are per thread."""
+        if not all(isinstance(m, Mesh) for m in self.meshes):
+            return
+        args, kwargs = self._tree.unflatten(self._leaves)
+        self._function.compile(*args, **kwargs)
+
+    def end(self) -> None:
+        """Nothing is held."""
+
+    def run(self, given: list[Any], round: int) -> Sequence[Any]:
+        del round
+        args, kwargs = self._tree.unflatten(given)
+        return jax.tree.leaves(self._function(*args, **kwargs))
+
+
+class HostWork:
+    """Plain Python as a node. It is given NumPy arrays.
+
+    Args:
+      call: the function.
+      tree: the structure of its arguments.
+      gives: pytree of the shapes and dtypes of its result.
+      name, where: for errors.
+    """
+
+    meshes: tuple[AnyMesh, ...] = ()
+    donated: frozenset[int] = frozenset()
+    peak = 0
+    actor: object | None = None
+    waits: Sequence[tuple[int, int]] = ()
+    changes = False
+    apart: int | None = 0
+
+    def __init__(  # noqa: PLR0913  # what a call of a host function is
+        self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
+        credits: int | None = None, seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        self._call, self._tree, self.name = call, tree, name
+        pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
+        self.results = [x for _, x in pairs]
+        self._paths = [path_text(path) for path, _ in pairs]
+        self.takes, self.gives = [HOST] * leaves, [HOST] * len(pairs)
+        self.credits, self.seconds = credits, seconds
+
+    def begin(self) -> None:
+        """Nothing to ready."""
+
+    def end(self) -> None:
+        """Nothing is held."""
+
+    def run(self, given: list[Any], round: int) -> Sequence[Any]:
+        args, kwargs = self._tree.unflatten(given)
+        return self.checked(self._call(*args, **kwargs), round)
+
+    def checked(self, made: Any, round: int) -> list[Any]:
+        """The leaves of a result, which are as declared.
+
+        Raises:
+          FlowError: they are not.
+        """
+        leaves, tree = jax.tree.flatten(made)
+        if tree != self.out_tree:
+            raise FlowError(
+                f"{self.name} returned another structure than gives= says, in round {round}:\n"
+                f"  says    {self.out_tree}\n  returns {tree}"
+            )
+        arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
+        wrong = [
+            f"{path or 'the result'}: {want.dtype.name}{list(want.shape)} is declared, "
+            f"{x.dtype.name}{list(x.shape)} came."
+            for path, x, want in zip(self._paths, arrays, self.results, strict=True)
+            if x.shape != want.shape or not _casts(x, want)
+        ]
+        if wrong:
+            raise FlowError(all_offenders(f"{self.name} did not return what gives= says, in round {round}:", wrong))
+        return [x if x.dtype == w.dtype else x.astype(w.dtype) for x, w in zip(arrays, self.results, strict=True)]
+
+
+def _casts(x: Any, want: Any) -> bool:
+    """Whether a result has the declared dtype, as far as JAX would tell: Python's and NumPy's 64 bits become 32."""
+    return x.dtype == want.dtype or jax.dtypes.canonicalize_dtype(x.dtype) == want.dtype
+
+
+def stacked_gives(gives: Any, count: int) -> Any:
+    """What `count` results are together, stacked along a new first dimension."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), gives)
