@@ -100,14 +100,17 @@ class FarFlow:
     def close(self) -> None:
         self._finalizer()
 
-    def outcome(self, failed: tuple[str, int, str] | None) -> tuple[str, int, str] | None:
-        """The failure of a run in any process, as node, round and text; None if there was none. All call it together."""
+    def outcome(self, rounds: int, failed: tuple[str, int, str] | None) -> int | tuple[str, int, str]:
+        """The rounds that all processes have run; or the failure of a run in any of them, as node, round and text. All
+        call it together."""
         group = group_of_run()
         assert group is not None
-        said = group.gather("the end of a flow's run", {"failed": "" if failed is None else json.dumps(failed)})
+        said = group.gather(
+            "the end of a flow's run", {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
+        )
         known = [(p, *json.loads(facts["failed"])) for p, facts in enumerate(said) if facts["failed"]]
         if not known:
-            return None
+            return min(int(facts["rounds"]) for facts in said)
         process, node, round, text = min(known, key=lambda k: not k[1])  # who was only stopped knows less
         return node, round, f"process {process}: {text}"
 

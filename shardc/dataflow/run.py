@@ -232,10 +232,12 @@ class FlowRun:
             except BaseException as error:
                 executor.abandon(executor.runs, error)
                 raise
-            if self._far is not None and (failed := self._far.outcome(None)) is not None:
-                raise self._far_error(*failed)
             complete = executor.rounds
             if self._far is not None:
+                ended = self._far.outcome(complete, None)
+                if not isinstance(ended, int):
+                    raise self._far_error(*ended)
+                complete = ended
                 current.share_logs(self._far)
             left = self._pending(executor.left, complete)
             executor.left = {}
@@ -340,8 +342,8 @@ class FlowRun:
     def _far_failure(self, node: str, round: int, text: str) -> RoundFailedError:
         """The error of a run that failed in one of several processes; all of them raise it."""
         assert self._far is not None
-        failed = self._far.outcome((node, round, text))
-        assert failed is not None
+        failed = self._far.outcome(0, (node, round, text))
+        assert not isinstance(failed, int)
         return self._far_error(*failed)
 
     def _far_error(self, node: str, round: int, text: str) -> RoundFailedError:
