@@ -24,7 +24,8 @@ from shardc.dataflow.work import HOST, HostWork
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.trace import path_text, settings, where_of
+from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.trace import is_array, path_text, settings, where_of
 from shardc.report.tables import report_text
 
 
@@ -80,13 +81,9 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
-        wrong = [
-            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
-            for path, x in pairs
-            if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, int | float | complex)
-        ]
+        wrong = [line for path, x in pairs if not is_array(x) and (line := why_no_constant(what, path_text(path), x))]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: leaves that are no arrays:", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: invalid leaves", wrong))
         if has_tracers([x for _, x in pairs]):
             raise ArgumentError(
                 f"{self.where}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or "
@@ -155,9 +152,9 @@ class Flow:
             raise ArgumentError(f"{self.where}: rounds={rounds!r} is no whole number of 0 or more.")
         if rounds == 0:
             return state, Rounds([], pending or {}, [])
-        leaves, tree = jax.tree.flatten(state)
+        leaves = [x for x in jax.tree.leaves(state) if is_array(x)]
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
-        return tree.unflatten(last), given
+        return plan.round.state_of(last), given
 
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
@@ -219,7 +216,11 @@ def _short(x: Any) -> str:
 
 def _key(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((a.shape, a.dtype) for a in map(aval_of, leaves))
+    return structure, tuple(_key_of_leaf(x) for x in leaves)
+
+
+def _key_of_leaf(x: Any) -> Any:
+    return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:

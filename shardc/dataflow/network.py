@@ -250,7 +250,8 @@ class FlowNetwork:
             takes[e.taker].append((number, e))
             gives[e.giver].append((number, e))
         actors = [tuple(self._steps(row, takes, gives)) for row in self.rows]
-        return Network(tuple(actors), tuple(channels), self.period)
+        names = tuple(map(_row_name, self.rows))
+        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="flow")
 
     def _steps(
         self, row: Sequence[Node], takes: Mapping[Node, list[tuple[int, Edge]]],
@@ -265,6 +266,12 @@ class FlowNetwork:
                     (c, (r + e.delay) % self.period) for c, e in gives[node] if (r + e.delay + 1) % e.taker.every == 0
                 ]
                 yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
+
+
+def _row_name(row: Sequence[Node]) -> str:
+    """The name of an actor: its first two nodes, and how many more it has."""
+    more = f" and {len(row) - 2} more" if len(row) > 2 else ""
+    return ", ".join(n.name for n in row[:2]) + more
 
 
 def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:

@@ -14,7 +14,8 @@ import jax
 from shardc.dataflow.value import Held, Late, Made, Value
 from shardc.dataflow.work import Work
 from shardc.errors import FlowError, all_offenders
-from shardc.passes.trace.trace import path_text
+from shardc.passes.trace.constants import key_of
+from shardc.passes.trace.trace import is_array, path_text
 
 _TRACED: Final[ContextVar[Round | None]] = ContextVar("the round that is traced", default=None)
 
@@ -74,7 +75,7 @@ class Round:
     Attributes:
       name, where: of the flow, and with its line.
       nodes: in the order of calls. The first one gives the inputs.
-      state, state_tree: the state's leaves as the round begins, and their structure.
+      state: the arrays among the state's leaves, as the round begins.
       held: each state leaf as the round ends.
       outs, out_tree: what the round gives besides.
     """
@@ -85,7 +86,9 @@ class Round:
         self.state: list[Value] = []
         self.held: list[Value] = []
         self.outs: list[Any] = []
-        self.state_tree: Any = None
+        self._leaves: list[Any] = []
+        """All leaves of the state: the arrays as Values, and constants."""
+        self._tree: Any = None
         self.out_tree: Any = None
         self.on_end: list[Callable[[], None]] = []
         """What is to be done when all calls are known."""
@@ -105,12 +108,13 @@ class Round:
         Raises:
           FlowError: what it returns is no new state with what the round gives.
         """
-        pairs, self.state_tree = jax.tree_util.tree_flatten_with_path(state)
-        self.state = [
-            Value(_aval(x), Held(i), self, "/".join(filter(None, ("state", path_text(path)))))
-            for i, (path, x) in enumerate(pairs)
-        ]
-        args = [self.state_tree.unflatten(self.state)]
+        pairs, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        for path, x in pairs:
+            if is_array(x):
+                name = "/".join(filter(None, ("state", path_text(path))))
+                self.state.append(Value(_aval(x), Held(len(self.state)), self, name))
+            self._leaves.append(self.state[-1] if is_array(x) else x)
+        args = [self._tree.unflatten(self._leaves)]
         if inputs is not None:
             args.append(item_tree.unflatten(self.values_of(inputs)))
         token = _TRACED.set(self)
@@ -129,15 +133,18 @@ class Round:
 
     def _end(self, state: Any, outs: Any) -> None:
         pairs, tree = jax.tree_util.tree_flatten_with_path(state)
-        if tree != self.state_tree:
+        if tree != self._tree:
             raise FlowError(
                 f"{self.where}: the state that the round returns has another structure than the one that it takes:\n"
-                f"  takes   {self.state_tree}\n  returns {tree}"
+                f"  takes   {self._tree}\n  returns {tree}"
             )
         wrong: list[str] = []
-        for (path, x), was in zip(pairs, self.state, strict=True):
+        for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
-            if not isinstance(x, Value):
+            if not isinstance(was, Value):
+                if isinstance(x, Value) or key_of(x) != key_of(was):
+                    wrong.append(f"{name} was the constant {was!r} and is {x!r}; a constant stays what it is.")
+            elif not isinstance(x, Value):
                 wrong.append(f"{name} is {_kind(x)}, and not a value of the round.")
             elif (x.shape, x.dtype) != (was.shape, was.dtype):
                 wrong.append(f"{name} was {was.dtype.name}{list(was.shape)} and is {x.dtype.name}{list(x.shape)}.")
@@ -148,7 +155,7 @@ class Round:
                 )
         if wrong:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
-        self.held = [x for _, x in pairs]
+        self.held = [x for _, x in pairs if isinstance(x, Value)]
         self._check(self.held)
         self.outs, self.out_tree = jax.tree.flatten(outs)
         self._check([x for x in self.outs if isinstance(x, Value)])
@@ -201,6 +208,11 @@ class Round:
             Value(aval, Made(node.number, i), self, f"{node}/{i}" if len(node.results) > 1 else str(node))
             for i, aval in enumerate(node.results)
         ]
+
+    def state_of(self, arrays: Sequence[Any]) -> Any:
+        """The state with these arrays."""
+        left = iter(arrays)
+        return self._tree.unflatten([next(left) if isinstance(x, Value) else x for x in self._leaves])
 
     # -- what it says
 

@@ -359,7 +359,7 @@ class FlowRun:
         if self._far is not None:
             return self._far_failure(str(node), error.round, f"{type(error.__cause__).__name__}: {error.__cause__}")
         complete, leaves = current.last_complete(state)
-        kept = None if leaves is None else self.plan.round.state_tree.unflatten(leaves)
+        kept = None if leaves is None else self.plan.round.state_of(leaves)
         cause = error.__cause__
         known = (
             f"the state after {complete} rounds is kept in `error.state`" if kept is not None

@@ -98,7 +98,6 @@ _USES: Final = {
     "__getitem__": "an item of",
     "__len__": "len() of",
     "__array__": "a NumPy array of",
-    "__jax_array__": "a JAX operation on",
 } | {
     f"__{side}{name}__": f"{text} with"
     for name, text in {
@@ -122,3 +121,4 @@ def _refused(what: str) -> Any:
 for _name, _what in _USES.items():
     setattr(Value, _name, _refused(_what))
 Value.__hash__ = object.__hash__
+Value.__jax_array__ = property(_refused("a JAX operation on"))  # JAX asks whether there is one
