@@ -231,10 +231,13 @@ class Worker:
                     self.deliver(message, value)
         del order
         self.mailbox.open(run, self)
-        left = [p for p in self._states if p.actor.step is not None]
-        while left and not self.failures:
+        left = self._states
+        while not self.failures:
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
+            left = [p for p in left if p.actor.step is not None]  # after the mail, which may end the run
+            if not left:
+                break
             if self.mailbox.why_stopped(run) is not None:
                 self.stopped = True
                 self.waits = [self._wait_text(p) for p in left]
@@ -245,7 +248,6 @@ class Worker:
                     ran |= self._advance(state, run, record, wait=False)
             if not ran and not self.failures:
                 self._wait(left, run, record)
-            left = [p for p in left if p.actor.step is not None]
         for state in self._states:
             if self.stopped or self.failures:
                 self._drain(state)
