@@ -16,7 +16,7 @@ from shardc.dataflow.round import Fixed, Node, Origin
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
-from shardc.passes.trace.trace import settings
+from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
 
@@ -83,7 +83,7 @@ class FlowRun:
             self._executor = Executor(
                 self.plan.network,
                 self._task,
-                transports=lambda c: mover(edges[id(c)]) or _stay,
+                transports=lambda c: _transport(edges[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
             )
@@ -109,7 +109,7 @@ class FlowRun:
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
         kept = [(i, (node, i) in self._copied, (node, i) in self._in_state) for i in self._kept_outs[node]]
         token = self._token(node) if on_mesh else None
-        wide = bool(settings()[0])  # the actor's thread lacks this setting
+        known = settings()  # the actor's thread lacks those of this thread
         may_end = node in self._built.ends
         period, at = self.plan.network.period, step.round
 
@@ -120,7 +120,7 @@ class FlowRun:
             for k, i, argument in slots:
                 given[argument] = values[k][i]
             round = current.fired[step.label] * period + at
-            with jax.enable_x64(wide):
+            with under(known):
                 try:
                     made = work.run(given if on_mesh else on_host(given), round)
                 except StopIteration:
@@ -340,8 +340,17 @@ class _Current:
         return logs[made // every] if made // every < len(logs) else None
 
 
-def _stay(values: Any) -> Any:
-    return values
+def _transport(edge: Edge) -> Callable[[Any], Any]:
+    """The move of a channel's messages. The giver's thread makes it, which lacks the settings of this thread."""
+    move, known = mover(edge), settings()
+    if move is None:
+        return lambda values: values
+
+    def moved(values: Any) -> Any:
+        with under(known):
+            return move(values)
+
+    return moved
 
 
 def _turn(dated: tuple[int, Any]) -> int:
