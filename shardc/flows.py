@@ -17,7 +17,7 @@ from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
 from shardc.dataflow.value import Late, Value
-from shardc.dataflow.work import HOST, HostWork
+from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.passes.trace.trace import path_text, settings, where_of
@@ -202,7 +202,7 @@ class _Items:
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
             for i, (x, a) in enumerate(zip(arrays, work.results, strict=True))
-            if x.shape != a.shape or jax.dtypes.canonicalize_dtype(x.dtype) != jax.dtypes.canonicalize_dtype(a.dtype)
+            if not is_like(x, a)
         ]
         if wrong:
             raise FlowError(all_offenders(f"item {round} differs from the first one; give all the same shapes:", wrong))
