@@ -74,6 +74,10 @@ class Edge:
         here, there = self.places(move)
         return here.mesh == there.mesh
 
+    def takes_over(self, move: Move) -> bool:
+        """Whether the taker may overwrite a leaf."""
+        return move.argument in self.taker.work.donated
+
     @cached_property
     def bytes(self) -> int:
         """Bytes that arrive for one message, on all devices together; 0 if the values stay where they are."""
@@ -204,7 +208,7 @@ class FlowNetwork:
     def is_donated(self, node: Node, output: int) -> bool:
         """Whether a node may overwrite a result of another one."""
         return any(
-            e.giver is node and m.output == output and m.argument in e.taker.work.donated and self._shares(e, m)
+            e.giver is node and m.output == output and e.takes_over(m) and self._shares(e, m)
             for e in self.edges for m in e.moves
         )  # fmt: skip
 
@@ -212,7 +216,7 @@ class FlowNetwork:
         """Whether what another edge hands on is donated, and this edge's taker may read it later."""
         if other is edge or other.giver is not edge.giver or not self._shares(edge, move):
             return False
-        if not any(m.output == move.output and m.argument in other.taker.work.donated and self._shares(other, m)
+        if not any(m.output == move.output and other.takes_over(m) and self._shares(other, m)
                    for m in other.moves):  # fmt: skip
             return False
         mine, theirs = (edge.delay, edge.taker.number), (other.delay, other.taker.number)
