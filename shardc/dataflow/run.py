@@ -132,8 +132,9 @@ class FlowRun:
                     if may_end:
                         raise RoundsEnded(round) from None
                     raise FlowError(
-                        f"{node} has no more in round {round}, and no new state needs it: let it return a value in "
-                        "each round, or end the inputs."
+                        f"{node} has no more in round {round}, and it cannot end the run. The inputs can, and a host "
+                        "function that the new state depends on, called in each round before what changes the state. "
+                        "Let this one return a value in each round."
                     ) from None
                 del given
                 current.fired[step.label] += 1
