@@ -20,8 +20,8 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from shardc import api, compat
-from shardc.errors import ArgumentError, all_offenders
 from shardc.dataflow.round import traced_round
+from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS

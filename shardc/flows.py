@@ -20,7 +20,7 @@ from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import Late, Value
-from shardc.dataflow.work import HOST, HostWork
+from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
@@ -203,7 +203,7 @@ class _Items:
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
             for i, (x, a) in enumerate(zip(arrays, work.results, strict=True))
-            if x.shape != a.shape or jax.dtypes.canonicalize_dtype(x.dtype) != jax.dtypes.canonicalize_dtype(a.dtype)
+            if not is_like(x, a)
         ]
         if wrong:
             raise FlowError(all_offenders(f"item {round} differs from the first one; give all the same shapes:", wrong))
@@ -228,8 +228,8 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
     The function is traced once. The calls in it are nodes: of `shardc.function`s and pipelines, each on its own mesh,
     and of `shardc.host` functions. Calls on one mesh run in the order in which they are written; calls on different
-    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few registers: who is
-    ahead by so many rounds waits.
+    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few
+    registers: who is ahead by so many rounds waits.
 
     Args:
       fn: `fn(state, item)`, or `fn(state)`: gives the new state, and what the round gives besides. State and results

@@ -155,8 +155,8 @@ def _text_of(plan: PlannedFlow) -> str:
 
 
 def sender(keep: Sequence[bool]) -> LeafMove:
-    """The function that readies a message for a link. `keep`: the values that are overwritten before they are sent; these
-    are copied."""
+    """The function that readies a message for a link. `keep`: the values that may be overwritten before they are sent;
+    these are copied."""
 
     def ready(values: tuple[Any, ...]) -> tuple[Any, ...]:
         made = tuple(x.copy() if c and isinstance(x, jax.Array) else x for x, c in zip(values, keep, strict=True))
@@ -176,7 +176,8 @@ class _Codec:
         self._entries: dict[int, list[tuple[Any, LeafMove]]] = {}
 
     def is_ready(self, value: Any) -> bool:
-        return all(not isinstance(x, jax.Array) or words(x).is_ready() for x in value)
+        arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]
+        return all(x.is_ready() for x in arrays)
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
         del channel, peer

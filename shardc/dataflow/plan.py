@@ -97,8 +97,8 @@ class PlannedFlow:
             each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
 
         def cost(label: Call) -> float:
-            found: Any = each[label.node]
-            return float(found() if callable(found) else found)
+            found = each[label.node]
+            return found if isinstance(found, int | float) else found()
 
         return cost
 

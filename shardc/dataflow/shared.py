@@ -1,9 +1,9 @@
 """`shardc.shared`: a state that is changed as changes come, at one place: a parameter server.
 
-Every call of `change` is an actor of its own, so that no worker waits for another one's change. A change takes the state,
-under a lock; a read waits until nobody is further behind than the bound on staleness allows, then takes a copy. What each
-waits for are channels without values, so the deadlock check and the simulator know them; only the order in which changes
-that may overtake each other are applied is left to time.
+Every call of `change` is an actor of its own, so that no worker waits for another one's change. A change takes the
+state, under a lock; a read waits until nobody is further behind than the bound on staleness allows, then takes a copy.
+What each waits for are channels without values, so the deadlock check and the simulator know them; only the order of
+changes that may overtake each other is left to time.
 """
 
 from __future__ import annotations

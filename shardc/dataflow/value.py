@@ -83,8 +83,8 @@ class Value:
         """Raise the error for a use that needs a number."""
         raise TracingError(
             f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). A "
-            "round is traced once, and its values have no numbers then: do this inside a function that the round calls, "
-            "a shardc.function or a shardc.host."
+            "round is traced once, and its values have no numbers then: do this inside a function that the round "
+            "calls, a shardc.function or a shardc.host."
         )
 
 
@@ -121,4 +121,4 @@ def _refused(what: str) -> Any:
 for _name, _what in _USES.items():
     setattr(Value, _name, _refused(_what))
 Value.__hash__ = object.__hash__
-Value.__jax_array__ = property(_refused("a JAX operation on"))  # JAX asks whether there is one
+setattr(Value, "__jax_array__", property(_refused("a JAX operation on")))  # noqa: B010  # JAX asks if there is one
