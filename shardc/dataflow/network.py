@@ -215,7 +215,7 @@ class FlowNetwork:
             )
 
     def _with_registers(self, edge: Edge) -> Edge:
-        late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
+        late = -(-edge.delay // edge.taker.every)  # the most that it holds between two rounds
         same = self.actor[edge.giver] == self.actor[edge.taker]
         edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
         if edge.giver.number == 0:  # all read the same inputs

@@ -7,15 +7,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from shardc.dataflow.value import Held, Late, Made, Value
-from shardc.dataflow.work import Work
 from shardc.errors import FlowError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
+
+if TYPE_CHECKING:
+    from shardc.dataflow.work import Work
 
 _TRACED: Final[ContextVar[Round | None]] = ContextVar("the round that is traced", default=None)
 

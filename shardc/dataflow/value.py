@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from shardc.errors import TracingError
 
-if TYPE_CHECKING:
-    from shardc.dataflow.round import Round
+
+class Owner(Protocol):
+    """What a value knows of its round.
+
+    Attributes:
+      where: the flow and its line, for errors.
+    """
+
+    where: str
 
 
 class Made:
@@ -56,7 +63,7 @@ class Value:
 
     __slots__ = ("aval", "name", "origin", "round")
 
-    def __init__(self, aval: Any, origin: Made | Held | Late, round: Round, name: str) -> None:
+    def __init__(self, aval: Any, origin: Made | Held | Late, round: Owner, name: str) -> None:
         self.aval, self.origin, self.round, self.name = aval, origin, round, name
 
     @property
