@@ -218,15 +218,23 @@ class FlowNetwork:
     def _safe(self, edge: Edge) -> Edge:
         """An edge whose values are copied where another node may overwrite them before they are read."""
         edge.moves = [
-            Move(m.output, m.argument, m.first, any(self._overwrites(e, edge, m) for e in self.edges))
-            for m in edge.moves
-        ]
+            Move(
+                m.output, m.argument, m.first,
+                any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i),
+            )
+            for i, m in enumerate(edge.moves)
+        ]  # fmt: skip
         return edge
 
-    def is_donated(self, node: Node, output: int) -> bool:
-        """Whether a node may overwrite a result of another one."""
+    def _is_again(self, edge: Edge, i: int) -> bool:
+        """Whether a call takes a value a second time, which it may overwrite."""
+        same = [m for m in edge.moves if m.output == edge.moves[i].output]
+        return same[0] is not edge.moves[i] and any(edge.takes_over(m) for m in same)
+
+    def is_donated(self, node: Node, output: int, rounds: float = math.inf) -> bool:
+        """Whether another node may overwrite a result of this one, less than so many rounds later."""
         return any(
-            e.giver is node and m.output == output and e.takes_over(m) and self._shares(e, m)
+            e.giver is node and m.output == output and e.delay < rounds and e.takes_over(m) and self._shares(e, m)
             for e in self.edges for m in e.moves
         )  # fmt: skip
 
@@ -245,7 +253,7 @@ class FlowNetwork:
         here, there = edge.places(move)
         if here.mesh is None or there.mesh is None:
             return there.mesh is None
-        return bool(_devices(here) & _devices(there))
+        return bool(devices_of(here) & devices_of(there))
 
     # -- the network
 
@@ -282,7 +290,8 @@ class FlowNetwork:
                 yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
 
 
-def _devices(place: Place) -> frozenset[Any]:
+def devices_of(place: Place) -> frozenset[Any]:
+    """The devices of a place that is not the host."""
     mesh = place.mesh
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
 
@@ -291,7 +300,7 @@ def _rows(nodes: Sequence[Node]) -> list[list[Node]]:
     """The nodes of each actor: those whose meshes share devices are together, in the order of calls."""
     rows: list[tuple[set[Any], list[Node]]] = []
     for node in nodes:
-        devices = {d for m in node.work.meshes for d in _devices(Place(m))}
+        devices = {d for m in node.work.meshes for d in devices_of(Place(m))}
         key = devices if node.work.actor is None else {node.work.actor}
         touched = [row for row in rows if key and row[0] & key]
         merged = {d for known, _ in touched for d in known} | key, [n for _, ns in touched for n in ns] + [node]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 
 from shardc.dataflow.moves import copied, mover, on_host, to_place
-from shardc.dataflow.network import Call, Edge, FlowNetwork, Move
+from shardc.dataflow.network import Call, Edge, FlowNetwork, Move, devices_of
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, Node, Origin
 from shardc.dataflow.value import Value
@@ -69,8 +69,7 @@ class FlowRun:
             if origin is not None and origin.node is not None and origin.index not in self._kept_outs[origin.node]:
                 self._kept_outs[origin.node].append(origin.index)
         self._logged = _made_by(built.outs)
-        self._in_state = _made_by(built.state)
-        self._kept_long = _made_by(o for o in built.state if o.delay > 1)
+        self._taken = {f for e in built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     # -- opening
 
@@ -149,10 +148,10 @@ class FlowRun:
 
     def _keepers(self, node: Node, i: int) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
         """The functions that give what of a result is returned, and what is kept of it as a part of the state."""
-        key, is_donated = (node, i), self._built.is_donated(node, i)
-        log = copied if is_donated else _stay
-        state = copied if is_donated and key in self._kept_long else _stay
-        return log if key in self._logged else None, state if key in self._in_state else None
+        late = max((o.delay for o in self._built.state if (o.node, o.index) == (node, i)), default=0)
+        log = copied if self._built.is_donated(node, i) else _stay
+        state = copied if self._built.is_donated(node, i, late) else _stay
+        return log if (node, i) in self._logged else None, state if late else None
 
     def _token(self, node: Node) -> tuple[int, bool] | None:
         """The result that says whether a node has ended: a small one that nobody overwrites, or a copy."""
@@ -181,6 +180,9 @@ class FlowRun:
             raise FlowError(f"{self.plan.round.where} is running already.")
         try:
             executor = self._opened()
+            state = [
+                copied(x) if i in self._taken and any(x is y for y in state[:i]) else x for i, x in enumerate(state)
+            ]
             first = self._first(state, pending)
             self._now.run = current = _Current(self.plan, state, items, self._past(state, pending))
             try:
@@ -219,9 +221,8 @@ class FlowRun:
             if pending is not None:
                 values = pending[self.plan.network.channels[channel].name][turn]
             else:
-                values = tuple(
-                    _entered(self._built.edges[channel], m, turn, state) for m in self._built.edges[channel].moves
-                )
+                edge = self._built.edges[channel]
+                values = tuple(self._entered(edge, i, turn, state) for i in range(len(edge.moves)))
             found.setdefault(message, []).append(values)
         return found
 
@@ -229,11 +230,31 @@ class FlowRun:
         """What the first rounds return late, and what becomes state late in them."""
         if pending is not None:
             return pending
-        taken = {i for e in self._built.edges for m in e.moves if e.takes_over(m) for i in m.first}
         return {
-            name: [copied(_known(f, state)) if f in taken else _known(f, state) for f in firsts]
+            name: [copied(_known(f, state)) if f in self._taken else _known(f, state) for f in firsts]
             for name, (_, _, firsts) in _late(self._built).items()
         }
+
+    def _entered(self, edge: Edge, i: int, turn: int, state: Sequence[Any]) -> Any:
+        """Leaf i of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if that
+        one overwrites it."""
+        move = edge.moves[i]
+        first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
+        alone = move.copied or (
+            edge.takes_over(move) and (isinstance(first, Fixed) or self._begins_others(edge, move, first))
+        )
+        place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
+        x = _known(first, state)
+        return _entering(place, aval)(copied(x) if alone else x)
+
+    def _begins_others(self, edge: Edge, move: Move, first: int) -> bool:
+        """Whether a leaf of the first state is taken in other rounds too, or by others that may find it in the same
+        memory."""
+        mine = edge.places(move)[1]
+        places = [e.places(m)[1] for e in self._built.edges for m in e.moves if m is not move and first in m.first]
+        return move.first.count(first) > 1 or any(
+            p.mesh is None or None in (p.placement, mine.placement) or devices_of(p) & devices_of(mine) for p in places
+        )
 
     def _check_pending(self, messages: Sequence[Message], pending: Mapping[str, Sequence[Any]]) -> None:
         names = self.plan.network.channels
@@ -409,16 +430,6 @@ def _late(built: FlowNetwork) -> dict[str, tuple[bool, int, list[int | Fixed]]]:
     result that is returned late, and each leaf that becomes state late."""
     outs = {f"returned {i}": (False, i, o.first) for i, o in enumerate(built.outs) if o is not None and o.first}
     return outs | {f"state {i}": (True, i, o.first[1:]) for i, o in enumerate(built.state) if o.first[1:]}
-
-
-def _entered(edge: Edge, move: Move, turn: int, state: Sequence[Any]) -> Any:
-    """A leaf of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if the taker
-    overwrites it."""
-    first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
-    x = _known(first, state)
-    alone = move.copied or (edge.takes_over(move) and (turn > 0 or isinstance(first, Fixed)))
-    place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
-    return _entering(place, aval)(copied(x) if alone else x)
 
 
 def _entering(place: Place, aval: Any) -> Callable[[Any], Any]:
