@@ -76,6 +76,11 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+        if any(isinstance(x, Value) for _, x in pairs):
+            raise ArgumentError(
+                f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
+                f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
+            )
         wrong = [
             f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
             for path, x in pairs
@@ -132,6 +137,10 @@ class Flow:
         if self._has_item:
             if inputs is None:
                 raise ArgumentError(f"{self.where} takes an item in each round; give them: run(state, inputs).")
+            if not hasattr(inputs, "__iter__"):
+                raise ArgumentError(
+                    f"{self.where}: inputs are an item for each round, in a list or an iterator; got {inputs!r}."
+                )
             try:
                 iterator = iter(inputs)
                 first = next(iterator)
@@ -210,7 +219,7 @@ class _Items:
 
 
 def _short(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def _key(tree: Any) -> Any:
@@ -223,8 +232,8 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
     The function is traced once. The calls in it are nodes: of `shardc.function`s and pipelines, each on its own mesh,
     and of `shardc.host` functions. Calls on one mesh run in the order in which they are written; calls on different
-    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few registers: who is
-    ahead by so many rounds waits.
+    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few registers: who
+    is ahead by so many rounds waits.
 
     Args:
       fn: `fn(state, item)`, or `fn(state)`: gives the new state, and what the round gives besides. State and results
@@ -314,6 +323,13 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     strange = [x for x in leaves if not isinstance(x, Value)]
     if strange:
         raise ArgumentError(f"shardc.late is for values of a flow's round; got {strange[0]!r}.")
+    unlike = [
+        f"{v.name} is {_short(v)}, and first= has {_short(aval_of(f))}."
+        for v, f in zip(leaves, firsts, strict=True)
+        if f is not None and not is_like(aval_of(f), v)
+    ]
+    if unlike:
+        raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
     made = [

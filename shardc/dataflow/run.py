@@ -15,7 +15,7 @@ from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, Node, Origin
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
-from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
+from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
@@ -189,6 +189,10 @@ class FlowRun:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
                 raise self._failure(error, current, state) from error.__cause__
+            except PeerLostError:
+                raise
+            except PipelineError:
+                raise FlowError(f"{self.plan.round.where} was closed while it ran.") from None
             complete = min(current.rounds_of(n) for n in self._built.ends)
             left = self._pending(executor.left, complete) | current.past(complete)
             executor.left = {}
@@ -442,8 +446,8 @@ def _wait(values: list[Any]) -> None:
         if isinstance(x, jax.Array):
             try:
                 x.block_until_ready()
-            except RuntimeError:
-                if not x.is_deleted():
+            except RuntimeError as error:  # while a program takes it over, it is not called deleted yet
+                if not x.is_deleted() and "donated" not in str(error):
                     raise
 
 
