@@ -154,10 +154,10 @@ class Function:
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._plain(args, kwargs)
         if traced_round() is not None:
             return self.call_every(args, kwargs, 1)
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]

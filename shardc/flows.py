@@ -81,6 +81,11 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+        if any(isinstance(x, Value) for _, x in pairs):
+            raise ArgumentError(
+                f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
+                f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
+            )
         wrong = [line for path, x in pairs if not is_array(x) and (line := why_no_constant(what, path_text(path), x))]
         if wrong:
             raise ArgumentError(all_offenders(f"{self.where}: invalid leaves", wrong))
@@ -133,6 +138,10 @@ class Flow:
         if self._has_item:
             if inputs is None:
                 raise ArgumentError(f"{self.where} takes an item in each round; give them: run(state, inputs).")
+            if not hasattr(inputs, "__iter__"):
+                raise ArgumentError(
+                    f"{self.where}: inputs are an item for each round, in a list or an iterator; got {inputs!r}."
+                )
             try:
                 iterator = iter(inputs)
                 first = next(iterator)
@@ -211,7 +220,7 @@ class _Items:
 
 
 def _short(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def _key(tree: Any) -> Any:
@@ -342,6 +351,13 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     strange = [x for x in leaves if not isinstance(x, Value)]
     if strange:
         raise ArgumentError(f"shardc.late is for values of a flow's round; got {strange[0]!r}.")
+    unlike = [
+        f"{v.name} is {_short(v)}, and first= has {_short(aval_of(f))}."
+        for v, f in zip(leaves, firsts, strict=True)
+        if f is not None and not is_like(aval_of(f), v)
+    ]
+    if unlike:
+        raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
     made = [

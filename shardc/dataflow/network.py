@@ -225,15 +225,23 @@ class FlowNetwork:
     def _safe(self, edge: Edge) -> Edge:
         """An edge whose values are copied where another node may overwrite them before they are read."""
         edge.moves = [
-            Move(m.output, m.argument, m.first, any(self._overwrites(e, edge, m) for e in self.edges))
-            for m in edge.moves
-        ]
+            Move(
+                m.output, m.argument, m.first,
+                any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i),
+            )
+            for i, m in enumerate(edge.moves)
+        ]  # fmt: skip
         return edge
 
-    def is_donated(self, node: Node, output: int) -> bool:
-        """Whether a node may overwrite a result of another one."""
+    def _is_again(self, edge: Edge, i: int) -> bool:
+        """Whether a call takes a value a second time, which it may overwrite."""
+        same = [m for m in edge.moves if m.output == edge.moves[i].output]
+        return same[0] is not edge.moves[i] and any(edge.takes_over(m) for m in same)
+
+    def is_donated(self, node: Node, output: int, rounds: float = math.inf) -> bool:
+        """Whether another node may overwrite a result of this one, less than so many rounds later."""
         return any(
-            e.giver is node and m.output == output and e.takes_over(m) and self._shares(e, m)
+            e.giver is node and m.output == output and e.delay < rounds and e.takes_over(m) and self._shares(e, m)
             for e in self.edges for m in e.moves
         )  # fmt: skip
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from shardc.dataflow.value import Held, Late, Made, Value
-from shardc.errors import FlowError, all_offenders
+from shardc.dataflow.value import INSIDE, Held, Late, Made, Value
+from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
 
@@ -122,6 +122,10 @@ class Round:
         token = _TRACED.set(self)
         try:
             given = fn(*args)
+        except TypeError as error:  # of JAX, whose operations refuse a Value
+            if "Value(" not in str(error):
+                raise
+            raise TracingError(f"{self.where}: {error} {INSIDE}") from error
         finally:
             _TRACED.reset(token)
         if not (isinstance(given, tuple) and len(given) == 2):
@@ -147,7 +151,7 @@ class Round:
                 if isinstance(x, Value) or key_of(x) != key_of(was):
                     wrong.append(f"{name} was the constant {was!r} and is {x!r}; a constant stays what it is.")
             elif not isinstance(x, Value):
-                wrong.append(f"{name} is {_kind(x)}, and not a value of the round.")
+                wrong.append(f"{name} is {_kind(x)}; let it be a part of the state that the round takes, or a result.")
             elif (x.shape, x.dtype) != (was.shape, was.dtype):
                 wrong.append(f"{name} was {was.dtype.name}{list(was.shape)} and is {x.dtype.name}{list(x.shape)}.")
             elif isinstance(x.origin, Made) and (n := self.nodes[x.origin.node]).every > 1:
@@ -165,7 +169,9 @@ class Round:
     def _check(self, values: Sequence[Value]) -> None:
         for v in values:
             if v.round is not self:
-                raise FlowError(f"{self.where}: {v!r} is a value of another round, {v.round.where}.")
+                raise FlowError(
+                    f"{self.where}: {v!r} is a value of another round, {v.round.where}, and is gone with it."
+                )
 
     def name_of(self, name: str) -> str:
         """A name for the next call of this name: `grad`, `grad[1]`."""
@@ -199,9 +205,11 @@ class Round:
         if isinstance(v.origin, Made):
             giver = self.nodes[v.origin.node]
             if node.every % giver.every or delay % giver.every:
+                rate = "in each round" if node.every == 1 else f"every {node.every} rounds"
+                late = f", {delay} rounds late" if delay else ""
                 yield (
-                    f"{v.name} is there every {giver.every} rounds, and {node} runs every {node.every}: call it in "
-                    f"shardc.every({giver.every}, ...) too."
+                    f"{v.name} is there every {giver.every} rounds, and {node} runs {rate}{late}: call it in "
+                    f"shardc.every({giver.every}, ...) too, and let delays be multiples of {giver.every}."
                 )
 
     def values_of(self, node: Node) -> list[Value]:
@@ -271,6 +279,10 @@ def _zeros(v: Value) -> str:
 
 
 def _kind(x: Any) -> str:
+    if isinstance(x, Value):
+        return f"one value, {x.name}"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return "an array that is the same in all rounds"
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else "None" if x is None else f"a {type(x).__name__}"
 
 

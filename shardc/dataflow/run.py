@@ -20,7 +20,7 @@ from shardc.dataflow.round import Fixed, Node, Origin
 from shardc.dataflow.shared import Shared, pots, read_only_what_is_used, shared_states
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
-from shardc.errors import FlowError, PipelineError, PipelineTaskError, RoundFailedError
+from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.far_values import bring
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
@@ -82,8 +82,7 @@ class FlowRun:
         self._pots = pots(nodes)
         read_only_what_is_used(built)
         self._logged = _made_by(built.outs)
-        self._in_state = _made_by(built.state)
-        self._kept_long = _made_by(o for o in built.state if o.delay > 1)
+        self._taken = {f for e in built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     # -- opening
 
@@ -190,10 +189,10 @@ class FlowRun:
 
     def _keepers(self, node: Node, i: int) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
         """The functions that give what of a result is returned, and what is kept of it as a part of the state."""
-        key, is_donated = (node, i), self._built.is_donated(node, i)
-        log = copied if is_donated else _stay
-        state = copied if is_donated and key in self._kept_long else _stay
-        return log if key in self._logged else None, state if key in self._in_state else None
+        late = max((o.delay for o in self._built.state if (o.node, o.index) == (node, i)), default=0)
+        log = copied if self._built.is_donated(node, i) else _stay
+        state = copied if self._built.is_donated(node, i, late) else _stay
+        return log if (node, i) in self._logged else None, state if late else None
 
     def _token(self, node: Node) -> tuple[int, bool] | None:
         """The result that says whether a node has ended: a small one that nobody overwrites, or a copy."""
@@ -229,6 +228,9 @@ class FlowRun:
             executor = self._opened()
             if self._far is not None:
                 state = self._brought(state)
+            state = [
+                copied(x) if i in self._taken and any(x is y for y in state[:i]) else x for i, x in enumerate(state)
+            ]
             first = self._first(state, pending)
             self._now.run = current = _Current(self.plan, self._here, state, items, self._past(state, pending))
             for change, pot in self._pots:
@@ -238,8 +240,12 @@ class FlowRun:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
                 raise self._failure(error, current, state) from error.__cause__
-            except PipelineError as error:  # another process has stopped the run
-                raise self._far_failure("", 0, str(error)) from None
+            except PeerLostError:
+                raise
+            except PipelineError as error:
+                if self._far is None:
+                    raise FlowError(f"{self.plan.round.where} was closed while it ran.") from None
+                raise self._far_failure("", 0, str(error)) from None  # another process has stopped the run
             except BaseException as error:
                 executor.abandon(executor.runs, error)
                 raise
@@ -325,9 +331,8 @@ class FlowRun:
             if pending is not None:
                 values = pending[self.plan.network.channels[channel].name][turn]
             else:
-                values = tuple(
-                    _entered(self._built.edges[channel], m, turn, state) for m in self._built.edges[channel].moves
-                )
+                edge = self._built.edges[channel]
+                values = tuple(self._entered(edge, i, turn, state) for i in range(len(edge.moves)))
             found.setdefault(message, []).append(values)
         return found
 
@@ -335,11 +340,32 @@ class FlowRun:
         """What the first rounds return late, and what becomes state late in them."""
         if pending is not None:
             return pending
-        taken = {i for e in self._built.edges for m in e.moves if e.takes_over(m) for i in m.first}
         return {
-            name: [copied(_known(f, state)) if f in taken else _known(f, state) for f in firsts]
+            name: [copied(_known(f, state)) if f in self._taken else _known(f, state) for f in firsts]
             for name, (_, _, firsts) in _late(self._built, self._here).items()
         }
+
+    def _entered(self, edge: Edge, i: int, turn: int, state: Sequence[Any]) -> Any:
+        """Leaf i of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if that
+        one overwrites it."""
+        move = edge.moves[i]
+        first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
+        alone = move.copied or (
+            edge.takes_over(move) and (isinstance(first, Fixed) or self._begins_others(edge, move, first))
+        )
+        place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
+        x = _known(first, state)
+        return _entering(place, aval)(copied(x) if alone else x)
+
+    def _begins_others(self, edge: Edge, move: Move, first: int) -> bool:
+        """Whether a leaf of the first state is taken in other rounds too, or by others that may find it in the same
+        memory."""
+        mine = edge.places(move)[1]
+        places = [e.places(m)[1] for e in self._built.edges for m in e.moves if m is not move and first in m.first]
+        return move.first.count(first) > 1 or any(
+            p.mesh is None or None in (p.placement, mine.placement) or devices_of(p.mesh) & devices_of(mine.mesh)
+            for p in places
+        )
 
     def _check_pending(self, messages: Sequence[Message], pending: Mapping[str, Sequence[Any]]) -> None:
         names = self.plan.network.channels
@@ -559,16 +585,6 @@ def _late(built: FlowNetwork, here: Collection[Node]) -> dict[str, tuple[bool, i
     }
 
 
-def _entered(edge: Edge, move: Move, turn: int, state: Sequence[Any]) -> Any:
-    """A leaf of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if the taker
-    overwrites it."""
-    first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
-    x = _known(first, state)
-    alone = move.copied or (edge.takes_over(move) and (turn > 0 or isinstance(first, Fixed)))
-    place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
-    return _entering(place, aval)(copied(x) if alone else x)
-
-
 def _entering(place: Place, aval: Any) -> Callable[[Any], Any]:
     return (lambda x: x) if place.mesh is None else to_place(place, aval)
 
@@ -579,8 +595,8 @@ def _wait(values: list[Any]) -> None:
         if isinstance(x, jax.Array):
             try:
                 x.block_until_ready()
-            except RuntimeError:
-                if not x.is_deleted():
+            except RuntimeError as error:  # while a program takes it over, it is not called deleted yet
+                if not x.is_deleted() and "donated" not in str(error):
                     raise
 
 

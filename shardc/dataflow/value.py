@@ -18,6 +18,13 @@ class Owner(Protocol):
     where: str
 
 
+INSIDE: Final = (
+    "A round is traced once, before its values exist: do this inside a function that the round calls, a "
+    "shardc.function or a shardc.host."
+)
+"""What to do about a use that needs a number."""
+
+
 class Made:
     """The origin of a value that a node makes: result leaf `index` of node `node`."""
 
@@ -86,12 +93,19 @@ class Value:
         dims = ",".join(map(str, self.shape))
         return f"Value({self.dtype.name}[{dims}], {self.name})"
 
+    def __format__(self, spec: str) -> str:
+        return self.refuse("a formatted number from") if spec else repr(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            self.refuse(f".{name} of")
+        raise AttributeError(f"{self!r} has no attribute {name!r}")
+
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for a use that needs a number."""
         raise TracingError(
-            f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). A "
-            "round is traced once, and its values have no numbers then: do this inside a function that the round "
-            "calls, a shardc.function or a shardc.host."
+            f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). "
+            f"{INSIDE}"
         )
 
 
@@ -104,18 +118,31 @@ _USES: Final = {
     "__iter__": "a Python loop over",
     "__getitem__": "an item of",
     "__len__": "len() of",
+    "__setitem__": "a change of an item of",
+    "__contains__": "a search in",
     "__array__": "a NumPy array of",
 } | {
     f"__{side}{name}__": f"{text} with"
     for name, text in {
         "add": "a sum", "sub": "a difference", "mul": "a product", "truediv": "a quotient", "floordiv": "a quotient",
-        "matmul": "a matrix product", "pow": "a power", "mod": "a remainder",
+        "matmul": "a matrix product", "pow": "a power", "mod": "a remainder", "divmod": "a quotient",
+        "and": "a logical and", "or": "a logical or", "xor": "an exclusive or", "lshift": "a shift",
+        "rshift": "a shift",
     }.items()
     for side in ("", "r")
 } | {f"__{name}__": "a comparison with" for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {
-    f"__{name}__": "a sign of" for name in ("neg", "pos", "abs")
+    f"__{name}__": "a sign of" for name in ("neg", "pos", "abs", "invert", "round")
 }  # fmt: skip
 """Methods of Python, and what they do with a value."""
+
+_METHODS: Final = frozenset(
+    {
+        "T", "all", "any", "argmax", "argmin", "argsort", "astype", "at", "clip", "cumsum", "dot", "flatten", "item",
+        "max", "mean", "min", "prod", "ravel", "reshape", "round", "sort", "squeeze", "std", "sum", "take", "tolist",
+        "transpose", "var",
+    }
+)  # fmt: skip
+"""What people ask of arrays."""
 
 
 def _refused(what: str) -> Any:

@@ -8,13 +8,11 @@ from collections import Counter
 import jax
 import pytest
 
-import shardc
 from shardc.dataflow.network import FlowNetwork
-from shardc.errors import FlowError
 from shardc.runtime.actor import Actor
 from shardc.runtime.deadlock import find_deadlock
 from tests.dataflow.interpreter import assert_same
-from tests.dataflow.random_flows import AVAL, LENGTH, StubWork, draw, flow_of, mesh, round_of
+from tests.dataflow.random_flows import LENGTH, draw, flow_of, round_of
 from tests.runtime.watchdog import within
 
 PERIODS = 18
