@@ -58,6 +58,11 @@ class PlannedFlow:
         """What nodes hand to one another."""
         return self.built.edges
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether rounds get an item; the node that gives it is the first one."""
+        return bool(self.nodes[0].results)
+
     @cached_property
     def row_names(self) -> list[str]:
         """A name for each actor: its first two nodes, and how many more it has."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax
 
+from shardc.dataflow.chart import mean_seconds, measured_flow_chart
 from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge
 from shardc.dataflow.plan import PlannedFlow
@@ -17,6 +18,8 @@ from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
 from shardc.passes.trace.trace import settings
+from shardc.report.chart import Chart
+from shardc.report.drawn import Drawn
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
 
@@ -27,26 +30,32 @@ ENDLESS: Final = 1 << 62
 """Rounds of a run that only its inputs end."""
 
 
-class Rounds(list[Any]):
-    """What each round of a run gave, in order.
+class Rounds(list[Any], Drawn):
+    """What each round of a run gave, in order. A recorded run can be drawn, planned above measured.
 
     Attributes:
       pending: what delayed channels hold at the end, as a pytree of arrays; for `run(..., pending=)` to go on from.
       spans: the times of all nodes, if the run recorded them.
-      seconds: the mean seconds of each node, of a run that recorded them.
     """
 
-    def __init__(self, given: Iterable[Any], pending: Any, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, given: Iterable[Any], pending: Any, plan: PlannedFlow | None = None, spans: Sequence[Span] = ()
+    ) -> None:
         super().__init__(given)
         self.pending = pending
         self.spans = list(spans)
+        self._plan = plan
 
     @property
     def seconds(self) -> dict[str, float]:
-        each: dict[str, list[float]] = {}
-        for span in self.spans:
-            each.setdefault(str(span.label), []).append(span.end - span.start)
-        return {name: sum(times) / len(times) for name, times in each.items()}
+        """The mean seconds of each node, of a run that recorded them."""
+        return mean_seconds(self.spans)
+
+    @property
+    def chart(self) -> Chart:
+        if self._plan is None or not self.spans:
+            raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
+        return measured_flow_chart(self._plan, self.spans, len(self))
 
 
 class FlowRun:
@@ -130,6 +139,8 @@ class FlowRun:
                         f"{node} has no more in round {round}, and no new state needs it: let it return a value in "
                         "each round, or end the inputs."
                     ) from None
+                if current.record:
+                    jax.block_until_ready(made)
                 del given
                 current.fired[step.label] += 1
                 for i, copy, state in kept:
@@ -159,7 +170,7 @@ class FlowRun:
           items: gives the leaves of each round's item; None: rounds have none.
           rounds: the most rounds.
           pending: what the run before left, or None.
-          record: whether to keep the times of all nodes.
+          record: whether to keep the times of all nodes, each waited for.
 
         Returns:
           the state's leaves after the last round, and what each round gave.
@@ -168,7 +179,7 @@ class FlowRun:
             raise FlowError(f"{self.plan.round.where} is running already.")
         try:
             executor = self._opened()
-            self._current = current = _Current(self, state, items)
+            self._current = current = _Current(self, state, items, record)
             first = self._first(state, pending)
             try:
                 spans = executor.run(record=record, rounds=rounds, first=first)
@@ -177,7 +188,7 @@ class FlowRun:
             complete = min(current.rounds_of(n) for n in self._built.ends)
             left = self._pending(executor.left, complete)
             executor.left = {}
-            return current.state(complete - 1, state), Rounds(current.given_in(complete), left, spans)
+            return current.state(complete - 1, state), Rounds(current.given_in(complete), left, self.plan, spans)
         finally:
             self._current = None
             self._lock.release()
@@ -252,10 +263,11 @@ class _Current:
     Attributes:
       given: the arguments of each node that are known from the start.
       fired: how often each step has run.
+      record: whether each node is waited for, so that its times are those of its devices.
     """
 
-    def __init__(self, run: FlowRun, state: Sequence[Any], items: Any) -> None:
-        self._plan, self._built = run.plan, run.plan.built
+    def __init__(self, run: FlowRun, state: Sequence[Any], items: Any, record: bool) -> None:
+        self._plan, self._built, self.record = run.plan, run.plan.built, record
         self.fired = dict.fromkeys((s.label for row in run.plan.network.actors for s in row), 0)
         self.given: dict[Node, list[Any]] = {}
         for node in run.plan.nodes:
